@@ -72,7 +72,7 @@ def first_token_step(
         if plan.requests:
             plans.append(plan)
             num_steps += 1
-            for info, sampled in zip(plan.requests, plan.sampled, strict=True):
+            for info, sampled in zip(plan.requests, plan.num_samples, strict=True):
                 if info.request_id == "other" and sampled and not first:
                     first = num_steps - num_before
         if len(plans) > depth or not plan.requests:

@@ -129,7 +129,7 @@ def serve(arrivals: Sequence[Arrival], policy: str) -> tuple[list[Served], int]:
         plan = scheduler.schedule()
         now += seconds_of(plan)
         num_preemptions += len(plan.preempted)
-        for info, is_sampled in zip(plan.requests, plan.sampled, strict=True):
+        for info, is_sampled in zip(plan.requests, plan.num_samples, strict=True):
             one = served[info.request_id]
             if is_sampled and not one.first_token:
                 one.first_token = now

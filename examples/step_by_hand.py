@@ -21,7 +21,7 @@ class AddingRunner:
     and the next token is the sum of all that a row reads through its block table: with one wrong
     block the answer would be another."""
 
-    pipeline_depth = 0
+    pipeline_depth = max_draft_tokens = 0
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -42,12 +42,12 @@ class AddingRunner:
         # -(j + 1) is the j-th token that the step before sampled: a GPU knows it before the host.
         token_ids = iter([t if t >= 0 else self.sampled[-1 - t] for t in plan.token_ids])
         self.sampled = []
-        for request, start, num_tokens, is_sampled in plan.rows():
+        for request, start, num_tokens, num_samples in plan.rows():
             table, size = self.tables[request.request_id], self.block_size
             slots = [table[p // size] * size + p % size for p in range(start + num_tokens)]
             for slot in slots[start:]:
                 self.cache[slot] = next(token_ids)
-            if is_sampled:
+            if num_samples:  # 1: there are no draft tokens
                 self.sampled.append(sum(self.cache[slot] for slot in slots) % 1000)
         return self.sampled
 
@@ -58,8 +58,8 @@ class AddingRunner:
 
 def print_plan(plan: StepPlan) -> None:
     print(f"step {plan.step}: token_ids {list(plan.token_ids)}")
-    for request, start, num_tokens, is_sampled in plan.rows():
-        sample = ", samples" if is_sampled else ""
+    for request, start, num_tokens, num_samples in plan.rows():
+        sample = ", samples" if num_samples else ""
         print(f"  row {request.request_id}: positions {start}..{start + num_tokens - 1}{sample}")
     preempted = [request.request_id for request in plan.preempted]
     print(f"  tables {plan.tables}, new_blocks {plan.new_blocks}")

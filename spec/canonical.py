@@ -69,7 +69,8 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
             ranked = rank_from_clock(state, q), q.owner, q.charge, r in state.queued
         requests.append((q[:4], q[5:9], q[10:14], group, ranked, table, place))
     flight = [
-        [(number[w.request], w.start, w.n, w.token, w.stale) for w in step] for step in state.flight
+        [(number[w.request], w.start, w.n, w.samples, w.stale, w.drafts) for w in step]
+        for step in state.flight
     ]
     queues = [[names[block] for block in queue] for queue in (state.lru, state.free[::-1])]
     blocks = [(state.refs[b], state.keys[b], state.contents[b]) for b in names]

@@ -114,8 +114,10 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
         yield "fork"
     if plan.copies:
         yield "copy"
-    if any(not row.sampled for row in plan.rows):
+    if any(not row.num_samples for row in plan.rows):
         yield "chunk"
+    if any(row.drafts for row in plan.rows):
+        yield "draft"
     if len({row.n > 1 for row in plan.rows}) == 2:
         yield "mixed"
     if any(key is not None and after.keys[b] is None for b, key in enumerate(before.keys)):

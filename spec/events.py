@@ -13,7 +13,7 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4, 5, 6, 7)
+VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
@@ -73,15 +73,19 @@ def _tuple_of(*shapes: Shape) -> Shape:
     )
 
 
-def _are_columns(value: Any) -> bool:
-    """Rows as they are told since version 5; null are those of the plan before."""
-    return value is None or (
-        isinstance(value, dict)
-        and _list_of(_is_text)(value.get("ids"))
-        and _list_of(_is_count)(value.get("starts"))
-        and _list_of(_tuple_of(_is_count, _is_count, _is_flag))(value.get("unusual"))
-        and len(value["ids"]) == len(value["starts"])
-        and all(row < len(value["ids"]) for row, _, _ in value["unusual"])
+def _columns_of(sampled: Shape) -> Shape:
+    """Rows as they are told since version 5; null are those of the plan before. ``sampled``: the
+    shape of what an unusual row samples."""
+    return lambda value: (
+        value is None
+        or (
+            isinstance(value, dict)
+            and _list_of(_is_text)(value.get("ids"))
+            and _list_of(_is_count)(value.get("starts"))
+            and _list_of(_tuple_of(_is_count, _is_count, sampled))(value.get("unusual"))
+            and len(value["ids"]) == len(value["starts"])
+            and all(row < len(value["ids"]) for row, _, _ in value["unusual"])
+        )
     )
 
 
@@ -106,6 +110,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "credit": _is_count,
         "ticks_per_token": _between(1),
         "reply_tokens": _is_count,
+        "max_draft_tokens": _is_count,
     },
     "add": {
         "id": _is_text,
@@ -131,6 +136,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "released": _list_of(_is_text),
         "prefixes": _TABLES,
         "copies": _list_of(_tuple_of(_is_count, _is_count)),
+        "drafts": _list_of(_tuple_of(_is_text, _list_of(_is_count, at_least=1))),
         "askers": _list_of(_is_text),
         "hits": _list_of(_tuple_of(_is_text, _is_count)),
         "evicted": _is_count,
@@ -144,6 +150,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "result": {
         "step": _is_count,
         "token_ids": _list_of(_is_count),
+        "accepted": _list_of(_tuple_of(_is_text, _is_count)),
         "finished": _list_of(_tuple_of(_is_text, _is_text)),
         "times": _are_times,
         "pool": _POOL,
@@ -169,15 +176,19 @@ _SINCE = {
     **{("start", field): 7 for field in ("credit", "ticks_per_token", "reply_tokens")},
     ("add", "owner"): 7,
     ("plan", "budget"): 7,
+    ("start", "max_draft_tokens"): 8,
+    ("plan", "drafts"): 8,
+    ("result", "accepted"): 8,
 }
 # Fields of an engine that has state slots.
 _OF_STATES = ("state_tables", "new_state_slots", "state_pool")
 _COLUMNS_SINCE = 5
+_SAMPLES_SINCE = 8  # a row says how many tokens it samples, not whether it samples one
 
 
 def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each event with the number of its line, from 1. The first is a start, no other is. A plan has
-    all its rows, ``[id, start, num_tokens, sampled]``, in whatever way its version tells them.
+    all its rows, ``[id, start, num_tokens, num_samples]``, in whatever way its version tells them.
 
     Raises:
         TraceError: a line is no event of a step trace.
@@ -200,6 +211,8 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         if event["event"] == "plan":
             if version >= _COLUMNS_SINCE:
                 event["rows"] = _all_rows(event["rows"], rows, number)
+            for row in event["rows"]:
+                row[3] = int(row[3])
             rows = event["rows"]
         elif event["event"] == "fail":
             rows = None
@@ -221,10 +234,10 @@ def _all_rows(told: dict[str, Any] | None, before: Rows | None, number: int) -> 
     if told is None:
         if before is None:
             raise TraceError(f"line {number}: the rows of the plan before, and there is none")
-        return [[name, start + num_tokens, 1, True] for name, start, num_tokens, _ in before]
-    rows: Rows = [[*row, 1, True] for row in zip(told["ids"], told["starts"], strict=True)]
-    for row, num_tokens, sampled in told["unusual"]:
-        rows[row][2:] = num_tokens, sampled
+        return [[name, start + num_tokens, 1, 1] for name, start, num_tokens, _ in before]
+    rows: Rows = [[*row, 1, 1] for row in zip(told["ids"], told["starts"], strict=True)]
+    for row, num_tokens, num_samples in told["unusual"]:
+        rows[row][2:] = num_tokens, num_samples
     return rows
 
 
@@ -250,7 +263,7 @@ def _check_shape(event: dict[str, Any], number: int, version: int, has_states: b
         if field not in event:
             raise TraceError(f"line {number}: {name} has no {field!r}")
         if (name, field) == ("plan", "rows") and version >= _COLUMNS_SINCE:
-            shape = _are_columns
+            shape = _columns_of(_is_count if version >= _SAMPLES_SINCE else _is_flag)
         if not shape(event[field]):
             value = shortened(repr(event[field]), 80)
             raise TraceError(f"line {number}: {name} has {field} = {value}")

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import islice, product
 
 from .pool import ceil_div
 from .scheduler import Scheduler
 from .state import (
     EMPTY,
     NEVER,
-    NO_TOKEN,
     STOP,
     Abort,
     Add,
+    Drafts,
     Fail,
     Label,
     Pause,
@@ -99,13 +99,17 @@ class Machine(Scheduler):
     # ------------------------------------------------------------------ dispatch
     def dispatch(self, plan: Plan, tokens: tuple[int, ...]) -> None:
         """The step writes the KV of its positions now (steps run in order on one stream)."""
-        sampled = iter(tokens)
+        samples = iter(tokens)
         known = [self.all_tokens(row.request) for row in plan.rows]
+        known = [
+            ids[: row.start + row.n] + row.drafts if row.drafts else ids
+            for row, ids in zip(plan.rows, known, strict=True)
+        ]
         self.copy_blocks(plan.copies)
         for row, ids in zip(plan.rows, known, strict=True):
-            self.write(row.request, row.start, row.n, ids)
+            self.write(row.request, row.start, row.end - row.start, ids)
             self.write_states(row.request, row.start, row.n, ids)
-        self.write_padding(sum(row.n for row in plan.rows))
+        self.write_padding(sum(row.end - row.start for row in plan.rows))
         self.tell_runner(plan)
         self.tell_tokens(plan, known)
         self.flight.append(
@@ -114,9 +118,10 @@ class Machine(Scheduler):
                     row.request,
                     row.start,
                     row.n,
-                    next(sampled) if row.sampled else NO_TOKEN,
+                    tuple(islice(samples, row.num_samples)),
                     self.requests[row.request].table,
                     states=self.requests[row.request].states,
+                    drafts=row.drafts,
                 )
                 for row in plan.rows
             )
@@ -138,19 +143,26 @@ class Machine(Scheduler):
 
     def tell_tokens(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
         """The runner's histories (S39): a plan names the tokens of its rows, also those that only
-        the device knows."""
+        the device knows. A row begins behind the last accepted token, so the rejected drafts of
+        the row before are overwritten."""
         self.histories.update(plan.prefixes)
         for row, ids in zip(plan.rows, known, strict=True):
             if row.request in self.histories:
-                self.histories[row.request] += ids[row.start : row.start + row.n]
+                kept = self.kept_history(self.histories[row.request], row.start)
+                self.histories[row.request] = kept + ids[row.start : row.end]
+
+    def kept_history(self, ids: tuple[int, ...], start: int) -> tuple[int, ...]:
+        return ids[:start]
 
     def all_tokens(self, r: int) -> tuple[int, ...]:
-        """Settled tokens and those being sampled, which only the device knows."""
+        """Settled tokens and the first sample of each row in flight, which only the device knows.
+        Samples behind drafts are counted at the settle alone."""
         pending = tuple(
-            row.token
+            token
             for step in self.flight
             for row in step
-            if row.request == r and row.token != NO_TOKEN
+            if row.request == r
+            for token in row.samples[:1]
         )
         return self.requests[r].tokens + pending
 
@@ -197,14 +209,37 @@ class Machine(Scheduler):
 
     def apply_result(self, row: Row) -> None:
         r = row.request
-        if row.token != NO_TOKEN:
-            self.append_token(r, row.token)
+        if row.samples:
+            self.take_samples(r, row)
         self.publish(r)
-        reason = self.finish_reason(r) if row.token != NO_TOKEN else ""
+        reason = self.finish_reason(r) if row.samples else ""
         if reason:
             self.finish(r, reason)
         elif r not in self.running:
             self.take_back_if_drained(r)
+
+    def take_samples(self, r: int, row: Row) -> None:
+        """A prefix of the row's samples: the first, and each that follows an accepted draft, up to
+        the end of the request. An accepted draft's position counts as computed from here on."""
+        self.append_token(r, row.samples[0])
+        for draft, token in zip(row.drafts, row.samples[1:], strict=False):
+            if self.has_ended(r) or not self.is_accepted(r, draft):
+                return
+            self.count_accepted(r)
+            self.append_token(r, token)
+
+    def is_accepted(self, r: int, draft: int) -> bool:
+        """S58: a draft is accepted if and only if it is the token that was sampled there."""
+        return self.requests[r].tokens[-1] == draft
+
+    def has_ended(self, r: int) -> bool:
+        return bool(self.finish_reason(r))
+
+    def count_accepted(self, r: int) -> None:
+        """Drafts are counted nowhere before this."""
+        request = self.requests[r]
+        computed, dispatched = request.computed + 1, request.dispatched + 1
+        self.update(r, computed=computed, dispatched=dispatched, total=request.total + 1)
 
     def append_token(self, r: int, token: int) -> None:
         self.update(r, tokens=(*self.requests[r].tokens, token))
@@ -327,10 +362,10 @@ def can_schedule(state: State, scope: Scope) -> bool:
     return len(state.flight) <= scope.depth and bool(state.running or state.waiting)
 
 
-def plan(state: State, scope: Scope, budget: int = 0) -> tuple[Plan, State]:
+def plan(state: State, scope: Scope, budget: int = 0, offer: Drafts = ()) -> tuple[Plan, State]:
     """The plan of a state, and the state with that plan made but not dispatched."""
     m = machine(state, scope)
-    made = m.schedule(budget)
+    made = m.schedule(budget, offer)
     return made, m.freeze()
 
 
@@ -341,13 +376,13 @@ def dispatch(planned: State, made: Plan, tokens: tuple[int, ...], scope: Scope) 
 
 
 def settle_label(state: State) -> Settle:
-    return Settle(tuple(row.token for row in state.flight[0] if row.token != NO_TOKEN))
+    return Settle(tuple(token for row in state.flight[0] for token in row.samples))
 
 
 def step(state: State, label: Label, scope: Scope) -> State:
     """Apply one named action. A Schedule whose plan has no row leaves the state as it is."""
     if isinstance(label, Schedule):
-        made, planned = plan(state, scope, label.budget)
+        made, planned = plan(state, scope, label.budget, label.offer)
         return dispatch(planned, made, label.tokens, scope) if made.rows else state
     m = machine(state, scope)
     if isinstance(label, Add):
@@ -375,9 +410,35 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
         for budget in (0, *(b for b in scope.budgets if is_enough(b, state))):
             made, planned = plan(state, scope, budget)
             if made.rows:
-                for tokens in product(scope.outputs, repeat=sum(row.sampled for row in made.rows)):
-                    label = Schedule(tokens, budget)
-                    yield label, dispatch(planned, made, tokens, scope), made
+                yield from schedules(made, planned, Schedule((), budget), scope)
+                for offer in offers(made, state, scope):
+                    drafted, planned = plan(state, scope, budget, offer)
+                    if any(row.drafts != dict(offer).get(row.request, ()) for row in drafted.rows):
+                        continue  # the same plan as of a shorter offer
+                    yield from schedules(drafted, planned, Schedule((), budget, offer), scope)
+
+
+def schedules(
+    made: Plan, planned: State, label: Schedule, scope: Scope
+) -> Iterator[tuple[Label, State, Plan]]:
+    """The plan's dispatch, for all that nature may choose as its samples."""
+    num_samples = sum(row.num_samples for row in made.rows)
+    for tokens in product(scope.outputs, repeat=num_samples):
+        yield label._replace(tokens=tokens), dispatch(planned, made, tokens, scope), made
+
+
+def offers(made: Plan, state: State, scope: Scope) -> Iterator[Drafts]:
+    """All that drafters may offer for the rows of a plan: any tokens, and not nothing for all."""
+    if not scope.max_drafts or scope.num_states:
+        return
+    rows = [row.request for row in made.rows if row.num_samples]
+    drafting = [r for r in rows if state.requests[r].settled_only]
+    lengths = range(scope.max_drafts + 1)
+    some = [drafts for n in lengths for drafts in product(scope.outputs, repeat=n)]
+    for chosen in product(some, repeat=len(drafting)):
+        offer = tuple((r, drafts) for r, drafts in zip(drafting, chosen, strict=True) if drafts)
+        if offer:
+            yield offer
 
 
 def is_enough(budget: int, state: State) -> bool:

@@ -37,7 +37,7 @@ class Move:
         return [
             (self.after.requests[row.request].table[p // size], p % size)
             for row in self.plan.rows
-            for p in range(row.start, row.start + row.n)
+            for p in range(row.start, row.end)
             if p // size < len(self.after.requests[row.request].table)
         ]
 
@@ -48,5 +48,5 @@ class Move:
             (row.blocks[p // size], p % size)
             for step in self.before.flight
             for row in step
-            for p in range(row.start, row.start + row.n)
+            for p in range(row.start, row.end)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .move import Move
 from .pool import ceil_div
-from .state import NO_TOKEN, State
+from .state import State
 
 
 def l3(m: Move) -> bool:
@@ -51,12 +51,28 @@ def l6(m: Move) -> bool:
 def l9(m: Move) -> bool:
     """A settled-only decode has a row, or yields to an elder, or one of the steps in flight, which
     are no more than ``depth``, samples the token that it is to compute."""
-    sampling = {row.request for step in m.before.flight for row in step if row.token != NO_TOKEN}
+    sampling = {row.request for step in m.before.flight for row in step if row.samples}
     return len(m.before.flight) <= m.scope.depth and all(
         r in sampling or is_served_or_yields(m, r)
         for r in decodes(m)
         if m.before.requests[r].settled_only
     )
+
+
+def l10(m: Move) -> bool:
+    """A row that samples brings its request a token, whatever its drafts are, and each right draft
+    one more, unless the request ends before."""
+    for row in m.before.flight[0]:
+        old, new = m.before.requests[row.request], m.after.requests[row.request]
+        taken = new.tokens[len(old.tokens) :]
+        if not row.samples or row.stale:
+            continue
+        if not taken:
+            return False
+        has_more = len(taken) <= len(row.drafts) and not new.reason
+        if has_more and row.drafts[len(taken) - 1] == taken[-1]:
+            return False
+    return True
 
 
 def decodes(m: Move) -> list[int]:
@@ -78,5 +94,5 @@ def is_served_or_yields(m: Move, r: int) -> bool:
     request, closed_by = m.before.requests[r], m.plan.closed_by
     if closed_by is None or m.before.requests[closed_by].rank > request.rank:
         return False
-    has_slot = len(request.table) == ceil_div(request.dispatched + 1, m.scope.block_size)
+    has_slot = len(request.table) >= ceil_div(request.dispatched + 1, m.scope.block_size)
     return r in m.plan.held or closed_by == r or not has_slot

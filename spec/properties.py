@@ -8,7 +8,7 @@ from itertools import pairwise
 from . import share_properties
 from .pool import ceil_div
 from .slot_properties import OF_STATES, all_tokens
-from .state import BASE, EMPTY, Scope, State
+from .state import BASE, EMPTY, Request, Scope, State, prefixes
 
 
 def owners(state: State) -> list[int]:
@@ -57,7 +57,7 @@ def s7(state: State, scope: Scope) -> bool:
         return False
     for step in state.flight:
         for row in step:
-            first, last = row.start // scope.block_size, (row.start + row.n - 1) // scope.block_size
+            first, last = row.start // scope.block_size, (row.end - 1) // scope.block_size
             if published.intersection(row.blocks[first : last + 1]):
                 return False
     return True
@@ -69,11 +69,20 @@ def s8(state: State, _: Scope) -> bool:
 
 
 def s10(state: State, scope: Scope) -> bool:
+    """Rejected drafts may leave blocks behind, which the request's next tokens fill."""
+    size = scope.block_size
     return all(
-        len(request.table) == ceil_div(request.dispatched, scope.block_size)
+        ceil_div(request.dispatched, size)
+        <= len(request.table)
+        <= ceil_div(request.dispatched + max_drafts(request, scope), size)
         for request in state.requests
         if request.table or not request.reason
     )
+
+
+def max_drafts(request: Request, scope: Scope) -> int:
+    """Draft tokens that the request may have had in a row since it was admitted."""
+    return scope.max_drafts if request.settled_only and request.table else 0
 
 
 def s14(state: State, _: Scope) -> bool:
@@ -137,9 +146,9 @@ def s33(state: State, scope: Scope) -> bool:
     """A block that its owner has not filled has no other owner; what a fork is like is in
     transitions.py."""
     return all(
-        state.refs[request.table[request.dispatched // scope.block_size]] == 1
+        state.refs[block] == 1
         for request in state.requests
-        if request.table and request.dispatched % scope.block_size
+        for block in request.table[request.dispatched // scope.block_size :]
     )
 
 
@@ -152,14 +161,29 @@ def s38(state: State, scope: Scope) -> bool:
     )
 
 
-def s39(state: State, _: Scope) -> bool:
+def s39(state: State, scope: Scope) -> bool:
     """The runner knows all tokens of the running requests that need their history, up to where
-    they are dispatched, and of no others but those that the next plan will release."""
+    they are dispatched, and of no others but those that the next plan will release. Behind them
+    are the drafts of one row at most, until the next row overwrites them."""
     told, here = dict(state.histories), {*state.running, *state.left}
     return told.keys() == {r for r in here if state.requests[r].needs_history} and all(
-        told[r] == all_tokens(state, r)[: state.requests[r].dispatched]
-        for r in state.running
+        told[r][:done] == all_tokens(state, r)[:done]
+        and 0 <= len(told[r]) - done <= max_drafts(state.requests[r], scope)
+        for r, done in ((r, state.requests[r].dispatched) for r in state.running)
         if r in told
+    )
+
+
+def s57(state: State, scope: Scope) -> bool:
+    """The KV that is settled of a running request was computed for its own tokens, and for no
+    draft that was rejected."""
+    if not scope.max_drafts:
+        return True  # S16 and S17 say it of every row
+    size = scope.block_size
+    return all(
+        state.contents[request.table[p // size]][p % size] == name
+        for request in (state.requests[r] for r in state.running)
+        for p, name in enumerate(prefixes(request.salt, request.tokens)[: request.computed])
     )
 
 
@@ -215,6 +239,7 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S40": s40,
     "S53": share_properties.s53,
     "S54": share_properties.s54,
+    "S57": s57,
     "L5": l5,
     "L7": l7,
     **OF_STATES,

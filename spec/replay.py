@@ -10,13 +10,13 @@ itself and is yet another than the specified one breaks S31, for a plan is a fun
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count, zip_longest
+from itertools import count, islice, zip_longest
 from typing import Any, NamedTuple
 
 from .events import TraceError, read_events, shortened
 from .replay_machine import ReplayMachine
 from .replay_states import differing_pool, differing_states
-from .state import NO_TOKEN, Plan, Scope, Template
+from .state import Plan, Scope, Template
 
 __all__ = ["TraceError", "Verdict", "check"]
 
@@ -68,6 +68,7 @@ class Replay:
             scope = scope._replace(
                 credit=start["credit"], ticks=start["ticks_per_token"], reply=start["reply_tokens"]
             )
+        scope = scope._replace(max_drafts=start.get("max_draft_tokens", 0))
         self.machine = ReplayMachine(scope)
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
@@ -117,17 +118,31 @@ class Replay:
             raise _Refused("S28", f"planned while {len(machine.flight)} steps are in flight")
         if self.next_step not in (None, event["step"]):
             raise _Refused("S24", f"step {event['step']} where step {self.next_step} is next")
-        rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
+        numbers = self.numbers
+        drafts = {numbers.get(name, -1): tuple(ids) for name, ids in event.get("drafts", ())}
+        rows = [
+            (r, start, num_tokens - len(drafts.get(r, ())), num_samples)
+            for r, start, num_tokens, num_samples in (
+                (numbers.get(name, -1), *rest) for name, *rest in event["rows"]
+            )
+        ]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
         budget = event["budget"] if self.has_budgets else machine.scope.budget
-        self._check_rows(rows, preempted, budget)
+        self._check_rows(rows, drafts, preempted, budget)
         num_keys = len(machine.index)
-        made = machine.schedule(budget)
-        if [tuple(row) for row in made.rows] != rows or list(made.preempted) != preempted:
+        made = machine.schedule(budget, tuple(drafts.items()))
+        if [row[:4] for row in made.rows] != rows or list(made.preempted) != preempted:
             raise _Refused(
                 "S31",
                 f"planned rows {_short(rows)}, preempted {preempted}; the specification plans "
-                f"{_short([tuple(row) for row in made.rows])}, preempts {list(made.preempted)}",
+                f"{_short([row[:4] for row in made.rows])}, preempts {list(made.preempted)}",
+            )
+        carried = {row.request: row.drafts for row in made.rows if row.drafts}
+        if carried != drafts:
+            raise _Refused(
+                "S56",
+                f"drafts {shortened(str(drafts), 80)}, the specification carries "
+                f"{shortened(str(carried), 80)}",
             )
         if self.has_tables:
             self._take_tables(event)
@@ -213,10 +228,19 @@ class Replay:
                     f"{shortened(str(value), 80)}",
                 )
 
-    def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int], budget: int) -> None:
-        """What a plan may not be whatever the state of the pool."""
+    def _check_rows(
+        self,
+        rows: list[tuple[Any, ...]],
+        drafts: dict[int, tuple[int, ...]],
+        preempted: list[int],
+        budget: int,
+    ) -> None:
+        """What a plan may not be whatever the state of the pool. ``rows``: (request, start, number
+        of its own tokens, number of samples); ``drafts``: its draft tokens, by request."""
         machine = self.machine
-        total = sum(row[2] for row in rows)
+        if not drafts.keys() <= {row[0] for row in rows}:
+            raise _Refused("S56", f"drafts of {sorted(drafts)}, which have not all a row")
+        total = sum(row[2] for row in rows) + sum(map(len, drafts.values()))
         if total > budget:
             raise _Refused("S18", f"{total} tokens in a step of at most {budget}")
         if not max(1, len(machine.running)) <= budget <= machine.scope.budget:
@@ -227,7 +251,7 @@ class Replay:
         both = {row[0] for row in rows}.intersection(preempted)
         if both:
             raise _Refused("S20", f"requests {sorted(both)} are preempted and in the plan")
-        for r, start, n, sampled in rows:
+        for r, start, n, num_samples in rows:
             if r in machine.pending:
                 raise _Refused("S40", f"request {r} is scheduled before its leader's prompt")
             if r < 0 or machine.requests[r].reason or r in machine.paused:
@@ -241,8 +265,12 @@ class Replay:
                 raise _Refused("S17", f"request {r} is computed to {start + n} of {request.total}")
             if request.settled_only and start + n > len(request.tokens):
                 raise _Refused("S42", f"request {r} is computed to {start + n}, which is unsettled")
-            if sampled != (start + n == request.total):
-                raise _Refused("S19", f"request {r}: sampled = {sampled} at {start + n}")
+            expected = 1 + len(drafts.get(r, ())) if start + n == request.total else 0
+            if num_samples != expected:
+                raise _Refused(
+                    "S19",
+                    f"request {r} samples {num_samples} tokens at {start + n}, not {expected}",
+                )
 
     def _on_result(self, event: dict[str, Any]) -> None:
         machine = self.machine
@@ -252,17 +280,32 @@ class Replay:
             raise _Refused("S24", f"step {event['step']} ends before {self.steps_in_flight[0]}")
         tokens = list(event["token_ids"])
         step = machine.flight[0]
-        if len(tokens) != sum(row.token != NO_TOKEN for row in step):
+        if len(tokens) != sum(len(row.samples) for row in step):
             raise _Refused("S19", f"{len(tokens)} tokens for {len(step)} rows")
         told = iter(tokens)
         machine.flight[0] = tuple(
-            row if row.token == NO_TOKEN else row._replace(token=next(told)) for row in step
+            row._replace(samples=tuple(islice(told, len(row.samples)))) for row in step
         )
         told_ends = [(self.numbers.get(name, -1), reason) for name, reason in event["finished"]]
         machine.told_reasons = dict(told_ends)
+        told_accepted = [(self.numbers.get(name, -1), n) for name, n in event.get("accepted", ())]
+        machine.told_accepted = dict(told_accepted)
         live = [row.request for row in step if not machine.requests[row.request].reason]
+        before = {row.request: len(machine.requests[row.request].tokens) for row in step}
         machine.settle()
         self.steps_in_flight.pop(0)
+        accepted = [
+            (
+                row.request,
+                max(0, len(machine.requests[row.request].tokens) - before[row.request] - 1),
+            )
+            for row in step
+            if row.drafts
+        ]
+        if accepted != told_accepted:
+            raise _Refused(
+                "S58", f"accepted drafts {told_accepted}, the specification accepts {accepted}"
+            )
         ends = [(r, machine.requests[r].reason) for r in live if machine.requests[r].reason]
         if ends != told_ends:
             raise _Refused("S25", f"finished {told_ends}, the specification finishes {ends}")

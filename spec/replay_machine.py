@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import model
 from .model import Machine
-from .state import NO_TOKEN, Plan, Request, Row, Scope
+from .state import Plan, Request, Row, Scope
 
 
 class ReplayMachine(Machine):
@@ -19,6 +19,8 @@ class ReplayMachine(Machine):
         self.stop_ids: list[frozenset[int]] = []
         self.watches_text: list[bool] = []
         self.told_reasons: dict[int, str] = {}
+        self.told_accepted: dict[int, int] = {}  # draft tokens, of the step that is settled
+        self._num_settled: dict[int, int] = {}  # tokens of each request before its row is settled
         self._names: dict[tuple[int, tuple[int, ...]], int] = {}
         self._chains: dict[int, list[int]] = {}
 
@@ -38,16 +40,23 @@ class ReplayMachine(Machine):
         self.left.clear()  # what the runner was told is read from the trace
         self.flight.append(
             tuple(
-                Row(row.request, row.start, row.n, 0 if row.sampled else NO_TOKEN, ())
+                Row(row.request, row.start, row.n, (0,) * row.num_samples, (), drafts=row.drafts)
                 for row in plan.rows
             )
         )
+
+    def settle_row(self, row: Row) -> None:
+        self._num_settled[row.request] = len(self.requests[row.request].tokens)
+        super().settle_row(row)
 
     def finish_reason(self, r: int) -> str:
         request = self.requests[r]
         if request.tokens[-1] in self.stop_ids[r]:
             return "stop"
-        # Only the engine sees text; that a stop string was met is the environment's to say.
+        # Only the engine sees text: that a stop string was met, and behind which accepted draft,
+        # is the environment's to say.
         if self.watches_text[r] and self.told_reasons.get(r) == "stop":
-            return "stop"
+            num_taken = len(request.tokens) - self._num_settled[r]
+            if num_taken == 1 + self.told_accepted.get(r, 0):
+                return "stop"
         return "length" if len(request.tokens) >= request.limit else ""

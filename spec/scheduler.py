@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from .pool import ceil_div
 from .shares import Shares
-from .state import Plan, PlanRow, Request
+from .state import Drafts, Plan, PlanRow, Request
 
 
 class Scheduler(Shares):
     # ------------------------------------------------------------------ the walk
-    def schedule(self, budget: int = 0) -> Plan:
-        """Decide one step of at most ``budget`` tokens (0: as many as the scope says). Mutates
-        pool, tables and counters, but contents and flight do not change before ``dispatch``. The
-        fields set here live for this one plan only."""
+    def schedule(self, budget: int = 0, offer: Drafts = ()) -> Plan:
+        """Decide one step of at most ``budget`` tokens (0: as many as the scope says), with draft
+        tokens of ``offer`` where they have room. Mutates pool, tables and counters, but contents
+        and flight do not change before ``dispatch``. The fields set here live for this one plan
+        only."""
         budget = budget or self.scope.budget
         self.budget_left = budget
         self.rows: list[PlanRow] = []
@@ -43,6 +44,8 @@ class Scheduler(Shares):
                     self.admission_open = False
             else:
                 self.serve(self.to_come.pop(0))
+        if offer:
+            self.draft(dict(offer))
         return Plan(
             tuple(self.rows),
             tuple(self.preempted),
@@ -62,6 +65,34 @@ class Scheduler(Shares):
             budget,
             tuple(self.displaced_ones),
         )
+
+    # ------------------------------------------------------------------ drafts
+    def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
+        """S56: after the walk, rows that may carry drafts do so, within the budget that is left
+        and with blocks that no request is short of."""
+        for i, row in enumerate(self.rows):
+            drafts = offer.get(row.request, ())[: self.draft_room(row)]
+            wanted = ceil_div(row.end + len(drafts), self.block_size)
+            wanted -= len(self.requests[row.request].table)
+            if drafts and wanted > 0 and self.may_take_for_drafts():
+                self.allocate(row.request, min(wanted, self.num_available()))
+            slots = len(self.requests[row.request].table) * self.block_size
+            drafts = drafts[: max(0, slots - row.end)]
+            self.rows[i] = row._replace(num_samples=row.num_samples + len(drafts), drafts=drafts)
+            self.budget_left -= len(drafts)
+
+    def draft_room(self, row: PlanRow) -> int:
+        """Draft tokens that a row may carry. Only a settled-only request drafts, since the next
+        row starts where the accepted drafts end (S42). A sample behind the last draft may not go
+        beyond the request's longest form. Recurrent states cannot be cut, so they allow none."""
+        request = self.requests[row.request]
+        if not (row.num_samples and request.settled_only) or self.scope.num_states:
+            return 0
+        room = request.limit - 1 - row.end
+        return max(0, min(self.scope.max_drafts, self.budget_left, room))
+
+    def may_take_for_drafts(self) -> bool:
+        return self.closed_by is None and not self.preempted
 
     # ------------------------------------------------------------------ what the runner is told
     def whole_tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -185,7 +216,7 @@ class Scheduler(Shares):
     def add_row(self, r: int, n: int) -> None:
         request = self.requests[r]
         sampled = self.is_sampled(request, request.dispatched, n)
-        self.rows.append(PlanRow(r, request.dispatched, n, sampled))
+        self.rows.append(PlanRow(r, request.dispatched, n, int(sampled)))
         self.budget_left -= n
         self.update(r, dispatched=request.dispatched + n, total=request.total + sampled)
 

@@ -79,6 +79,46 @@ _FAIR = (
 # Steps of fewer tokens than there may be, chosen anew for each.
 _PACED = _TIGHT._replace(budget=4, budgets=(1, 2))
 
+# Rows with draft tokens: any tokens may be offered, and any of them may turn out right.
+DRAFTING = T((0,), 3, settled_only=True)
+_DRAFTS = _TIGHT._replace(max_drafts=1, pause=False)
+_WITH_DRAFTS = (
+    _DRAFTS._replace(
+        name="ci-drafts-sync", templates=(DRAFTING, T((0, 0), 2)), max_drafts=2, budget=4, fail=True
+    ),
+    _DRAFTS._replace(
+        name="ci-drafts-overlap",
+        templates=(DRAFTING, T((0,), 2)),
+        num_blocks=3,
+        budget=3,
+        depth=1,
+        abort=False,
+        reset=True,
+    ),
+    _DRAFTS._replace(
+        name="ci-drafts-history",
+        templates=(DRAFTING._replace(needs_history=True),),
+        num_blocks=3,
+        block_size=2,
+        budget=4,
+        depth=1,
+    ),
+    _DRAFTS._replace(
+        name="ci-drafts-siblings",
+        templates=(T((0, 0), 3, n=2, settled_only=True),),
+        block_size=2,
+        budget=4,
+    ),
+    _DRAFTS._replace(
+        name="ci-drafts-paced",
+        templates=(DRAFTING,),
+        max_drafts=2,
+        budget=4,
+        budgets=(1, 2),
+        abort=False,
+    ),
+)
+
 CI = (
     _TIGHT._replace(name="ci-sync", fail=True),
     _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT), reset=True),
@@ -154,6 +194,7 @@ CI = (
     _PACED._replace(name="ci-paced", templates=(LONG, SHORT)),
     _PACED._replace(name="ci-paced-overlap", depth=1, abort=False),
     *_WITH_STATES,
+    *_WITH_DRAFTS,
 )
 
 # Three requests: an elder, its victim and one between or beside them.
@@ -170,6 +211,35 @@ FULL = (
     _SIBLINGS._replace(name="siblings-sync", budget=3, cap=2, fail=True),
     _SIBLINGS._replace(
         name="three-siblings", templates=(T((0, 1), 3, n=3),), budget=3, depth=1, caching=False
+    ),
+    _DRAFTS._replace(
+        name="drafts-history",
+        templates=(DRAFTING._replace(max_tokens=4, needs_history=True),),
+        num_blocks=3,
+        block_size=2,
+        budget=4,
+        depth=1,
+        abort=False,
+        pause=True,
+    ),
+    _DRAFTS._replace(
+        name="drafts-of-two",
+        templates=(T((0, 0), 4, settled_only=True), T((0, 1), 2)),
+        max_drafts=2,
+        num_blocks=5,
+        block_size=2,
+        budget=5,
+        pause=True,
+    ),
+    _DRAFTS._replace(
+        name="drafts-of-three",
+        templates=(DRAFTING, T((0, 1), 2, settled_only=True)),
+        num_requests=3,
+        cap=3,
+        num_blocks=5,
+        budget=4,
+        depth=1,
+        abort=False,
     ),
 )
 

@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 from .move import Move
 from .pool import ceil_div
-from .state import BASE, NO_SLOT, NO_TOKEN, Row, Scope, State, prefixes
+from .state import BASE, NO_SLOT, Row, Scope, State, prefixes
 
 
 def all_tokens(state: State, r: int) -> tuple[int, ...]:
-    """Settled tokens, then those being sampled (nature's secret)."""
+    """Settled tokens, then the first sample of each row in flight (nature's secret)."""
     pending = (
-        row.token
+        token
         for step in state.flight
         for row in step
-        if row.request == r and row.token != NO_TOKEN and not row.stale
+        if row.request == r and not row.stale
+        for token in row.samples[:1]
     )
     return state.requests[r].tokens + tuple(pending)
 

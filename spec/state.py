@@ -6,7 +6,6 @@ from functools import cache
 from typing import NamedTuple
 
 STOP = 2  # the token that ends a request with "stop"
-NO_TOKEN = -1  # a row that samples nothing
 EMPTY = 0  # a slot that nothing was written to since its block was last taken
 NEVER = 1 << 62  # the first part of a rank that was not given yet
 NO_SLOT = -1  # an entry of a state table whose slot was given up
@@ -89,6 +88,7 @@ class Scope(NamedTuple):
     pause: bool = True
     fail: bool = False  # engine operations may fail or be interrupted
     reset: bool = False  # the user may reset the prefix cache
+    max_drafts: int = 0  # draft tokens that a row may carry at most
     num_states: int = 0  # state slots; 0: the model has no recurrent layers
     interval: int = 0  # tokens of an entry of a state table, a multiple of block_size
     defects: frozenset[str] = frozenset()
@@ -135,9 +135,11 @@ class Request(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request in a dispatched step: positions [start, start + n).
+    """One request in a dispatched step: its own positions [start, start + n), and one more for each
+    of its ``drafts``.
 
-    ``token`` is what will be sampled. Nature has chosen it, nobody may look before the settle (S31
+    ``samples`` are the tokens that will be sampled: none, or one behind the row's own positions and
+    one behind each draft. Nature has chosen them; no rule may read them before the settle (S31
     checks that the plan does not). ``blocks`` and ``states`` are the tables the step was given,
     ``stale`` tells that the request was finished or preempted meanwhile: memory for S28, S29 and
     S47, not for deciding.
@@ -146,10 +148,16 @@ class Row(NamedTuple):
     request: int
     start: int
     n: int
-    token: int
+    samples: tuple[int, ...]
     blocks: tuple[int, ...]
     stale: bool = False
     states: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Behind the last position that the row writes."""
+        return self.start + self.n + len(self.drafts)
 
 
 class Slots(NamedTuple):
@@ -208,11 +216,24 @@ REFUSALS = (
 )
 
 
+Drafts = tuple[tuple[int, tuple[int, ...]], ...]
+"""(request, draft tokens)"""
+
+
 class PlanRow(NamedTuple):
+    """Own positions [start, start + n) of a request, then its draft tokens. It samples
+    ``num_samples`` tokens: none, or one behind its own positions and one behind each draft."""
+
     request: int
     start: int
     n: int
-    sampled: bool
+    num_samples: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Behind the last position that the row computes."""
+        return self.start + self.n + len(self.drafts)
 
 
 class Plan(NamedTuple):
@@ -248,15 +269,17 @@ class Add(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Plan and dispatch a step. ``tokens``: what its sampled rows will turn out to be. ``budget``:
-    tokens that it may compute; 0: as many as the scope says."""
+    """Plan and dispatch a step. ``tokens``: its samples, row after row. ``budget``: tokens that it
+    may compute; 0: as many as the scope says. ``offer``: draft tokens for some requests, of which
+    the plan carries as many as have room."""
 
     tokens: tuple[int, ...]
     budget: int = 0
+    offer: Drafts = ()
 
 
 class Settle(NamedTuple):
-    """Settle the oldest step. ``tokens``: what its sampled rows turned out to be."""
+    """Settle the oldest step. ``tokens``: its samples, row after row."""
 
     tokens: tuple[int, ...]
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from . import model
 from .state import (
-    NO_TOKEN,
     STOP,
     Abort,
     Add,
@@ -54,7 +53,9 @@ def plan_text(plan: Plan | None) -> str:
     if plan is None:
         return "(nothing)"
     parts = [
-        f"r{row.request}[{row.start}:{row.start + row.n}]{'*' * row.sampled}" for row in plan.rows
+        f"r{row.request}[{row.start}:{row.start + row.n}]{drafts_text(row.drafts)}"
+        + "*" * row.num_samples
+        for row in plan.rows
     ]
     parts += [f"admit r{r} with {len(hits)} hits" for r, hits in plan.admitted]
     parts += [
@@ -65,6 +66,10 @@ def plan_text(plan: Plan | None) -> str:
     parts += [f"copy b{a} to b{b}" for a, b in plan.copies]
     parts += [f"hold r{r}" for r in plan.held]
     return ", ".join(parts)
+
+
+def drafts_text(drafts: tuple[int, ...]) -> str:
+    return f" + drafts [{tokens_text(drafts)}]" * bool(drafts)
 
 
 def state_lines(state: State) -> Iterator[str]:
@@ -92,20 +97,22 @@ def state_lines(state: State) -> Iterator[str]:
     yield f"free {list(state.free)} lru {list(state.lru)} steps in flight {len(state.flight)}"
     for step in state.flight:
         rows = [
-            f"r{w.request}[{w.start}:{w.start + w.n}]"
-            + (f" will sample {tokens_text((w.token,))}" if w.token != NO_TOKEN else "")
+            f"r{w.request}[{w.start}:{w.start + w.n}]{drafts_text(w.drafts)}"
+            + f" will sample {tokens_text(w.samples)}" * bool(w.samples)
             for w in step
         ]
         yield f"  in flight: {', '.join(rows)}"
 
 
 def render(trace: list[Label], scope: Scope, cycle: int = 0) -> str:
-    """Each action, and the states around the last one ('*' marks a sampled row)."""
+    """Each action, and the states around the last one (a '*' per sample)."""
     state, lines = model.initial(scope), []
     for number, label in enumerate(trace, 1):
         if cycle and number == len(trace) - cycle + 1:
             lines.append("  -- from here it goes round for ever:")
-        made = model.plan(state, scope, label.budget)[0] if isinstance(label, Schedule) else None
+        made = None
+        if isinstance(label, Schedule):
+            made = model.plan(state, scope, label.budget, label.offer)[0]
         if number == len(trace) - cycle:
             lines += [f"       | {line}" for line in state_lines(state)]
         lines.append(f"  {number:3}. {label_text(label, made)}")

@@ -11,7 +11,6 @@ from .properties import owners, s32, s39
 from .slot_properties import all_tokens
 from .state import (
     EMPTY,
-    NO_TOKEN,
     STOP,
     Abort,
     Add,
@@ -92,8 +91,9 @@ def s16(m: Move) -> bool:
     size = m.scope.block_size
     for row in m.plan.rows:
         request = m.after.requests[row.request]
-        names = prefixes(request.salt, all_tokens(m.after, row.request))
-        end = row.start + row.n
+        own = all_tokens(m.after, row.request)
+        own = own[: row.start + row.n] + row.drafts if row.drafts else own
+        names, end = prefixes(request.salt, own), row.end
         if end > len(names) or end > len(request.table) * size:
             return False
         if any(
@@ -122,7 +122,7 @@ def s18(m: Move) -> bool:
     rows = m.plan.rows
     return (
         all(row.n >= 1 for row in rows)
-        and sum(row.n for row in rows) <= m.plan.budget <= m.scope.budget
+        and sum(row.end - row.start for row in rows) <= m.plan.budget <= m.scope.budget
         and model.is_enough(m.plan.budget, m.before)
         and len({row.request for row in rows}) == len(rows) <= m.scope.cap
     )
@@ -130,8 +130,9 @@ def s18(m: Move) -> bool:
 
 def s19(m: Move) -> bool:
     return all(
-        row.sampled == (row.start + row.n == m.before.requests[row.request].total)
+        row.num_samples == (1 + len(row.drafts) if is_last else 0)
         for row in m.plan.rows
+        for is_last in [row.start + row.n == m.before.requests[row.request].total]
     )
 
 
@@ -207,14 +208,14 @@ def s31(m: Move) -> bool:
     """The plan does not know what steps in flight will turn out to have sampled."""
     if any(token != m.scope.outputs[0] for token in m.label.tokens):
         return True  # this plan was examined at the first choice of its own tokens
-    if not any(row.token != NO_TOKEN for step in m.before.flight for row in step):
+    if not any(row.samples for step in m.before.flight for row in step):
         return True
     masked = tuple(
-        tuple(row if row.token == NO_TOKEN else row._replace(token=HIDDEN) for row in step)
+        tuple(row._replace(samples=(HIDDEN,) * len(row.samples)) for row in step)
         for step in m.before.flight
     )
     masked_state = m.before._replace(flight=masked)
-    return model.plan(masked_state, m.scope, m.label.budget)[0] == m.plan
+    return model.plan(masked_state, m.scope, m.label.budget, m.label.offer)[0] == m.plan
 
 
 def s33(m: Move) -> bool:
@@ -312,11 +313,58 @@ def s27(m: Move) -> bool:
 
 
 def s29(m: Move) -> bool:
+    """Of a row that is not stale a prefix of the samples is appended; S58 and L10 say which."""
     for row in m.before.flight[0]:
         old, new = m.before.requests[row.request], m.after.requests[row.request]
-        told = (row.token,) if row.token != NO_TOKEN and not row.stale else ()
-        if new.tokens != old.tokens + told or (row.stale and new.published != old.published):
+        taken = () if row.stale else row.samples[: len(new.tokens) - len(old.tokens)]
+        if new.tokens != old.tokens + taken or (row.stale and new.published != old.published):
             return False
+    return True
+
+
+def s56(m: Move) -> bool:
+    """Drafts take nothing that any request needs: the plan without them has the same rows, victims,
+    admissions, refusals and copies, and where a request is short of blocks they take none. They
+    are of rows that sample behind settled tokens, and no sample exceeds the longest form."""
+    if not m.label.offer or any(token != m.scope.outputs[0] for token in m.label.tokens):
+        return True  # this plan was examined at the first choice of its samples
+    plain, planned = model.plan(m.before, m.scope, m.label.budget)
+    if plain.closed_by is not None or plain.preempted:
+        tables = [
+            (m.after.requests[row.request], planned.requests[row.request]) for row in plain.rows
+        ]
+        if any(request.table != alone.table for request, alone in tables):
+            return False
+    own = tuple(
+        row._replace(drafts=(), num_samples=row.num_samples - len(row.drafts))
+        for row in m.plan.rows
+    )
+    drafted = m.plan._replace(rows=own, added=plain.added, tables=plain.tables)
+    return drafted == plain and all(
+        row.start + row.n == len(request.tokens) and row.end < request.limit
+        for row, request in ((row, m.before.requests[row.request]) for row in m.plan.rows)
+        if row.drafts
+    )
+
+
+def s58(m: Move) -> bool:
+    """The output does not depend on drafts: a sample is appended only if every draft before it in
+    its row is the token that was sampled there. So the row computed the request's own tokens up
+    to it, as steps without drafts would have. An accepted draft is counted as computed."""
+    for row in m.before.flight[0]:
+        old, new = m.before.requests[row.request], m.after.requests[row.request]
+        taken = new.tokens[len(old.tokens) :]
+        if row.drafts[: max(0, len(taken) - 1)] != taken[:-1]:
+            return False
+        count = max(0, len(taken) - 1)
+        if row.request in m.before.running and row.request in m.after.running:
+            changes = (
+                new.computed - old.computed - row.n,
+                new.dispatched - old.dispatched,
+                new.total - old.total,
+            )
+            if changes != (count, count, count):
+                return False
     return True
 
 
@@ -383,6 +431,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "S38": s38,
     "S39": lambda m: s39(m.after, m.scope),
     "S42": s42,
+    "S56": s56,
     "L3": progress.l3,
     "L5": progress.l5,
     "L6": progress.l6,
@@ -399,5 +448,7 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S37": ((Fail,), s37),
     "S41": ((ResetCache,), s41),
     "S55": (ANY, share_properties.s55),
+    "S58": ((Settle,), s58),
     "L4": ((Schedule, Settle), progress.l4),
+    "L10": ((Settle,), progress.l10),
 }

@@ -27,7 +27,7 @@ def project(state: State) -> tuple[object, ...]:
         )
         for r, q in enumerate(state.requests)
     )
-    flight = tuple(tuple((w.request, w.n, w.token) for w in step) for step in state.flight)
+    flight = tuple(tuple((w.request, w.n, w.samples) for w in step) for step in state.flight)
     return requests, state.refs, state.keys, state.free, state.lru, flight
 
 

@@ -39,6 +39,7 @@ def random_scope(rng: random.Random) -> Scope:
         for prompt in rng.sample(PROMPTS, 3)
     )
     block_size = rng.randint(1, 3)
+    drafts = random.Random(rng.random())  # their own, so that they change no other draw
     return Scope(
         "walk",
         templates,
@@ -61,6 +62,8 @@ def random_scope(rng: random.Random) -> Scope:
         reset=rng.random() < 0.3,
         num_states=rng.choice([0, cap + 1, cap + 1, cap + 3]),
         interval=block_size * rng.randint(1, 2),
+        # All offers are enumerated, which too many drafting rows of a step make too many.
+        max_drafts=drafts.choice([0, 1]) if cap == 2 else 0,
     )
 
 

@@ -2,12 +2,13 @@
 taken from real engines (the row of docs/real_bugs.md). A property that no defect can break says
 nothing."""
 
-from . import life, liveness, plan, pool, shares, siblings, states, step
+from . import drafts, life, liveness, plan, pool, shares, siblings, states, step
 from .registry import DEFECTS, Defect
 
 __all__ = [
     "DEFECTS",
     "Defect",
+    "drafts",
     "life",
     "liveness",
     "plan",

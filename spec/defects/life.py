@@ -60,8 +60,8 @@ class AbortFreesAtOnce(Machine):
 @defect("result-of-the-finished-applied", "S24 S29", "29, 30, 37")
 class ResultOfTheFinishedApplied(Machine):
     def drop_result(self, row: Row) -> None:
-        if row.token >= 0:
-            self.append_token(row.request, row.token)
+        if row.samples:
+            self.append_token(row.request, row.samples[0])
         super().drop_result(row)
 
 

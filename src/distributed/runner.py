@@ -128,6 +128,7 @@ class DistributedRunner:
         self.local = local
         self._on_logits = on_logits
         self.pipeline_depth = local.pipeline_depth
+        self.max_draft_tokens = local.max_draft_tokens
         self.num_blocks = local.num_blocks
         self._workers, self._channel = workers, channel
         self._communicator = communicator

@@ -14,7 +14,7 @@ from ..errors import EngineError, InvalidInputError
 from .dead_ends import dead_ends
 from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
-from .logprob_output import keep_logprobs
+from .logprob_output import keep_logprobs, trim_logprobs
 from .outputs import RequestMetrics
 from .pace import StepPace
 from .record import Owner, Records, error_of
@@ -56,6 +56,12 @@ class Engine:
             raise ValueError(
                 f"scheduler.pipeline_depth = {scheduler.pipeline_depth} and "
                 f"runner.pipeline_depth = {runner.pipeline_depth} must be equal"
+            )
+        drafter = scheduler.drafter
+        if drafter is not None and drafter.max_draft_tokens > runner.max_draft_tokens:
+            raise ValueError(
+                f"drafter.max_draft_tokens = {drafter.max_draft_tokens} must be at most "
+                f"runner.max_draft_tokens = {runner.max_draft_tokens}"
             )
         self.scheduler = scheduler
         self.runner = runner
@@ -327,8 +333,10 @@ class Engine:
         failures = dead_ends(step, result.token_ids) | dict(result.failures)
         failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
-            keep_logprobs(step, result.logprobs)
+            keep_logprobs(step, result.logprobs, result.token_ids)
         finished = self.scheduler.commit(plan, result.token_ids)
+        if result.logprobs is not None and plan.has_drafts:
+            trim_logprobs(step)
         self.commit_s += time.perf_counter() - begin
         self._handles.popleft()
         self._begun.popleft()

@@ -152,10 +152,13 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     blocks = scheduler.blocks
     is_ordered = 0 <= request.num_computed <= request.num_dispatched <= request.num_total
     _require(is_ordered, "S17", "counters out of order: {}", request)
-    num_blocks = blocks.num_blocks_for(request.num_dispatched)
-    _require(
-        len(request.block_table) == num_blocks, "S10", "{} needs {} blocks", request, num_blocks
-    )
+    num_blocks = len(request.block_table)
+    least = blocks.num_blocks_for(request.num_dispatched)
+    most = least
+    if scheduler.drafter is not None and request.settled_only and num_blocks:
+        max_drafts = scheduler.drafter.max_draft_tokens
+        most = blocks.num_blocks_for(request.num_dispatched + max_drafts)
+    _require(least <= num_blocks <= most, "S10", "{} needs {} to {} blocks", request, least, most)
     _require(request.num_slots == num_blocks * blocks.block_size, "S10", "slots of {}", request)
     _require(len(request.token_ids) <= request.max_num_tokens, "S18", "{} is too long", request)
     has_drained = request.num_in_flight == 0
@@ -164,8 +167,7 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     if request.state is RequestState.FINISHED:
         _require(request.finish_reason is not None, "S24", "{} finished for no reason", request)
         return
-    if request.num_dispatched % blocks.block_size:
-        block = request.block_table[request.num_dispatched // blocks.block_size]
+    for block in request.block_table[request.num_dispatched // blocks.block_size :]:
         _require(blocks.ref_counts[block] == 1, "S33", "{} shares {}, not filled", request, block)
     has_work_left = request.num_computed < len(request.token_ids)
     _require(has_work_left, "S11", "nothing is left to compute of {}", request)
@@ -178,8 +180,8 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33, S42 or
-    S48."""
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33, S42, S48
+    or S56."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
@@ -195,16 +197,23 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             preempted.discard(request.request_id)
     _require(not preempted, "S20", "{} were preempted and do not wait", preempted)
     written: set[int] = set()
-    rows = zip(requests, plan.starts, plan.num_tokens, plan.sampled, strict=True)
-    for request, start, num_row_tokens, is_sampled in rows:
-        end = start + num_row_tokens
-        _require(num_row_tokens >= 1, "S18", "empty row of {}", request)
+    rows = zip(requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True)
+    for request, start, num_row_tokens, num_samples in rows:
+        num_drafts = max(0, num_samples - 1)
+        end = start + num_row_tokens - num_drafts
+        _require(end > start, "S18", "empty row of {}", request)
         _require(request.state is RequestState.RUNNING, "S27", "{} is not running", request)
         _require(end == request.num_dispatched, "S17", "{} does not end at {}", request, end)
         is_settled = end <= len(request.token_ids)
         _require(is_settled or not request.settled_only, "S42", "{} is not settled", request)
+        is_sampled = num_samples > 0
         num_known = request.num_total - is_sampled
-        _require(is_sampled == (end == num_known), "S19", "{} sampled={}", request, is_sampled)
+        _require(is_sampled == (end == num_known), "S19", "{} samples {}", request, num_samples)
+        if num_drafts:
+            may_draft = request.settled_only and end == len(request.token_ids)
+            _require(may_draft, "S56", "{} has draft tokens behind unsettled ones", request)
+            end += num_drafts
+            _require(end < request.max_num_tokens, "S56", "draft tokens of {} too far", request)
         for block_index in range(start // blocks.block_size, -(-end // blocks.block_size)):
             block = request.block_table[block_index]
             _require(block not in written, "S15", "block {} is written by two rows", block)
@@ -236,7 +245,8 @@ class RunnerView:
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
         self._state_tables: dict[str, list[int]] = {}
-        self._num_known: dict[str, int] = {}  # tokens of the requests that need their history
+        # Of the requests that need their history, tokens without and with draft tokens.
+        self._num_known: dict[str, tuple[int, int]] = {}
 
     def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
         """Take in a plan that is to be dispatched.
@@ -283,8 +293,13 @@ class RunnerView:
     def _check_token_ids(scheduler: Scheduler, plan: StepPlan) -> None:
         requests = scheduler.in_flight[-1].requests
         ids = iter(plan.token_ids)
-        for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
+        for request, start, num_tokens, num_samples in zip(
+            requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True
+        ):
             told = [next(ids) for _ in range(num_tokens)]
+            if num_samples > 1:
+                num_tokens -= num_samples - 1
+                told = told[:num_tokens]
             known = request.token_ids[start : start + num_tokens]
             is_fed = num_tokens == 1 and told[0] < 0
             _require(is_fed or told == known, "S32", "told tokens {} for {}", told, request)
@@ -297,11 +312,12 @@ class RunnerView:
         for row, ids in plan.prefixes.items():
             known = tuple(requests[row].token_ids[: len(ids)])
             _require(ids == known, "S39", "told other tokens before the row of {}", requests[row])
-            self._num_known[plan.requests[row].request_id] = len(ids)
-        for info, start, num_tokens, _ in plan.rows():
+            self._num_known[plan.requests[row].request_id] = len(ids), len(ids)
+        for info, start, num_tokens, num_samples in plan.rows():
             if info.needs_history:
-                begin = self._num_known.get(info.request_id)
-                _require(
-                    begin == start, "S39", "{} is known to {}: {}", info.request_id, begin, start
-                )
-                self._num_known[info.request_id] = start + num_tokens
+                begin, end = self._num_known.get(info.request_id, (-1, -1))
+                # What lies from its own tokens on are draft tokens, of which any may be rejected.
+                is_known = begin <= start <= end
+                _require(is_known, "S39", "{} is known to {}: {}", info.request_id, end, start)
+                last = start + num_tokens
+                self._num_known[info.request_id] = last - max(0, num_samples - 1), last

@@ -15,13 +15,19 @@ SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 """Of a request that is only scored; its one sampled token is dropped."""
 
 
-def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:
+def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[int]) -> None:
     """Give the rows of a step to its requests. Called just before the step is committed: a request
-    that has ended by then gets no more tokens."""
+    that has ended by then gets no more tokens. Of a row with draft tokens the rows of the samples
+    that may be taken are kept; :func:`trim_logprobs` drops those behind the end of the request.
+
+    Args:
+        token_ids: the samples of the step, row after row.
+    """
     plan = step.plan
     sampled_row = prompt_row = 0
-    for request, start, num_tokens, is_sampled in zip(
-        step.requests, plan.starts, plan.num_tokens, plan.sampled, strict=True
+    accepted = plan.accepted(token_ids) if plan.has_drafts else None
+    for row, (request, start, num_tokens, num_samples) in enumerate(
+        zip(step.requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True)
     ):
         kept = request.logprobs
         if kept is None:
@@ -31,10 +37,20 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:
         if is_live:
             kept.add_prompt(found.prompt, prompt_row, start, count)
         prompt_row += count
-        if is_sampled and request.sampling_params.logprobs is not None:
+        if num_samples and request.sampling_params.logprobs is not None:
+            num_taken = num_samples if accepted is None else len(accepted[row])
             if is_live:
-                kept.add_sampled(found.sampled, sampled_row)
-            sampled_row += 1
+                for place in range(sampled_row, sampled_row + num_taken):
+                    kept.add_sampled(found.sampled, place)
+            sampled_row += num_samples
+
+
+def trim_logprobs(step: InFlightStep) -> None:
+    """Drop the rows of samples that were not taken. Called when a step with draft tokens has been
+    committed."""
+    for request, num_samples in zip(step.requests, step.plan.num_samples, strict=True):
+        if num_samples > 1 and request.logprobs is not None:
+            request.logprobs.trim_sampled(len(request.token_ids) - request.num_prompt_tokens)
 
 
 class LogprobList(Sequence[Any]):

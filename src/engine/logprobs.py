@@ -29,7 +29,8 @@ class StepLogprobs:
     """The log-probabilities of a step.
 
     Attributes:
-        sampled: a row for each sampled row whose parameters have ``logprobs``, in row order.
+        sampled: a row for each sample of the rows whose parameters have ``logprobs``, row after
+            row.
         prompt: one for each position whose next token lies in a prompt that asks
             (``RequestInfo.num_prompt_rows``), row after row.
     """
@@ -81,6 +82,17 @@ class RequestLogprobs:
         kept.rows.append(rows)
         kept.places.append(place)
         self.cumulative += rows.logprob(place)
+
+    def trim_sampled(self, num_outputs: int) -> None:
+        """Drop the rows behind the first ``num_outputs``. The sum is added up anew, in order, so
+        that it has the bits of one that never had them."""
+        kept = self.sampled
+        if len(kept) <= num_outputs:
+            return
+        del kept.rows[num_outputs:], kept.places[num_outputs:]
+        self.cumulative = 0.0
+        for rows, place in kept:
+            self.cumulative += rows.logprob(place)
 
     def add_prompt(self, rows: LogprobRows, first: int, start: int, count: int) -> None:
         """The ``count`` rows from ``first`` on are those of the positions from ``start`` on."""

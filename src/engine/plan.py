@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..errors import EngineError
 from .logprobs import StepLogprobs
 from .request import Request, RequestInfo
 
@@ -16,8 +17,10 @@ Blocks = tuple[int, ...]
 class StepPlan:
     """One step as parallel arrays, a row for each request in it, in rank order.
 
-    Row ``i`` computes positions ``[starts[i], starts[i] + num_tokens[i])`` of ``requests[i]``,
-    and one token is sampled from its last position if and only if ``sampled[i]``.
+    Row ``i`` computes positions ``[starts[i], starts[i] + num_tokens[i])`` of ``requests[i]``, and
+    one token is sampled from each of its last ``num_samples[i]`` positions. With k samples the
+    last k - 1 of its ``token_ids`` are draft tokens: guesses of its first k - 1 samples. Settling
+    takes a prefix of the samples (:meth:`accepted`).
 
     ``copies`` are done first: before the step reads or writes any KV.
 
@@ -29,9 +32,10 @@ class StepPlan:
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
         token_ids: the ids of all positions computed, row after row; a negative one, ``-(j + 1)``,
-            is the j-th token that the step before sampled, which its device knows first. (Beyond a
-            pipeline depth of 1, j goes on into the steps before that, newest first.) A ``range``
-            if each row feeds the token that the same row of the step before sampled.
+            is the j-th token that the step before sampled, which its device knows first: sample
+            after sample, row after row. (Beyond a pipeline depth of 1, j goes on into the steps
+            before that, newest first.) A ``range`` if each row feeds the token that the same row of
+            the step before sampled.
         copies: (source, destination) block ids, of requests that share a prompt (S33). No source
             is a destination.
         prefixes: of each row admitted in this step whose request needs its history, the ids at
@@ -45,14 +49,14 @@ class StepPlan:
         released: ids of requests that left the running ones since the plan before, those of
             ``preempted`` included; one of them may be admitted again in this very plan.
         preempted: requests whose blocks were taken back for this step; none of them is a row.
-        is_decode_only: every row computes one position and samples from it.
+        is_decode_only: every row computes one position and samples one token from it.
     """
 
     step: int
     requests: tuple[RequestInfo, ...]
     starts: tuple[int, ...]
     num_tokens: tuple[int, ...]
-    sampled: tuple[bool, ...]
+    num_samples: tuple[int, ...]
     token_ids: Sequence[int]
     tables: dict[int, Blocks] = field(default_factory=dict)
     new_blocks: dict[int, Blocks] = field(default_factory=dict)
@@ -73,11 +77,59 @@ class StepPlan:
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.sampled)
+        """Tokens that the step samples."""
+        return sum(self.num_samples)
 
-    def rows(self) -> Iterator[tuple[RequestInfo, int, int, bool]]:
-        """(request, start, num_tokens, sampled) per row."""
-        return zip(self.requests, self.starts, self.num_tokens, self.sampled, strict=True)
+    @property
+    def has_drafts(self) -> bool:
+        return not self.is_decode_only and max(self.num_samples, default=0) > 1
+
+    def rows(self) -> Iterator[tuple[RequestInfo, int, int, int]]:
+        """(request, start, num_tokens, num_samples) per row."""
+        return zip(self.requests, self.starts, self.num_tokens, self.num_samples, strict=True)
+
+    def drafts(self) -> dict[int, tuple[int, ...]]:
+        """The draft tokens of each row that has some, by row."""
+        found: dict[int, tuple[int, ...]] = {}
+        end = 0
+        for row, (num_tokens, num_samples) in enumerate(
+            zip(self.num_tokens, self.num_samples, strict=True)
+        ):
+            end += num_tokens
+            if num_samples > 1:
+                found[row] = tuple(self.token_ids[end - num_samples + 1 : end])
+        return found
+
+    def accepted(self, token_ids: Sequence[int]) -> list[Sequence[int]]:
+        """Per row the samples that settling may take: the first, and each that follows a draft
+        token equal to the sample at its place.
+
+        Args:
+            token_ids: the samples of the step, row after row.
+        """
+        found: list[Sequence[int]] = []
+        drafts = self.drafts() if self.has_drafts else {}
+        begin = 0
+        for row, num_samples in enumerate(self.num_samples):
+            samples = token_ids[begin : begin + num_samples]
+            begin += num_samples
+            if row in drafts:
+                num_right = 0
+                for draft, sample in zip(drafts[row], samples, strict=False):
+                    if draft != sample:
+                        break
+                    num_right += 1
+                samples = samples[: num_right + 1]
+            found.append(samples)
+        return found
+
+
+def refuse_drafts(plan: StepPlan, runner: str) -> None:
+    """Raises EngineError if a row has draft tokens: ``runner`` samples one token per row."""
+    if plan.has_drafts:
+        raise EngineError(
+            f"{runner} computes no draft tokens, and rows of step {plan.step} have some"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +137,7 @@ class StepResult:
     """What a runner returns for a plan.
 
     Attributes:
-        token_ids: one for each sampled row, in row order.
+        token_ids: the samples of the step, ``num_samples`` of each row, row after row.
         logprobs: if a row of the step asks for some.
         failures: why a request cannot go on, by its id; what it sampled is for nobody.
     """

@@ -17,6 +17,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
 * A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
   shared tokens fill in part it gets a copy (S33). States are not copied: with recurrent layers it
   is admitted as any request.
+* After the walk, rows of settled-only requests may carry draft tokens: with the tokens of the
+  budget and the blocks that are left, and with no block where a request is short of some (S56).
 * With recurrent layers a request is admitted only when there is a state slot for it alone. Nobody
   is preempted for one: steps in flight give slots back, and each running request keeps one.
 """
@@ -27,6 +29,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
+from .drafter import Drafter
 from .plan import Blocks, InFlightStep, StepPlan
 from .preemption import choose_victims
 from .queues import Queues
@@ -45,6 +48,7 @@ class Planner:
         step: its number.
         in_flight: dispatched and not settled, oldest first.
         last_steps: the one or two newest dispatched, settled or not; the newest comes last.
+        drafter: offers draft tokens; None: no row has any.
 
     Rows of one sampled token are the rule, so only the exceptions are written down a row at a
     time; ``_freeze`` fills in the rest.
@@ -54,6 +58,8 @@ class Planner:
         "_admitted_rows",
         "_blocks",
         "_copies",
+        "_drafter",
+        "_drafts",
         "_held",
         "_in_flight",
         "_is_closed",
@@ -80,6 +86,7 @@ class Planner:
         step: int,
         in_flight: deque[InFlightStep],
         last_steps: Sequence[InFlightStep],
+        drafter: Drafter | None = None,
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
@@ -89,9 +96,11 @@ class Planner:
         self._step = step
         self._in_flight = in_flight
         self._last_steps = last_steps
+        self._drafter = drafter
+        self._drafts: dict[int, tuple[int, ...]] = {}
         self._requests: list[Request] = []
         self._starts: list[int] = []
-        self._unusual_rows: dict[int, tuple[int, bool]] = {}
+        self._unusual_rows: dict[int, tuple[int, int]] = {}  # numbers of tokens and of samples
         self._num_extra_tokens = 0
         # Blocks are taken, and requests admitted, for the row that is written next.
         self._admitted_rows: list[int] = []
@@ -124,7 +133,36 @@ class Planner:
                 break
         # A refused head leaves the younger running ones to serve, if any.
         self._serve(position, len(running))
+        if self._drafter is not None:
+            self._draft(self._drafter)
         return self._freeze()
+
+    # Draft tokens -----------------------------------------------------------------------------
+
+    def _draft(self, drafter: Drafter) -> None:
+        """Extend rows that sample behind settled tokens by draft tokens. Nothing counts them as
+        dispatched: the next row starts behind those that are accepted."""
+        blocks = self._blocks
+        for row, request in enumerate(self._requests):
+            end = request.num_dispatched
+            if not request.settled_only or end != len(request.token_ids):
+                continue  # it samples none, or has its next row before these are settled
+            num_left = self._max_num_batched_tokens - len(self._requests) - self._num_extra_tokens
+            # A sample behind the last draft token may not exceed the longest form.
+            most = min(num_left, request.max_num_tokens - 1 - end, drafter.max_draft_tokens)
+            drafts = tuple(drafter.propose(request)[:most]) if most > 0 else ()
+            num_wanted = blocks.num_blocks_for(end + len(drafts)) - len(request.block_table)
+            if drafts and num_wanted > 0 and not (self._is_closed or self._preempted):
+                num_taken = min(num_wanted, blocks.num_available_blocks)
+                if num_taken:
+                    new = blocks.allocate(request, num_taken)
+                    self._new_blocks[row] = self._new_blocks.get(row, ()) + new
+            drafts = drafts[: request.num_slots - end]
+            if drafts:
+                num_tokens, _ = self._unusual_rows.get(row, (1, 1))
+                self._unusual_rows[row] = (num_tokens + len(drafts), 1 + len(drafts))
+                self._num_extra_tokens += len(drafts)
+                self._drafts[row] = drafts
 
     # Running requests -------------------------------------------------------------------------
 
@@ -182,7 +220,7 @@ class Planner:
             self._extend_states(self._blocks.states, request, start + num_tokens)
         is_sampled = start + num_tokens == request.num_total
         if num_tokens != 1 or not is_sampled:
-            self._unusual_rows[len(self._requests)] = (num_tokens, is_sampled)
+            self._unusual_rows[len(self._requests)] = (num_tokens, int(is_sampled))
             self._num_extra_tokens += num_tokens - 1
         self._requests.append(request)
         self._starts.append(start)
@@ -303,9 +341,9 @@ class Planner:
     def _freeze(self) -> InFlightStep:
         num_rows = len(self._requests)
         num_tokens = [1] * num_rows
-        sampled = [True] * num_rows
-        for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
-            num_tokens[row], sampled[row] = num_row_tokens, is_sampled
+        num_samples = [1] * num_rows
+        for row, (num_row_tokens, num_row_samples) in self._unusual_rows.items():
+            num_tokens[row], num_samples[row] = num_row_tokens, num_row_samples
         tables, state_tables, prefixes = {}, {}, {}
         for row in self._admitted_rows:
             request = self._requests[row]
@@ -322,10 +360,10 @@ class Planner:
             requests=infos,
             starts=tuple(self._starts),
             num_tokens=tuple(num_tokens),
-            sampled=tuple(sampled),
+            num_samples=tuple(num_samples),
             token_ids=range(-1, -num_rows - 1, -1)
             if feeds_itself
-            else row_token_ids(requests, self._starts, num_tokens, self._in_flight),
+            else row_token_ids(requests, self._starts, num_tokens, self._in_flight, self._drafts),
             tables=tables,
             new_blocks=self._new_blocks,
             state_tables=state_tables,

@@ -13,9 +13,12 @@ class Runner(Protocol):
     Attributes:
         pipeline_depth: how many earlier steps may still be unsettled when the next one is
             scheduled. 0 means each step is collected and settled before the next is planned.
+        max_draft_tokens: draft tokens that a row of a plan may have. 0 means that each row samples
+            one token at most.
     """
 
     pipeline_depth: int
+    max_draft_tokens: int
 
     def dispatch(self, plan: StepPlan) -> object:
         """Start computing ``plan`` and return a handle at once. The plans, in their order, are
@@ -23,7 +26,7 @@ class Runner(Protocol):
         ...
 
     def collect(self, handle: object) -> StepResult:
-        """Wait for the step of ``handle`` and return its sampled tokens. Handles are collected
+        """Wait for the step of ``handle`` and return its samples. Handles are collected
         in the order of their dispatch."""
         ...
 

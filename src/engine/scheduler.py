@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
+from .dead_ends import DEAD_END, is_dead_end
+from .drafter import Drafter
 from .plan import InFlightStep, StepPlan
 from .planner import Planner
 from .policy import Policy
@@ -35,6 +37,7 @@ class Scheduler:
             running decode has its token.
         pipeline_depth: unsettled steps allowed when the next one is scheduled.
         policy: order of service.
+        drafter: offers draft tokens for rows of settled-only requests; None: no row has any.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         pipeline_depth: int = 0,
         policy: Policy | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise InvalidInputError("max_num_seqs", max_num_seqs, "must be 1 or more")
@@ -61,7 +65,12 @@ class Scheduler:
                 blocks.states.num_slots,
                 f"must be at least max_num_seqs + 1 = {max_num_seqs + 1}",
             )
+        if drafter is not None and blocks.states is not None:
+            raise InvalidInputError(
+                "drafter", drafter, "must be None for a model with recurrent layers"
+            )
         self.blocks = blocks
+        self.drafter = drafter
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pipeline_depth = pipeline_depth
@@ -73,6 +82,9 @@ class Scheduler:
         self.failures: dict[str, str] = {}  # why on_token raised, by id; for who commits to clear
         self.num_steps = 0
         self.last_budget = max_num_batched_tokens  # of the newest dispatched step
+        # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
+        # row with draft tokens.
+        self.last_accepted: list[tuple[str, int]] = []
         self.make_planner: Callable[..., Planner] = Planner
 
     @property
@@ -165,6 +177,7 @@ class Scheduler:
             self.num_steps,
             self.in_flight,
             self.last_steps,
+            self.drafter,
         ).plan()
         if step.requests:
             self.last_budget = budget
@@ -178,11 +191,12 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[Request]:
         """Settle the oldest step in flight: count its positions as computed, append its tokens,
-        publish full blocks, apply stop conditions, give blocks back.
+        publish full blocks, apply stop conditions, give blocks back. Of a row with draft tokens a
+        prefix of the samples is taken: those accepted, up to the end of the request.
 
         Args:
             plan: the oldest plan that ``schedule`` returned and that was not committed.
-            token_ids: one id for each sampled row, in row order.
+            token_ids: the samples of the step, ``num_samples`` of each row, row after row.
 
         Returns:
             The requests that finished.
@@ -193,7 +207,7 @@ class Scheduler:
         if not self.in_flight or self.in_flight[0].plan is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         if len(token_ids) != plan.num_sampled:
-            raise ValueError(f"{len(token_ids)} tokens for {plan.num_sampled} sampled rows")
+            raise ValueError(f"{len(token_ids)} tokens for {plan.num_sampled} samples")
         _, requests = self.in_flight.popleft()
         finished: list[Request] = []
         if plan.is_decode_only:
@@ -205,24 +219,59 @@ class Scheduler:
                 else:
                     self._settle(request, 1, token, finished)
             return finished
+        self.last_accepted = []
+        if plan.has_drafts:
+            self._commit_drafts(plan, requests, token_ids, finished)
+            return finished
         tokens = iter(token_ids)
-        for request, num_tokens, is_sampled in zip(
-            requests, plan.num_tokens, plan.sampled, strict=True
+        for request, num_tokens, num_samples in zip(
+            requests, plan.num_tokens, plan.num_samples, strict=True
         ):
-            self._settle(request, num_tokens, next(tokens) if is_sampled else None, finished)
+            self._settle(request, num_tokens, next(tokens) if num_samples else None, finished)
         return finished
 
-    def _settle(
-        self, request: Request, num_tokens: int, token: int | None, finished: list[Request]
+    def _commit_drafts(
+        self,
+        plan: StepPlan,
+        requests: Sequence[Request],
+        token_ids: Sequence[int],
+        finished: list[Request],
     ) -> None:
+        """Draft tokens are counted nowhere before this: each that is accepted adds one to all
+        three counters of its request."""
+        accepted = plan.accepted(token_ids)
+        for request, num_tokens, num_samples, tokens in zip(
+            requests, plan.num_tokens, plan.num_samples, accepted, strict=True
+        ):
+            if num_samples < 2:
+                self._settle(request, num_tokens, tokens[0] if tokens else None, finished)
+                continue
+            num_known = len(request.token_ids)
+            self._settle(request, num_tokens - num_samples + 1, tokens[0], finished, tokens[1:])
+            num_accepted = max(0, len(request.token_ids) - num_known - 1)
+            self.last_accepted.append((request.request_id, num_accepted))
+
+    def _settle(
+        self,
+        request: Request,
+        num_tokens: int,
+        token: int | None,
+        finished: list[Request],
+        more: Sequence[int] = (),
+    ) -> None:
+        """``num_tokens``: without draft tokens. ``more``: samples behind accepted ones."""
         request.num_computed += num_tokens
         if self.queues.pending and request.num_computed >= request.num_prompt_tokens:
             self.queues.let_siblings_wait(request)
         if request.state is not RequestState.FINISHED:
             if token is not None:
                 request.token_ids.append(token)
-            self.blocks.publish(request)
-            reason = None if token is None else self._stop_reason(request, token)
+            if more:
+                reason = self._take_more(request, more)
+                self.blocks.publish(request)
+            else:
+                self.blocks.publish(request)
+                reason = None if token is None else self._stop_reason(request, token)
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -231,6 +280,22 @@ class Scheduler:
         draining = self.queues.draining
         if draining and request in draining:
             self.queues.end_drain(request)
+
+    def _take_more(self, request: Request, more: Sequence[int]) -> str | None:
+        """Append the samples behind accepted draft tokens, as far as the request goes on; returns
+        why it ends."""
+        reason = self._stop_reason(request, request.token_ids[-1])
+        for token in more:
+            if reason is not None:
+                break
+            if is_dead_end(request, token):
+                self.failures[request.request_id] = DEAD_END
+            request.num_computed += 1
+            request.num_dispatched += 1
+            request.num_total += 1
+            request.token_ids.append(token)
+            reason = self._stop_reason(request, token)
+        return reason
 
     def _stop_reason(self, request: Request, token: int) -> str | None:
         """Stop token before stop string before length (S25)."""

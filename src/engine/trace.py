@@ -15,10 +15,14 @@ plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool;
            compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
            times: when planning began, when it was done, when the runner's ``dispatch`` returned;
            since version 5 rows are columns or null, see below; since version 7 budget (tokens that
-           the step might have computed); state_tables and new_state_slots
-           ``[id, slots]``, as tables and new_blocks, where the model has recurrent layers
-result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool; since version 4
-           times: when the result was asked for, when it was there, when it was committed
+           the step might have computed); since version 8 drafts ``[id, draft tokens]``, which are
+           the last of the row's tokens, and rows with ``num_samples`` in place of ``sampled``;
+           state_tables and new_state_slots ``[id, slots]``, as tables and new_blocks, where the
+           model has recurrent layers
+result     step, token_ids (the samples, row after row), finished ``[id, reason]``, pool; since
+           version 4 times: when the result was asked for, when it was there, when it was
+           committed; since version 8 accepted ``[id, number of draft tokens]`` of each row with
+           draft tokens
 abort      id, reason
 pause      id
 resume     id
@@ -33,9 +37,9 @@ recurrent layers ``state_pool`` beside it counts state slots; such models came w
 device need not wait.
 
 ``rows`` are ``{ids, starts, unusual}``: of all rows their ids and starts, and ``[row, num_tokens,
-sampled]`` of each that is not one sampled token. Null are the rows of the plan before (there was no
-failure since), each at its next position with one sampled token: so are most steps, and to write
-all rows of all of them was most of a trace's cost.
+num_samples]`` of each that is not one sampled token; draft tokens count as ``num_tokens``. Null are
+the rows of the plan before (there was no failure since), each at its next position with one sampled
+token: so are most steps, and to write all rows of all of them was most of a trace's cost.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 
 
 class TraceWriter:
@@ -95,6 +99,7 @@ class TraceWriter:
             credit=scheduler.policy.credit,
             ticks_per_token=scheduler.policy.ticks_per_token,
             reply_tokens=scheduler.policy.reply_tokens,
+            max_draft_tokens=0 if scheduler.drafter is None else scheduler.drafter.max_draft_tokens,
             num_state_slots=blocks.states.num_slots if blocks.states is not None else 0,
             state_interval=blocks.states.interval if blocks.states is not None else 0,
         )
@@ -165,6 +170,7 @@ class TraceWriter:
             new_blocks=self._by_id(plan, plan.new_blocks),
             prefixes=self._by_id(plan, plan.prefixes),
             copies=plan.copies,
+            drafts=self._by_id(plan, plan.drafts()) if plan.has_drafts else [],
             released=plan.released,
             askers=account.askers,
             hits=hits,
@@ -176,13 +182,13 @@ class TraceWriter:
         self._last_plan = plan
 
     def _rows(self, plan: StepPlan) -> dict[str, Any] | None:
-        is_usual = plan.num_tokens.count(1) == len(plan) and all(plan.sampled)
+        is_usual = plan.num_tokens.count(1) == len(plan) and all(plan.num_samples)
         if is_usual and self._goes_on(plan):
             return None
         unusual = []
         if not is_usual:
-            counts = enumerate(zip(plan.num_tokens, plan.sampled, strict=True))
-            unusual = [(row, n, sampled) for row, (n, sampled) in counts if n != 1 or not sampled]
+            counts = enumerate(zip(plan.num_tokens, plan.num_samples, strict=True))
+            unusual = [(row, n, samples) for row, (n, samples) in counts if n != 1 or not samples]
         ids = [request.request_id for request in plan.requests]
         return {"ids": ids, "starts": plan.starts, "unusual": unusual}
 
@@ -216,6 +222,7 @@ class TraceWriter:
             times=[self._since_start(asked), self._since_start(collected), self._now()],
             step=plan.step,
             token_ids=list(token_ids),
+            accepted=self._scheduler.last_accepted if plan.has_drafts else [],
             finished=[[r.request_id, r.finish_reason] for r in finished],
             **self._pools(),
         )

@@ -201,9 +201,12 @@ class CpuStepPacker:
         blocks, offsets = np.divmod(positions[0, :num_tokens], self._block_size)
         slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
 
-        sampled = np.flatnonzero(np.array(plan.sampled, bool))
+        num_samples = np.array(plan.num_samples, np.int64)
+        sampled = np.repeat(np.arange(num_rows), num_samples)  # the row of each sample
+        ends = np.cumsum(num_samples)[sampled]
+        num_behind = ends - 1 - np.arange(len(sampled))  # samples of its row that follow it
         kept = np.zeros(max(len(sampled), MIN_SIZE), np.int64)
-        kept[: len(sampled)] = query_starts[sampled + 1] - 1
+        kept[: len(sampled)] = query_starts[sampled + 1] - 1 - num_behind
         if 0 < len(sampled) < MIN_SIZE:
             kept[len(sampled) :] = kept[0]
         inputs = StepInputs(
@@ -221,7 +224,9 @@ class CpuStepPacker:
         logprobs = LogprobInputs(
             sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
         )
-        sampling = self._sampling(plan, sampled.tolist())
+        # A sample will sit one past the position that it is sampled from.
+        positions_of_samples = (starts + lengths)[sampled] - num_behind
+        sampling = self._sampling(plan, sampled.tolist(), positions_of_samples.tolist())
         return PackedStep(inputs, len(sampled), sampling, logprobs, plan.copies)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
@@ -240,13 +245,14 @@ class CpuStepPacker:
         tables[tables < 0] = self._num_state_slots
         return tables
 
-    def _sampling(self, plan: StepPlan, sampled: Iterable[int]) -> SamplingInputs | None:
+    def _sampling(
+        self, plan: StepPlan, sampled: Iterable[int], positions: Sequence[int]
+    ) -> SamplingInputs | None:
+        """``sampled``, ``positions``: of each sample its row and its own position."""
         requests = [plan.requests[row] for row in sampled]
         params = [request.sampling_params for request in requests]
         if all(p.temperature == 0.0 for p in params):
             return None
-        # The sampled token will sit one past the last position computed.
-        positions = [plan.starts[row] + plan.num_tokens[row] for row in sampled]
         return SamplingInputs.from_lists(
             **{name: [getattr(p, name) for p in params] for name in OF_REQUEST},
             seeds=[request.seed for request in requests],

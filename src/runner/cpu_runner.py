@@ -15,7 +15,7 @@ from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
-from ..engine.plan import StepPlan, StepResult
+from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.grammars import Grammars
@@ -93,7 +93,7 @@ class ModelRunner:
             if value < 1:
                 raise InvalidInputError(name, value, "must be 1 or more")
         loaded = captured.loaded
-        self.pipeline_depth = int(overlap)
+        self.pipeline_depth, self.max_draft_tokens = int(overlap), 0
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks
         self.block_size, self.num_blocks = block_size, num_blocks
@@ -134,6 +134,7 @@ class ModelRunner:
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
+        refuse_drafts(plan, "the runner on a CPU")
         begin = time.perf_counter()
         with torch.inference_mode():
             packed = self._packer.pack(plan)

@@ -169,7 +169,7 @@ class EditPacker:
         """Rows of the plan that may be edited, with their places among the sampled ones."""
         if masks is not None and not self.any_edited:
             return zip(masks.numbers, masks.places, strict=True)
-        return zip(np.flatnonzero(plan.sampled).tolist(), count(), strict=False)
+        return zip(np.flatnonzero(plan.num_samples).tolist(), count(), strict=False)
 
     def _lists_of(self, request: RequestInfo, vocab_size: int) -> _RowLists:
         try:

@@ -206,7 +206,7 @@ class GpuStepPacker:
         rows[0, :num_rows] = starts + lengths
         rows[1, :num_rows] = store_rows
         at += 2 * padded_rows
-        sampled_rows = np.flatnonzero(np.array(plan.sampled, bool))
+        sampled_rows = np.flatnonzero(np.array(plan.num_samples, bool))
         kept = array[at : at + 4 * padded_rows].reshape(4, padded_rows)
         kept[:] = 0
         params = RowParams.of([plan.requests[row] for row in sampled_rows])

@@ -19,7 +19,7 @@ from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..compile.recurrent_state import allocate_states, check_interval
 from ..compile.step_inputs import StepInputs, StepOutputs
-from ..engine.plan import StepPlan, StepResult
+from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..kernels.linear.cublas import fp32_accumulation
 from ..structured.grammars import Grammars
 from .block_copies import BlockCopier
@@ -71,7 +71,7 @@ class GpuRunner:
         on_logits: OnLogits | None = None,
     ) -> None:
         loaded = captured.loaded
-        self.pipeline_depth = int(overlap)
+        self.pipeline_depth, self.max_draft_tokens = int(overlap), 0
         self.captured = captured
         self.block_size, self.num_blocks = block_size, num_blocks
         self.kv_caches = allocate_kv_caches(
@@ -149,6 +149,7 @@ class GpuRunner:
         return handle
 
     def _pack(self, plan: StepPlan, array: IntArray) -> tuple[StagedStep, IntArray]:
+        refuse_drafts(plan, "the runner on a GPU")
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)

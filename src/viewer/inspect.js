@@ -81,20 +81,27 @@ function describeLane(view, lane, place, step) {
 
 function describeRow(trace, lane, step) {
   const row = trace.row(lane, step), prompt = trace.lanes.numPrompt[lane];
-  const isAgain = row.kind === PREFILL && row.start + row.numTokens > prompt;
+  const numDrafts = row.drafts ? row.drafts[0] : 0;
+  const isAgain = row.kind === PREFILL && row.start + row.numTokens - numDrafts > prompt;
   const lines = [
     ["step", trace.steps.number[step]],
     ["positions", `${row.start} to ${row.start + row.numTokens - 1}`],
     ["tokens", String(row.numTokens)],
-    ["samples a token", row.sampled ? "yes" : "no"],
+    ["samples", String(row.numSamples)],
     ["device", milliseconds(trace.deviceEnd[step] - trace.deviceBegin[step])],
   ];
+  if (row.drafts) lines.push(["draft tokens", draftsText(row.drafts)]);
   if (row.hit) lines.push(["not computed: hit", row.hit + " tokens"]);
   let note = "";
   if (trace.steps.collected[step] < 0) note = "In flight: the trace has no result of this step.";
   else if (isAgain) note = "It computes again what its preemption gave away.";
-  else if (row.kind === PREFILL && !row.sampled) note = "A chunk: the rest of the prompt follows.";
+  else if (row.kind === PREFILL && !row.numSamples) note = "A chunk: the rest of the prompt follows.";
   return { title: `${trace.nameOf(lane)}: ${KIND_NAMES[row.kind]}`, lines, note, step };
+}
+
+function draftsText([numDrafted, numAccepted]) {
+  if (numAccepted < 0) return `${numDrafted}, not settled`;
+  return `${numDrafted}: ${numAccepted} accepted, ${numDrafted - numAccepted} wasted`;
 }
 
 function element(tag, className, text) {
@@ -150,13 +157,14 @@ function showPanel(panel, view, step, onClose) {
   const rows = trace.rowsOf(step);
   panel.append(element("h3", "", `Rows: ${rows.length}`));
   panel.append(table(["request", "positions", "tokens"], rows.slice(0, 400).map((row) => [
-    trace.lanes.name[row.lane] + (row.hit ? `  (hit ${row.hit})` : ""),
-    `${row.start}–${row.start + row.numTokens - 1}${row.sampled ? " ▸" : ""}`,
+    trace.lanes.name[row.lane] + (row.hit ? `  (hit ${row.hit})` : "")
+      + (row.drafts ? `  (drafts ${draftsText(row.drafts)})` : ""),
+    `${row.start}–${row.start + row.numTokens - 1}${row.numSamples ? " ▸" : ""}`,
     row.numTokens, KIND_COLOURS[row.kind],
   ])));
   if (rows.length > 400) panel.append(element("div", "why", `and ${rows.length - 400} more`));
-  if (rows.some((row) => row.sampled)) {
-    panel.append(element("div", "why", "▸ a token is sampled at its end"));
+  if (rows.some((row) => row.numSamples)) {
+    panel.append(element("div", "why", "▸ samples one token, and one more behind each draft token"));
   }
 }
 

@@ -24,7 +24,10 @@ class Verdict(NamedTuple):
 
 def _columns(timeline: Timeline, title: str, verdict: Verdict | None) -> dict[str, Any]:
     segments = [(n, *s) for n, lane in enumerate(timeline.lanes) for s in lane.segments]
-    fields = ("lane", "kind", "step", "numSteps", "start", "numTokens", "sampled", "begin", "end")
+    fields = (
+        *("lane", "kind", "step", "numSteps", "start", "numTokens", "numSamples"),
+        *("begin", "end"),
+    )
     columns = list(zip(*segments, strict=True)) or [()] * len(fields)
     violation = None
     if verdict is not None and verdict.line:
@@ -50,6 +53,7 @@ def _columns(timeline: Timeline, title: str, verdict: Verdict | None) -> dict[st
         "steps": {"number": timeline.numbers, **timeline.times, **timeline.counts},
         "segments": {name: list(map(int, c)) for name, c in zip(fields, columns, strict=True)},
         "hits": timeline.hits,
+        "drafts": timeline.drafts,
         "preemptions": timeline.preemptions,
         "refusals": timeline.refusals,
         "marks": timeline.marks,

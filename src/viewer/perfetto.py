@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .page import Verdict
-from .timeline import DECODE, KINDS, NEVER, PREEMPTED, PREFILL, Segment, Timeline
+from .timeline import KINDS, NEVER, PREEMPTED, PREFILL, Segment, Timeline
 
 _ENGINE, _REQUESTS = 1, 2
 _HOST, _DEVICE = 1, 2
@@ -128,6 +128,7 @@ def _times_of(segment: Segment, device: list[tuple[int, int]]) -> tuple[int, int
 
 def _lanes(timeline: Timeline) -> Iterator[Event]:
     device = device_times(timeline)
+    drafts = {(step, lane): told for step, lane, *told in timeline.drafts}
     for tid, lane in enumerate(timeline.lanes, 1):
         last = 0
         for segment in lane.segments:
@@ -137,8 +138,9 @@ def _lanes(timeline: Timeline) -> Iterator[Event]:
             args: dict[str, Any] = {}
             if segment.kind >= PREFILL:
                 args = {"step": timeline.numbers[segment.step], "start": segment.start}
-                is_decode = segment.kind == DECODE
-                args["tokens"] = segment.num_steps if is_decode else segment.num_tokens
+                args["tokens"] = segment.num_steps * segment.num_tokens
+                if (segment.step, tid - 1) in drafts:
+                    args["drafted"], args["accepted"] = drafts[segment.step, tid - 1]
             yield _slice(KINDS[segment.kind], _REQUESTS, tid, begin, last, **args)
         if lane.ended != NEVER:
             yield _instant(f"finished: {lane.reason}", _REQUESTS, tid, lane.ended, "t")

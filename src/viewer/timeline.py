@@ -27,14 +27,15 @@ NEVER = -1
 
 class Segment(NamedTuple):
     """``num_steps`` steps from ``step``, both places in the list of steps. Rows begin at position
-    ``start``, a row has ``num_tokens``; of a segment of waiting ``begin`` and ``end`` are told."""
+    ``start``, a row has ``num_tokens``, draft tokens among them; of a segment of waiting ``begin``
+    and ``end`` are told."""
 
     kind: int
     step: int
     num_steps: int
     start: int = 0
     num_tokens: int = 0
-    sampled: bool = False
+    num_samples: int = 0
     begin: int = 0
     end: int = 0
 
@@ -51,17 +52,18 @@ class Lane:
         self.state, self.since, self.since_step = WAITING, added, 0
         self.siblings: list[Lane] = []
 
-    def add_row(self, step: int, start: int, num_tokens: int, sampled: bool) -> int:
-        """Put a row into the last segment if it goes on there; returns what it is."""
-        is_decode = num_tokens == 1 and sampled and start >= self.num_prompt
-        if is_decode and self.segments:
+    def add_row(self, step: int, start: int, num_tokens: int, num_samples: int) -> int:
+        """Put a row into the last segment if it goes on there; returns what it is. A row with draft
+        tokens is a segment of its own."""
+        is_decode = num_samples > 0 and num_tokens == num_samples and start >= self.num_prompt
+        if is_decode and num_tokens == 1 and self.segments:
             last = self.segments[-1]
             goes_on = last.step + last.num_steps == step and last.start + last.num_steps == start
-            if last.kind == DECODE and goes_on:
+            if last.kind == DECODE and last.num_tokens == 1 and goes_on:
                 self.segments[-1] = last._replace(num_steps=last.num_steps + 1)
                 return DECODE
         kind = DECODE if is_decode else PREFILL
-        self.segments.append(Segment(kind, step, 1, start, num_tokens, sampled))
+        self.segments.append(Segment(kind, step, 1, start, num_tokens, num_samples))
         return kind
 
 
@@ -75,6 +77,8 @@ class Timeline:
         self.times: dict[str, list[int]] = {name: [] for name in TIMES}
         self.counts: dict[str, list[int]] = {name: [] for name in COUNTS}
         self.hits: list[tuple[int, int, int]] = []  # (step, lane, tokens)
+        # (step, lane, draft tokens of the row, how many were accepted or -1 of a step in flight)
+        self.drafts: list[list[int]] = []
         self.preemptions: list[tuple[int, int, int]] = []  # (step, victim's lane, asker's or -1)
         # (lane, reason, first step, number of steps): a reason that stays is one entry.
         self.refusals: list[list[Any]] = []
@@ -84,6 +88,7 @@ class Timeline:
         self._live: dict[str, int] = {}
         self._in_flight: dict[int, int] = {}
         self._leaders: dict[int, list[Lane]] = {}
+        self._open_drafts: dict[tuple[int, str], list[int]] = {}  # by step and request
         self._num_waiting = self._num_running = 0
         self._open_refusals: dict[tuple[int, str], list[Any]] = {}
         for line, event in events:
@@ -166,6 +171,7 @@ class Timeline:
         for name in list(self._live):
             self._end(name, "error")
         self._in_flight.clear()
+        self._open_drafts.clear()
         self._num_waiting = self._num_running = 0
 
     def _on_reset(self, _event: dict[str, Any]) -> None:
@@ -191,13 +197,17 @@ class Timeline:
             self.preemptions.append((step, number, asker))
         totals = {PREFILL: 0, DECODE: 0}
         leaders = []
-        for name, start, num_tokens, sampled in event["rows"]:
+        for name, start, num_tokens, num_samples in event["rows"]:
             _, lane = self._lane(name)
             if lane.state != _RUNNING:
                 self._enter(lane, _RUNNING, planned)
-            totals[lane.add_row(step, start, num_tokens, sampled)] += num_tokens
-            if lane.siblings and sampled:
+            totals[lane.add_row(step, start, num_tokens, num_samples)] += num_tokens
+            if lane.siblings and num_samples:
                 leaders.append(lane)
+        for name, ids in event.get("drafts", ()):
+            entry = [step, self._lane(name)[0], len(ids), NEVER]
+            self.drafts.append(entry)
+            self._open_drafts[event["step"], name] = entry
         self._leaders[event["step"]] = leaders
         starts = {row[0]: row[1] for row in event["rows"]}
         told = [name for name, _ in event.get("tables", ())]
@@ -235,6 +245,10 @@ class Timeline:
             for name, value in zip(TIMES[3:], times, strict=True):
                 self.times[name][step] = value
         self.end = max(self.end, times[2])
+        for name, num_accepted in event.get("accepted", ()):
+            entry = self._open_drafts.pop((event["step"], name), None)
+            if entry is not None:  # a trace that breaks the specification may name another
+                entry[3] = num_accepted
         for lane in self._leaders.pop(event["step"], ()):
             self._let_siblings_wait(lane)
         for name, reason in event["finished"]:

@@ -45,6 +45,8 @@ class Trace {
     this._findGreatest();
     this._findSegmentsOfLanes();
     this.hitOf = new Map(this.hits.map(([step, lane, tokens]) => [step + ":" + lane, tokens]));
+    this.draftsOf = new Map(
+      this.drafts.map(([step, lane, ...told]) => [step + ":" + lane, told]));
     this.preemptionsOf = groupBy(this.preemptions, ([step]) => step);
     this.refusalsOf = groupBy(this.refusals, ([lane]) => lane);
     this.heads = this._findHeads();
@@ -159,8 +161,9 @@ class Trace {
     return {
       kind: s.kind[i],
       start: s.start[i] + (isDecode ? step - s.step[i] : 0),
-      numTokens: isDecode ? 1 : s.numTokens[i],
-      sampled: isDecode || s.sampled[i] === 1,
+      numTokens: s.numTokens[i],
+      numSamples: s.numSamples[i],
+      drafts: this.draftsOf.get(step + ":" + lane) || null,
       hit: this.hitOf.get(step + ":" + lane) || 0,
     };
   }

@@ -220,7 +220,7 @@ def test_a_callback_that_raises_fails_its_step_alone(
     expected = group.tokens(prompts)
 
     def fail(plan: StepPlan) -> None:
-        if any(plan.sampled):
+        if any(plan.num_samples):
             raise error
 
     group.before_logits = fail

@@ -4,6 +4,7 @@ random over a runner whose rows say which token they are of."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -51,12 +52,11 @@ class LogprobRunner(ContentRunner):
         plan, own = handle
         token_ids = super().collect(own).token_ids
         tokens, sampled, prompt = iter(token_ids), [], []
-        for info, start, num_tokens, is_sampled in plan.rows():
+        for info, start, num_tokens, num_samples in plan.rows():
             count = info.num_prompt_rows(start, num_tokens)
             if count:
                 prompt += info.prompt_token_ids[start + 1 : start + 1 + count]
-            if is_sampled:
-                token = next(tokens)
+            for token in itertools.islice(tokens, num_samples):
                 if info.sampling_params.logprobs is not None:
                     sampled.append(token)
         found = StepLogprobs(TokenRows(sampled), TokenRows(prompt))

@@ -178,7 +178,7 @@ class Watcher:
             check_plan(self.llm.engine.scheduler, plan)
         self.row.num_steps += 1
         self.row.num_preemptions += len(plan.preempted)
-        self.row.num_chunks += sum(not sampled for sampled in plan.sampled)
+        self.row.num_chunks += sum(not sampled for sampled in plan.num_samples)
         kinds = {n == 1 for n in plan.num_tokens}
         self.row.num_mixed_steps += len(kinds) == 2
         sampled_rows = [row for row in plan.rows() if row[3]]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _BLOCKS = "engine/block_manager.py"
 _PLANNER = "engine/planner.py"
 _SCHEDULER = "engine/scheduler.py"
+_PLAN = "engine/plan.py"
 _QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
@@ -709,5 +710,89 @@ MUTANTS = [
         _SCHEDULER,
         "            budget,\n            self.num_steps,\n",
         "            self.max_num_batched_tokens,\n            self.num_steps,\n",
+    ),
+    Mutant(
+        0,
+        "every draft token is accepted",
+        _PLAN,
+        "                    if draft != sample:\n                        break\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "a right draft token is wasted",
+        _PLAN,
+        "samples = samples[: num_right + 1]",
+        "samples = samples[:1]",
+    ),
+    Mutant(
+        0,
+        "samples are taken behind the end of the request",
+        _SCHEDULER,
+        "            if reason is not None:\n                break\n            if is_dead_end",
+        "            if is_dead_end",
+    ),
+    Mutant(
+        0,
+        "an accepted draft token is computed again",
+        _SCHEDULER,
+        "            request.num_computed += 1\n            request.num_dispatched += 1\n",
+        "            request.num_dispatched += 1\n",
+    ),
+    Mutant(
+        0,
+        "a dead end behind an accepted draft token is passed over",
+        _SCHEDULER,
+        "                self.failures[request.request_id] = DEAD_END\n",
+        "                pass\n",
+    ),
+    Mutant(
+        0,
+        "draft tokens take a block that another request is short of",
+        _PLANNER,
+        " and not (self._is_closed or self._preempted)",
+        "",
+    ),
+    Mutant(
+        0,
+        "a sample behind draft tokens exceeds the longest form",
+        _PLANNER,
+        "request.max_num_tokens - 1 - end, drafter",
+        "request.max_num_tokens - end, drafter",
+    ),
+    Mutant(
+        19,
+        "draft tokens do not count in the budget",
+        _PLANNER,
+        "                self._num_extra_tokens += len(drafts)\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "draft tokens of a request that need not be settled",
+        _PLANNER,
+        "if not request.settled_only or end != len(request.token_ids):",
+        "if end != len(request.token_ids):",
+    ),
+    Mutant(
+        0,
+        "blocks of draft tokens are not told",
+        _PLANNER,
+        "self._new_blocks[row] = self._new_blocks.get(row, ()) + new",
+        "del new",
+    ),
+    Mutant(
+        0,
+        "a row counts for one sample of a step in flight",
+        _ROW_TOKENS,
+        "num_places += num_samples",
+        "num_places += 1",
+    ),
+    Mutant(
+        0,
+        "log-probabilities behind the end of the request are kept",
+        _CORE,
+        "            trim_logprobs(step)\n",
+        "            pass\n",
     ),
 ]

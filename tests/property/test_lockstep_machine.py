@@ -17,6 +17,7 @@ from tests.support.refinement import Packer, Pair
 class LockstepMachine(RuleBasedStateMachine):
     max_depth = 2
     max_scale = 4
+    max_drafts = 3
 
     def packers(self, scope: Scope) -> list[Packer]:
         return [CpuPacker(num_blocks=scope.num_blocks, block_size=scope.block_size)]
@@ -34,6 +35,7 @@ class LockstepMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         spare_states=st.sampled_from([-1, -1, 0, 1, 3]),
         blocks_per_interval=st.integers(1, 3),
+        max_drafts=st.sampled_from([0, 1, 2, 3]),
     )
     def start(
         self,
@@ -49,6 +51,7 @@ class LockstepMachine(RuleBasedStateMachine):
         caching: bool,
         spare_states: int,
         blocks_per_interval: int,
+        max_drafts: int,
     ) -> None:
         scale = self.max_scale if is_large else 1
         scope = Scope(
@@ -70,6 +73,7 @@ class LockstepMachine(RuleBasedStateMachine):
             caching=caching,
             num_states=cap * scale + 1 + spare_states * scale if spare_states >= 0 else 0,
             interval=block_size * blocks_per_interval,
+            max_drafts=min(max_drafts, self.max_drafts),
         )
         self.pair = Pair(scope, self.packers(scope))
 
@@ -124,10 +128,15 @@ class LockstepMachine(RuleBasedStateMachine):
         least = max(1, len(self.state.running))
         budget = data.draw(st.just(0) | st.integers(least, max(least, scope.budget)))
         made, _ = model.plan(self.state, scope, budget)
-        count = sum(row.sampled for row in made.rows)
         token = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
+        offer = []
+        if scope.max_drafts:  # more of them than have room, and for rows that may have none
+            drafts = st.lists(token, max_size=scope.max_drafts + 1).map(tuple)
+            offer = [(row.request, data.draw(drafts)) for row in made.rows]
+            made, _ = model.plan(self.state, scope, budget, tuple(offer))
+        count = sum(row.num_samples for row in made.rows)
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))
-        self.pair.apply(Schedule(tuple(tokens), budget))
+        self.pair.apply(Schedule(tuple(tokens), budget, tuple(offer)))
         check_state(self.pair.scheduler)
 
     @precondition(lambda self: self.state.running or self.state.waiting)

@@ -18,9 +18,12 @@ from pagespec.engine.core import Engine
 from pagespec.engine.pace import StepPace
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.queues import Queues
+from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
 from spec import replay
 from spec.events import read_events
 from spec.state import REFUSALS
+from tests.support.content_runner import TOKEN_STRIDE
 from tests.support.scenario import Scenario
 from tests.support.traces import in_full
 
@@ -48,7 +51,7 @@ def trace_of(seed: int, *, has_states: bool | None = None) -> list[str]:
 @functools.cache
 def trace_in_full(seed: int) -> tuple[str, ...]:
     """Told as a version would that knows neither of states nor of who is settled-only."""
-    scenario = Scenario(seed, has_states=False, may_be_fair=False)
+    scenario = Scenario(seed, has_states=False, may_be_fair=False, has_drafts=False)
     scenario.has_settled_only = False
     return tuple(in_full(written_by(scenario)))
 
@@ -85,7 +88,7 @@ def test_the_rows_of_every_plan_can_be_read_again() -> None:
 @pytest.mark.parametrize(
     ("how", "property_ids"),
     [
-        ("same", {"S17", "S19", "S20", "S27", "S31", "S42"}),
+        ("same", {"S17", "S18", "S19", "S20", "S27", "S31", "S42"}),
         ("start", {"S17", "S19", "S31"}),
         ("unusual", {"S18"}),
     ],
@@ -105,7 +108,7 @@ def test_rows_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]
         elif how == "start":
             rows["starts"][-1] += 1
         else:
-            rows["unusual"].append([0, 1_000_000, True])
+            rows["unusual"].append([0, 1_000_000, 1])
         lines[i] = json.dumps({**events[i], "rows": rows})
         verdict = replay.check(lines)
         assert (verdict.property_id in property_ids, verdict.line) == (True, i + 1), verdict
@@ -121,8 +124,8 @@ def test_rows_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]
         {"ids": ["a"], "starts": [], "unusual": []},
         {"ids": ["a"], "starts": [-1], "unusual": []},
         {"ids": [1], "starts": [0], "unusual": []},
-        {"ids": ["a"], "starts": [0], "unusual": [[1, 1, True]]},
-        {"ids": ["a"], "starts": [0], "unusual": [[0, 1, 1]]},
+        {"ids": ["a"], "starts": [0], "unusual": [[1, 1, 1]]},
+        {"ids": ["a"], "starts": [0], "unusual": [[0, 1, True]]},
         [["a", 0, 1, True]],
     ],
     ids=str,
@@ -279,13 +282,15 @@ def test_steps_of_any_budget_are_accepted_and_told() -> None:
     assert num_refused > 5
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7])
 def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
     """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
     nothing of reasons and times, version 4 nothing of who is settled-only, version 5 nothing of
-    state slots, version 6 nothing of owners; nothing is missed. Before version 5 every row of every
-    plan is told."""
-    removed = ["credit", "ticks_per_token", "reply_tokens", "owner"]
+    state slots, version 6 nothing of owners, version 7 nothing of draft tokens; nothing is missed.
+    Before version 5 every row of every plan is told, and before version 8 whether it is sampled."""
+    removed = ["max_draft_tokens", "drafts", "accepted"]
+    if version < 7:
+        removed += ["credit", "ticks_per_token", "reply_tokens", "owner", "budget"]
     if version < 6:
         removed += ["num_state_slots", "state_interval"]
     if version < 5:
@@ -296,7 +301,7 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
         removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
     # Without a reset of the cache, which came with version 4.
-    scenario = Scenario(4, has_states=False, may_be_fair=version >= 7)
+    scenario = Scenario(4, has_states=False, may_be_fair=version >= 7, has_drafts=False)
     scenario.has_settled_only = version >= 5
     if version < 3:
         scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
@@ -308,9 +313,103 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
             event["version"] = version
         for field in removed:
             event.pop(field, None)
+        if version >= 5 and event.get("rows"):
+            for row in event["rows"]["unusual"]:
+                row[2] = bool(row[2])
         old.append(json.dumps(event))
     verdict = replay.check(old)
     assert (verdict.property_id, verdict.num_steps > 5) == ("", True)
+
+
+@functools.cache
+def drafting_trace(seed: int) -> tuple[str, ...]:
+    return tuple(written_by(Scenario(seed, has_states=False, has_drafts=True)))
+
+
+def alter_drafts(event: dict[str, Any], how: str) -> bool:
+    """Alter what a plan or result tells of draft tokens; False if it has none."""
+    if how == "accepted" and event.get("accepted"):
+        event["accepted"][0][1] += 1
+    elif how == "accepted by none" and event.get("accepted"):
+        event["accepted"].pop()
+    elif how == "one left out" and any(len(ids) > 1 for _, ids in event.get("drafts", ())):
+        next(ids for _, ids in event["drafts"] if len(ids) > 1).pop()
+    elif how == "of no row" and event.get("drafts"):
+        event["drafts"].append(["unknown", [0]])
+    elif how == "too many" and event.get("drafts"):
+        name, ids = event["drafts"][0]
+        row = event["rows"]["ids"].index(name)
+        ids += [0] * 9
+        for unusual in event["rows"]["unusual"]:
+            if unusual[0] == row:
+                unusual[1:] = [unusual[1] + 9, unusual[2] + 9]
+    elif how == "sample" and any(n for _, n in event.get("accepted", ())):
+        # A right draft token is told as a wrong one.
+        event["token_ids"] = [(token + TOKEN_STRIDE) for token in event["token_ids"]]
+    else:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("how", "property_ids"),
+    [
+        ("accepted", {"S58"}),
+        ("accepted by none", {"S58"}),
+        ("one left out", {"S17", "S19"}),
+        ("of no row", {"S56"}),
+        ("too many", {"S18", "S56"}),
+        ("sample", {"S25", "S58"}),
+    ],
+)
+def test_draft_tokens_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]) -> None:
+    num_altered = 0
+    for seed in range(NUM_SCENARIOS):
+        lines = list(drafting_trace(seed))
+        assert replay.check(lines).property_id == ""
+        for i, line in enumerate(lines):
+            event = json.loads(line)
+            if alter_drafts(event, how):
+                lines[i] = json.dumps(event)
+                verdict = replay.check(lines)
+                assert verdict.property_id in property_ids, verdict
+                assert verdict.line == i + 1
+                num_altered += 1
+                break
+    assert num_altered > 5
+
+
+def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> None:
+    """Only the engine sees text: the trace says behind how many draft tokens it ended."""
+    ends = set()
+    for seed in range(30):
+        scenario = Scenario(seed, has_states=False, has_drafts=True)
+        seen: list[int] = []
+
+        def ends_here(token: int, seen: list[int] = seen, last: int = 2 + seed % 4) -> bool:
+            seen.append(token)
+            return len(seen) == last
+
+        path = tmp_path / f"{seed}.jsonl"
+        engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+        limit = min(9, scenario.capacity)
+        request = Request(
+            "text",
+            [0],
+            SamplingParams(),
+            max_num_tokens=limit,
+            on_token=ends_here,
+            settled_only=True,
+        )
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        lines = path.read_text().splitlines()
+        assert replay.check(lines).property_id == ""
+        result = next(e for e in map(json.loads, reversed(lines)) if e["event"] == "result")
+        ends.update((request.finish_reason, n) for _, n in result["accepted"])
+        assert seen == request.output_token_ids
+    assert {reason for reason, n in ends if n} >= {"stop"}
 
 
 @pytest.mark.parametrize(
@@ -384,6 +483,7 @@ def test_a_step_from_before_a_failure_is_not_settled_after_it() -> None:
         "t": 1,
         "step": 0,
         "token_ids": [],
+        "accepted": [],
         "finished": [],
         "times": [1, 1, 1],
         "pool": [0, 0, 0],

@@ -11,7 +11,7 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
@@ -97,6 +97,33 @@ def test_packing() -> None:
     assert inputs.slot_mapping.tolist() == [21, 40]
     assert inputs.query_starts.tolist() == [0, 1, 1]
     assert inputs.context_lens.tolist() == [2, 0]
+
+
+def test_packing_of_draft_tokens() -> None:
+    """A row is sampled from its last own position and from each draft token's; each sample has the
+    request's parameters and its own position."""
+    packer = CpuStepPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
+    a, b = make_requests([[11, 12], [21, 22, 23]], 9, temperature=0.8)
+    ids = (12, 13, 14, 21, 22, 23)
+    plan = StepPlan(0, (a.info, b.info), (1, 0), (3, 3), (3, 1), ids, {0: (7,), 1: (5,)})
+    packed = packer.pack(plan)
+    assert packed.num_sampled == 4
+    assert packed.inputs.input_ids.tolist() == [list(ids)]
+    assert packed.inputs.logits_to_keep.tolist() == [0, 1, 2, 5]
+    assert packed.sampling is not None
+    assert packed.sampling.positions.tolist() == [2, 3, 4, 3]
+    assert packed.sampling.seeds.tolist() == [a.seed] * 3 + [b.seed]
+
+
+def test_draft_tokens_are_refused_by_name(captured: CapturedModel) -> None:
+    runner = ModelRunner(captured, block_size=4, num_blocks=4)
+    request = make_requests([[1, 2]], 9)[0]
+    plan = StepPlan(3, (request.info,), (0,), (4,), (3,), (1, 2, 3, 4), {0: (0,)})
+    with pytest.raises(EngineError, match=r"runner on a CPU .* no draft tokens, .* step 3"):
+        runner.dispatch(plan)
+    runner.reset()
+    plan = StepPlan(0, (request.info,), (0,), (2,), (1,), (1, 2), {0: (0,)})
+    assert len(runner.collect(runner.dispatch(plan)).token_ids) == 1
 
 
 def test_copies_are_done_before_the_step_also_by_other_ranks(captured: CapturedModel) -> None:

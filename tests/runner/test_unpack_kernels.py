@@ -73,7 +73,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
         requests=tuple(requests),
         starts=(2, 0, 5),
         num_tokens=(7, 1, 1),
-        sampled=(True, False, True),
+        num_samples=(1, 0, 1),
         token_ids=tuple(ids),
         tables={row: tuple(table) for row, table in enumerate(tables)},
     )
@@ -184,7 +184,7 @@ def decode_plan(requests: list[Request], **told: Any) -> StepPlan:
         requests=tuple(r.info for r in requests),
         starts=tuple(len(r.token_ids) for r in requests),
         num_tokens=(1,) * num_rows,
-        sampled=(True,) * num_rows,
+        num_samples=(1,) * num_rows,
         token_ids=range(-1, -num_rows - 1, -1),
         is_decode_only=True,
         **told,

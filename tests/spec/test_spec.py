@@ -36,7 +36,8 @@ def test_no_property_is_violated_in_the_ci_scopes(ci_reports: list[Report]) -> N
 
 def test_ci_scopes_exercise_every_kind_of_plan(ci_reports: list[Report]) -> None:
     seen = sum((report.seen for report in ci_reports), Counter())
-    for event in ("preempt", "hold", "hit", "evict", "chunk", "mixed", "flight 2", "flight 3"):
+    plans = ("preempt", "hold", "hit", "evict", "chunk", "draft", "mixed", "flight 2", "flight 3")
+    for event in plans:
         assert seen[event] > 0, event
 
 
@@ -95,9 +96,9 @@ def test_a_plan_is_readable_from_the_state() -> None:
     state = model.initial(SEEDED)
     state = next(s for _, s in model.actions(state, SEEDED))
     made, _ = model.plan(state, SEEDED)
-    assert [tuple(row) for row in made.rows] == [(0, 0, 2, True)]
+    assert [tuple(row) for row in made.rows] == [(0, 0, 2, 1, ())]
     after = model.step(state, Schedule((0,)), SEEDED)
-    assert [tuple(row)[:4] for row in after.flight[0]] == [(0, 0, 2, 0)]
+    assert [tuple(row)[:4] for row in after.flight[0]] == [(0, 0, 2, (0,))]
 
 
 def foreign_imports(path: Path, root: Path) -> set[str]:

@@ -64,8 +64,8 @@ class _Step:
 
 
 class ContentRunner:
-    """Meets ``pagespec.engine.runner.Runner``. Tokens of step N are readable only by ``collect``
-    or, on the "device", by later steps; the host never sees them early."""
+    """Meets ``pagespec.engine.runner.Runner``, with draft tokens. Tokens of step N are readable
+    only by ``collect`` or, on the "device", by later steps; the host never sees them early."""
 
     def __init__(
         self,
@@ -76,8 +76,10 @@ class ContentRunner:
         pipeline_depth: int = 0,
         num_state_slots: int = 0,
         state_interval: int = 0,
+        max_draft_tokens: int = 0,
     ) -> None:
         self.pipeline_depth = pipeline_depth
+        self.max_draft_tokens = max_draft_tokens
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.kv = [_POISON] * (num_blocks * block_size)
@@ -120,7 +122,7 @@ class ContentRunner:
         self._histories.take(plan, known_ids)
         token_ids = iter(known_ids)
         self._copy_blocks(plan.copies)
-        for request, start, num_tokens, is_sampled in plan.rows():
+        for request, start, num_tokens, num_samples in plan.rows():
             table = self._tables[request.request_id]
             slots = [
                 table[p // self.block_size] * self.block_size + p % self.block_size
@@ -134,9 +136,11 @@ class ContentRunner:
                 writes.append((slots[position], kvs[-1]))
             if self.states:
                 state_writes += self._next_states(request.request_id, start, kvs)
-            if is_sampled:
-                history = self._histories[request.request_id] if request.needs_history else ()
-                sampled.append(token_after(kvs, request.seed, self.vocab_size, history))
+            assert num_samples <= 1 + self.max_draft_tokens, "more samples than are wanted"
+            history = self._histories[request.request_id] if request.needs_history else ()
+            for end in range(len(kvs) - num_samples + 1, len(kvs) + 1):
+                known = kvs[:end], request.seed, self.vocab_size, history[:end]
+                sampled.append(token_after(*known))
         assert next(token_ids, None) is None, "more token ids than positions"
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:

@@ -14,7 +14,12 @@ NUM_ACTIONS = 50
 MakePackers = Callable[[Scope], Sequence[Packer]]
 
 
-def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2) -> Pair:
+def walk(
+    seed: int,
+    make_packers: MakePackers | None = None,
+    max_depth: int = 2,
+    max_drafts: int = 3,
+) -> Pair:
     """A random walk through a crowded world, the real objects beside the specification.
 
     Raises:
@@ -57,9 +62,12 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
         num_states=has_states * (cap + drawn.choice([1, 1, 2, 4])),
         interval=block_size * drawn.choice([1, 1, 2, 3]),
     )
+    if not has_states and max_drafts and drawn.random() < 0.6:
+        scope = scope._replace(max_drafts=drawn.randint(1, max_drafts))
+    plain = scope._replace(max_drafts=0)  # of their offers there are too many
     pair = Pair(scope, make_packers(scope) if make_packers is not None else ())
     for _ in range(NUM_ACTIONS):
-        labels = [label for label, _ in model.actions(pair.state, scope)]
+        labels = [label for label, _ in model.actions(pair.state, plain)]
         if not labels:
             break
         weights = [
@@ -74,5 +82,22 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
             else 3.0
             for label in labels
         ]
-        pair.apply(rng.choices(labels, weights)[0])
+        label = rng.choices(labels, weights)[0]
+        if isinstance(label, Schedule) and scope.max_drafts:
+            label = with_drafts(label, pair, drawn)
+        pair.apply(label)
     return pair
+
+
+def with_drafts(label: Schedule, pair: Pair, rng: random.Random) -> Schedule:
+    """The action with some draft tokens offered, more than there is room for among them."""
+    most = pair.scope.max_drafts + 1
+    offer = tuple(
+        (r, tuple(rng.randrange(2) for _ in range(rng.randint(1, most))))
+        for r in pair.state.running + pair.state.waiting
+        if rng.random() < 0.7
+    )
+    made, _ = model.plan(pair.state, pair.scope, label.budget, offer)
+    count = sum(row.num_samples for row in made.rows)
+    tokens = tuple(rng.choice(pair.scope.outputs) for _ in range(count))
+    return label._replace(tokens=tokens, offer=offer)

@@ -66,7 +66,7 @@ def drive(
             requests=tuple(request.info for request in rows),
             starts=tuple(starts),
             num_tokens=tuple(lengths),
-            sampled=tuple(sampled),
+            num_samples=tuple(map(int, sampled)),
             token_ids=tuple(token_ids),
             tables=tables,
             new_blocks=new_blocks,

@@ -130,7 +130,7 @@ def _draw(
         requests=(info,) * num_rows,
         starts=(num_known - 1,) * num_rows,
         num_tokens=(1,) * num_rows,
-        sampled=(True,) * num_rows,
+        num_samples=(1,) * num_rows,
         token_ids=range(-1, -num_rows - 1, -1),
     )
     packer = EditPacker()

@@ -95,8 +95,20 @@ class _Pickler(pickle.Pickler):
         return len(self._frozen) - 1
 
 
+class OfferedDrafts:
+    """A drafter that proposes what an action offers. ``offer``: draft tokens by request."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self.offer: dict[int, tuple[int, ...]] = {}
+
+    def propose(self, request: RealRequest) -> tuple[int, ...]:
+        return self.offer.get(int(request.request_id), ())
+
+
 def real_scheduler(scope: Scope) -> Scheduler:
     """The implementation, set up as ``scope`` says."""
+    has_drafts = scope.max_drafts > 0 and not scope.num_states
     return Scheduler(
         BlockManager(
             scope.num_blocks,
@@ -117,6 +129,7 @@ def real_scheduler(scope: Scope) -> Scheduler:
             ticks_per_token=scope.ticks,
             reply_tokens=scope.reply,
         ),
+        drafter=OfferedDrafts(scope.max_drafts) if has_drafts else None,
     )
 
 
@@ -147,7 +160,7 @@ class Pair:
         """Raises RefinementError at the first difference."""
         made = None
         if isinstance(label, Schedule):
-            made = model.plan(self.state, self.scope, label.budget)[0]
+            made = model.plan(self.state, self.scope, label.budget, label.offer)[0]
         self.state = model.step(self.state, label, self.scope)
         plan = self._apply_to_real(label)
         if made is not None and plan is not None:
@@ -180,13 +193,14 @@ class Pair:
     def _row_expected(self, row: Row) -> RowSeen:
         size = self.scope.block_size
         table = self.state.requests[row.request].table
-        positions = list(range(row.start, row.start + row.n))
+        positions = list(range(row.start, row.end))
         ids = all_tokens(self.state, row.request)
+        ids = ids[: row.start + row.n] + row.drafts if row.drafts else ids
         return RowSeen(
             [ids[p] for p in positions],
             positions,
             [table[p // size] * size + p % size for p in positions],
-            list(table[: -(-(row.start + row.n) // size)]),
+            list(table[: -(-row.end // size)]),
         )
 
     def _apply_to_real(self, label: Label) -> StepPlan | None:
@@ -215,6 +229,8 @@ class Pair:
                 return None
             self.requests += [request, *siblings]
         elif isinstance(label, Schedule):
+            if scheduler.drafter is not None:
+                scheduler.drafter.offer = dict(label.offer)
             return scheduler.schedule(label.budget or None)
         elif isinstance(label, Settle):
             scheduler.commit(scheduler.in_flight[0].plan, label.tokens)
@@ -240,7 +256,7 @@ class Pair:
     def _compare_plans(self, made: Plan, plan: StepPlan) -> None:
         expected = ([tuple(row) for row in made.rows], sorted(made.preempted))
         got = (
-            [(int(r.request_id), start, n, sampled) for r, start, n, sampled in plan.rows()],
+            _abstract_rows(plan),
             sorted(int(r.request_id) for r in plan.preempted),
         )
         if plan.copies != made.copies:
@@ -291,10 +307,7 @@ def abstraction(pair: Pair) -> State:
         waiting=tuple(int(r.request_id) for r in scheduler.queues.waiting),
         running=tuple(int(r.request_id) for r in scheduler.queues.running),
         paused=tuple(int(r.request_id) for r in requests if r.state is RequestState.PAUSED),
-        flight=tuple(
-            tuple((int(r.request_id), start, n, s) for r, start, n, s in plan.rows())
-            for plan, _ in scheduler.in_flight
-        ),
+        flight=tuple(tuple(_abstract_rows(plan)) for plan, _ in scheduler.in_flight),
         refs=tuple(blocks.ref_counts),
         keys=tuple(None if key is None else names[key] for key in blocks.keys),
         index=tuple(sorted((names[key], block) for key, block in blocks.index.items())),
@@ -315,6 +328,15 @@ def abstraction(pair: Pair) -> State:
         state_view=tuple(sorted((int(name), table) for name, table in pair.state_view.items())),
         **_abstract_shares(scheduler.queues.shares, pair.scope),
     )
+
+
+def _abstract_rows(plan: StepPlan) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+    """(request, start, own tokens, samples, draft tokens) per row."""
+    drafts = plan.drafts()
+    return [
+        (int(r.request_id), start, n - len(drafts.get(row, ())), samples, drafts.get(row, ()))
+        for row, (r, start, n, samples) in enumerate(plan.rows())
+    ]
 
 
 def _abstract_shares(shares: Shares | None, scope: Scope) -> dict[str, Any]:
@@ -375,7 +397,9 @@ def _comparable(state: State) -> State:
     )
     flight = tuple(
         tuple(
-            (row[0], row[1], row[2], row[3] if isinstance(row[3], bool) else row[3] >= 0)
+            (row.request, row.start, row.n, len(row.samples), row.drafts)
+            if isinstance(row, Row)
+            else row
             for row in step
         )
         for step in state.flight

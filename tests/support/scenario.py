@@ -27,12 +27,35 @@ PropertyError = InvariantError
 _PARAMS = SamplingParams()
 
 
+class MixedDrafts:
+    """A drafter whose tokens are right, wrong or random, in turns that depend on the request and
+    its length alone, so that a plan is still a function of the state."""
+
+    def __init__(self, seed: int, max_draft_tokens: int) -> None:
+        self._seed, self.max_draft_tokens = seed, max_draft_tokens
+
+    def propose(self, request: Request) -> list[int]:
+        known = request.token_ids
+        rng = random.Random(f"drafts of {self._seed}: {request.request_id}, {len(known)}")
+        right = _alone(request)[len(known) - request.num_prompt_tokens :]
+        right_for = rng.choice([0, 1, 2, len(right)])
+        any_ids = [rng.randrange(VOCAB_SIZE) * TOKEN_STRIDE for _ in range(rng.randint(0, 5))]
+        return right[:right_for] + any_ids
+
+
 class Scenario:
     """Settings, requests and interventions drawn from one seed. ``has_states``: of a model with
-    recurrent layers; None draws that, too. ``may_be_fair``: some have the policy "fair"."""
+    recurrent layers; None draws that, too. ``may_be_fair``: some have the policy "fair".
+    ``has_drafts``: settled-only requests have draft tokens; None draws that, too, where there are
+    no recurrent layers."""
 
     def __init__(
-        self, seed: int, *, has_states: bool | None = None, may_be_fair: bool = True
+        self,
+        seed: int,
+        *,
+        has_states: bool | None = None,
+        may_be_fair: bool = True,
+        has_drafts: bool | None = None,
     ) -> None:
         rng = self.rng = random.Random(seed)
         # Crowded: short prompts and long outputs in a small pool, so that running requests grow
@@ -50,6 +73,9 @@ class Scenario:
             "num_state_slots": has_states * (max_num_seqs + drawn.choice([1, 1, 2, 4])),
             "state_interval": self.block_size * drawn.choice([1, 1, 2, 3]),
         }
+        if has_drafts is None:
+            has_drafts = not has_states and drawn.random() < 0.6
+        self.drafter = MixedDrafts(seed, drawn.randint(1, 4)) if has_drafts else None
         self.owners = random.Random(f"owners of {seed}")
         self.is_fair = self.owners.random() < 0.4 and may_be_fair
         caching = rng.random() < 0.8
@@ -66,12 +92,14 @@ class Scenario:
             max_num_batched_tokens=budget,
             pipeline_depth=depth,
             policy=Policy("fair" if self.is_fair else name, 3, credit=300, reply_tokens=3),
+            drafter=self.drafter,
         )
         self.runner = ContentRunner(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             vocab_size=VOCAB_SIZE,
             pipeline_depth=depth,
+            max_draft_tokens=4,
             **states,
         )
         self.engine = Engine(self.scheduler, self.runner)
@@ -223,15 +251,7 @@ class Scenario:
         outputs = request.output_token_ids
         if self.prompts[request] != request.token_ids[: request.num_prompt_tokens]:
             raise PropertyError("S6", f"the prompt of {request} is shared and was changed")
-        alone = stream_alone(
-            request.token_ids[: request.num_prompt_tokens],
-            request.max_num_tokens,
-            seed=request.seed,
-            vocab_size=VOCAB_SIZE,
-            stop_token_ids=request.stop_token_ids,
-            salt=int.from_bytes(request.cache_salt, "little"),
-            needs_history=request.info.needs_history,
-        )
+        alone = _alone(request)
         if len(outputs) > len(alone):
             raise PropertyError("S25", f"{request} went past its end")
         if outputs != alone[: len(outputs)]:
@@ -287,7 +307,10 @@ class Scenario:
                 raise PropertyError("L3", f"{victim} lost its blocks to a younger one")
         if preempted and min(r.rank for r in preempted) < min(r.rank for r in rows):
             raise PropertyError("L3", "the oldest was preempted")
-        num_wanted = sum(-(-num_to_come[r] // self.block_size) - len(tables[r]) for r in running)
+        # A table may be longer: rejected draft tokens leave blocks.
+        num_wanted = sum(
+            max(0, -(-num_to_come[r] // self.block_size) - len(tables[r])) for r in running
+        )
         if num_available >= num_wanted and not num_waiting:
             for request in decodes:
                 if request.state is RequestState.RUNNING and request not in rows:
@@ -319,6 +342,19 @@ class Scenario:
             num_overtakes = sum(r.seniority > request.seniority for r in rivals)
             if num_overtakes > bound:
                 raise PropertyError("L5", f"{request} was overtaken {num_overtakes} times")
+
+
+def _alone(request: Request) -> list[int]:
+    """The outputs of ``request`` as no other ever met it."""
+    return stream_alone(
+        request.token_ids[: request.num_prompt_tokens],
+        request.max_num_tokens,
+        seed=request.seed,
+        vocab_size=VOCAB_SIZE,
+        stop_token_ids=request.stop_token_ids,
+        salt=int.from_bytes(request.cache_salt, "little"),
+        needs_history=request.info.needs_history,
+    )
 
 
 def _twin(scheduler: Scheduler) -> Scheduler:

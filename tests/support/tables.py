@@ -51,7 +51,9 @@ class HistoriesFromPlans(dict[str, tuple[int, ...]]):
         for row, ids in plan.prefixes.items():
             self[plan.requests[row].request_id] = tuple(ids)
         begin = 0
-        for request, _, num_tokens, _ in plan.rows():
+        for request, start, num_tokens, _ in plan.rows():
             if request.request_id in self:
-                self[request.request_id] += tuple(token_ids[begin : begin + num_tokens])
+                ids = tuple(token_ids[begin : begin + num_tokens])
+                # Rejected draft tokens lie from the row's start on.
+                self[request.request_id] = self[request.request_id][:start] + ids
             begin += num_tokens

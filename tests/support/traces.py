@@ -48,6 +48,9 @@ def write_trace(path: Path, *, pipeline_depth: int = 0, num_requests: int = 9) -
 def in_full(lines: Iterable[str]) -> list[str]:
     """The trace as version 4 told it: with all rows of every plan."""
     events = [event for _, event in read_events(lines)]
+    for event in events:
+        for row in event.get("rows", ()):
+            row[3] = bool(row[3])
     return [json.dumps({**event, "version": 4}) for event in events[:1]] + [
         json.dumps(event) for event in events[1:]
     ]

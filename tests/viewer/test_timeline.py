@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pagespec.viewer.perfetto import chrome_trace
 from pagespec.viewer.timeline import DECODE, NEVER, PREEMPTED, PREFILL, Timeline, read_timeline
 from spec.events import read_events
-from tests.property.test_trace import trace_of
+from tests.property.test_trace import drafting_trace, trace_of
 from tests.support.traces import in_full, write_trace
 
 
@@ -83,10 +84,45 @@ def test_any_run_has_a_timeline(seed: int) -> None:
             assert all(lane.ended != NEVER for lane in timeline.lanes)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_timeline_tells_the_draft_tokens_of_each_row(seed: int) -> None:
+    """And how many were accepted, which a step in flight does not know."""
+    lines = drafting_trace(seed)
+    events = [json.loads(line) for line in lines]
+    drafted = {
+        (event["step"], name): len(ids)
+        for event in events
+        if event["event"] == "plan"
+        for name, ids in event["drafts"]
+    }
+    accepted = {
+        (event["step"], name): n
+        for event in events
+        if event["event"] == "result"
+        for name, n in event["accepted"]
+    }
+    timeline = read_timeline(lines)
+    told = {
+        (timeline.numbers[step], timeline.lanes[lane].name): (num_drafted, num_accepted)
+        for step, lane, num_drafted, num_accepted in timeline.drafts
+    }
+    assert told == {key: (n, accepted.get(key, NEVER)) for key, n in drafted.items()}
+    assert timeline.num_rows == sum(
+        len(e["rows"]) for e in map(json.loads, in_full(lines)) if e["event"] == "plan"
+    )
+    slices = [e.get("args", {}) for e in chrome_trace(timeline, "t", None)["traceEvents"]]
+    shown = [(args["drafted"], args["accepted"]) for args in slices if "drafted" in args]
+    assert sorted(shown) == sorted(told.values())
+    first = next((i for i, event in enumerate(events) if event.get("drafts")), None)
+    if first is not None:
+        assert {entry[3] for entry in read_timeline(lines[: first + 1]).drafts} == {NEVER}
+
+
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
     removed = ["settled_only", "num_state_slots", "state_interval"]
     removed += ["credit", "ticks_per_token", "reply_tokens", "owner"]
+    removed += ["max_draft_tokens", "drafts", "accepted"]
     removed += ["askers", "hits", "evicted", "refused", "times"] * (version < 4)
     removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"] * (version < 3)
     removed += ["tables", "new_blocks", "released"] * (version < 2)

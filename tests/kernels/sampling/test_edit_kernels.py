@@ -65,7 +65,7 @@ def plan_of(
         requests=tuple(infos),
         starts=tuple(known - 1 for *_, known in rows),
         num_tokens=(1,) * len(rows),
-        sampled=(True,) * len(rows),
+        num_samples=(1,) * len(rows),
         token_ids=range(-1, -len(rows) - 1, -1),
     )
 

@@ -46,7 +46,7 @@ def plan_of(params: list[SamplingParams]) -> StepPlan:
         requests=tuple(infos),
         starts=(5,) * len(params),
         num_tokens=(1,) * len(params),
-        sampled=(True,) * len(params),
+        num_samples=(1,) * len(params),
         token_ids=range(-1, -len(params) - 1, -1),
     )
 
@@ -179,7 +179,7 @@ def test_rows_with_edits_are_sampled_from_copies() -> None:
         requests=tuple(infos),
         starts=step.plan.starts,
         num_tokens=step.plan.num_tokens,
-        sampled=step.plan.sampled,
+        num_samples=step.plan.num_samples,
         token_ids=step.plan.token_ids,
     )
     number = step.masks.numbers[row]

@@ -1,0 +1,157 @@
+"""Defects of draft tokens."""
+
+from __future__ import annotations
+
+from ..model import Machine
+from ..pool import ceil_div
+from ..state import Drafts, Plan, PlanRow, Row
+from .registry import LONG, A, defect
+
+_DRAFTING = A._replace(max_tokens=3, settled_only=True)
+_HISTORY = _DRAFTING._replace(needs_history=True)
+_WORLD = {
+    "templates": (_DRAFTING,),
+    "max_drafts": 1,
+    "num_blocks": 4,
+    "budget": 4,
+    "pause": False,
+}
+
+
+@defect("every-draft-is-accepted", "S58 S6 S57", **_WORLD | {"block_size": 1, "num_blocks": 6})
+class EveryDraftIsAccepted(Machine):
+    def is_accepted(self, *_: int) -> bool:
+        return True
+
+
+@defect("accepted-behind-a-rejected-draft", "S58", **_WORLD | {"max_drafts": 2})
+class AcceptedBehindARejectedDraft(Machine):
+    """Each draft is compared with its own sample alone."""
+
+    def take_samples(self, r: int, row: Row) -> None:
+        right = [d == t for d, t in zip(row.drafts, row.samples, strict=False)]
+        super().take_samples(r, row)
+        if right == [False, True] and not self.finish_reason(r):
+            self.count_accepted(r)
+            self.append_token(r, row.samples[1])
+
+
+@defect("samples-taken-behind-the-stop", "S25", **_WORLD)
+class SamplesTakenBehindTheStop(Machine):
+    def has_ended(self, _: int) -> bool:
+        return False
+
+
+@defect("accepted-draft-is-not-counted", "S58", **_WORLD)
+class AcceptedDraftIsNotCounted(Machine):
+    """Its position is computed again by the next row."""
+
+    def count_accepted(self, r: int) -> None:
+        self.update(r, total=self.requests[r].total + 1)
+
+
+@defect("drafts-counted-as-dispatched", "S17", **_WORLD)
+class DraftsCountedAsDispatched(Machine):
+    """As if all of them were to be accepted."""
+
+    def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
+        super().draft(offer)
+        for row in self.rows:
+            dispatched = self.requests[row.request].dispatched + len(row.drafts)
+            self.update(row.request, dispatched=dispatched)
+
+
+@defect("rejected-drafts-are-published", "S6 S57", **_WORLD | {"block_size": 1})
+class RejectedDraftsArePublished(Machine):
+    def take_samples(self, r: int, row: Row) -> None:
+        super().take_samples(r, row)
+        request = self.requests[r]
+        self.update(r, computed=max(request.computed, row.end))
+
+
+@defect(
+    "drafts-take-blocks-that-are-wanted",
+    "S56",
+    **_WORLD | {"templates": (_DRAFTING, LONG), "block_size": 1, "num_blocks": 5},
+)
+class DraftsTakeBlocksThatAreWanted(Machine):
+    def may_take_for_drafts(self) -> bool:
+        return True
+
+
+@defect("drafts-before-the-walk-ends", "S56", **_WORLD | {"budget": 3})
+class DraftsBeforeTheWalkEnds(Machine):
+    """A row takes its drafts at once, before younger requests have their rows."""
+
+    def schedule(self, budget: int = 0, offer: Drafts = ()) -> Plan:
+        self.offered = dict(offer)
+        return super().schedule(budget)
+
+    def add_row(self, r: int, n: int) -> None:
+        super().add_row(r, n)
+        rows, self.rows = self.rows[:-1], self.rows[-1:]
+        self.draft(self.offered)
+        self.rows = rows + self.rows
+
+
+@defect("drafts-beyond-the-longest-form", "S56", **_WORLD)
+class DraftsBeyondTheLongestForm(Machine):
+    def draft_room(self, row: PlanRow) -> int:
+        limit = self.requests[row.request].limit
+        self.update(row.request, limit=limit + 1)
+        room = super().draft_room(row)
+        self.update(row.request, limit=limit)
+        return room
+
+
+@defect("drafts-beyond-the-budget", "S18", **_WORLD | {"budget": 2})
+class DraftsBeyondTheBudget(Machine):
+    def draft_room(self, row: PlanRow) -> int:
+        self.budget_left += 1
+        room = super().draft_room(row)
+        self.budget_left -= 1
+        return room
+
+
+@defect("draft-blocks-are-not-told", "S32", **_WORLD | {"block_size": 1, "num_blocks": 6})
+class DraftBlocksAreNotTold(Machine):
+    """The runner is told the blocks that the row's own positions need."""
+
+    def growth(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        own = {row.request: ceil_div(row.start + row.n, self.block_size) for row in self.rows}
+        grown = super().growth(known)
+        return tuple((r, blocks[: max(0, own[r] - known[r])]) for r, blocks in grown)
+
+
+@defect("blocks-of-rejected-drafts-pile-up", "S10", **_WORLD | {"block_size": 1, "num_blocks": 6})
+class BlocksOfRejectedDraftsPileUp(Machine):
+    """Each row takes blocks for its drafts, whatever the row before left."""
+
+    def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
+        super().draft(offer)
+        for row in self.rows:
+            if row.drafts and self.num_available():
+                self.allocate(row.request, 1)
+
+
+@defect("history-keeps-rejected-drafts", "S39", **_WORLD | {"templates": (_HISTORY,)})
+class HistoryKeepsRejectedDrafts(Machine):
+    def kept_history(self, ids: tuple[int, ...], _: int) -> tuple[int, ...]:
+        return ids
+
+
+@defect("right-draft-is-wasted", "L10", **_WORLD)
+class RightDraftIsWasted(Machine):
+    def is_accepted(self, *_: int) -> bool:
+        return False
+
+
+@defect("nothing-taken-beside-a-wrong-draft", "L10 L2", **_WORLD)
+class NothingTakenBesideAWrongDraft(Machine):
+    """The first sample is taken for one of the draft's, and dropped with it."""
+
+    def take_samples(self, r: int, row: Row) -> None:
+        if row.drafts[:1] in ((), row.samples[:1]):
+            super().take_samples(r, row)
+        else:
+            self.update(r, total=self.requests[r].total - 1)

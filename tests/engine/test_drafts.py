@@ -1,0 +1,379 @@
+"""Rows with draft tokens: what a plan carries, and what settling takes of its samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from pagespec import InvalidInputError, SamplingParams
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.core import Engine
+from pagespec.engine.invariants import check_plan, check_state
+from pagespec.engine.logit_edits import LogitEdits
+from pagespec.engine.logprob_output import add_logprobs
+from pagespec.engine.logprobs import StepLogprobs
+from pagespec.engine.outputs import CompletionOutput, RequestOutput
+from pagespec.engine.plan import StepPlan, StepResult, refuse_drafts
+from pagespec.engine.request import Request
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import EngineError, RequestError
+from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
+
+STOP = 9
+PARAMS = SamplingParams()
+
+
+class FixedDrafts:
+    """A drafter that proposes the same draft tokens for every request."""
+
+    def __init__(self, *drafts: int, most: int = 4) -> None:
+        self.drafts, self.max_draft_tokens = drafts, most
+        self.num_calls = 0
+
+    def propose(self, _: Request) -> Sequence[int]:
+        self.num_calls += 1
+        return self.drafts
+
+
+def scheduler_with(
+    drafter: FixedDrafts | None,
+    *,
+    num_blocks: int = 20,
+    block_size: int = 4,
+    budget: int = 16,
+    depth: int = 0,
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        pipeline_depth=depth,
+        drafter=drafter,
+    )
+
+
+def added(scheduler: Scheduler, name: str = "a", *, settled_only: bool = True, **given) -> Request:
+    given = {"max_num_tokens": 12, "stop_token_ids": frozenset({STOP})} | given
+    prompt = given.pop("prompt", [1, 2])
+    request = Request(name, prompt, PARAMS, settled_only=settled_only, **given)
+    scheduler.add(request)
+    return request
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    check_state(scheduler)
+    check_plan(scheduler, plan)
+    return plan
+
+
+def rows(plan: StepPlan) -> list[tuple[str, int, int, int]]:
+    return [(info.request_id, *rest) for info, *rest in plan.rows()]
+
+
+def test_a_row_carries_drafts_and_samples_behind_each() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7))
+    request = added(scheduler)
+    plan = planned(scheduler)
+    assert rows(plan) == [("a", 0, 5, 4)]
+    assert tuple(plan.token_ids) == (1, 2, 5, 6, 7)
+    assert plan.drafts() == {0: (5, 6, 7)}
+    assert (plan.num_sampled, plan.has_drafts, plan.is_decode_only) == (4, True, False)
+    # Nothing counts them as dispatched.
+    assert (request.num_computed, request.num_dispatched, request.num_total) == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("samples", "taken", "counters"),
+    [
+        ((5, 6, 7, 8), [5, 6, 7, 8], 5),
+        ((5, 6, 8, 8), [5, 6, 8], 4),
+        ((5, 7, 7, 8), [5, 7], 3),  # the last draft is right, behind a wrong one
+        ((6, 6, 7, 8), [6], 2),
+    ],
+)
+def test_settling_takes_the_samples_up_to_the_first_wrong_draft(
+    samples: tuple[int, ...], taken: list[int], counters: int
+) -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7))
+    request = added(scheduler)
+    assert scheduler.commit(planned(scheduler), samples) == []
+    assert request.output_token_ids == taken
+    assert (request.num_computed, request.num_dispatched) == (counters, counters)
+    assert scheduler.last_accepted == [("a", len(taken) - 1)]
+    check_state(scheduler)
+    assert rows(planned(scheduler))[0][:2] == ("a", counters)  # from the last accepted on
+
+
+@pytest.mark.parametrize("stop", ["token", "string", "length"])
+def test_nothing_is_taken_behind_the_end(stop: str) -> None:
+    """All drafts are right, and the request ends in the middle of them."""
+    middle = STOP if stop == "token" else 6
+    seen: list[int] = []
+
+    def ends(token: int) -> bool:
+        seen.append(token)
+        return stop == "string" and token == 6
+
+    scheduler = scheduler_with(FixedDrafts(5, middle, 7))
+    limit = 4 if stop == "length" else 12
+    request = added(scheduler, max_num_tokens=limit, on_token=ends)
+    plan = planned(scheduler)
+    samples = (5, middle, 7, 8)[: plan.num_sampled]
+    assert scheduler.commit(plan, samples) == [request]
+    assert request.output_token_ids == [5, middle]
+    assert request.finish_reason == ("length" if stop == "length" else "stop")
+    assert seen == ([5] if stop == "token" else [5, 6])
+    assert scheduler.last_accepted == [("a", 1)]
+    check_state(scheduler)
+
+
+def test_no_sample_can_exceed_the_longest_form() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7))
+    added(scheduler, max_num_tokens=4)
+    assert rows(planned(scheduler)) == [("a", 0, 3, 2)]
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7))
+    added(scheduler, max_num_tokens=3)
+    assert rows(planned(scheduler)) == [("a", 0, 2, 1)]
+
+
+def test_drafts_take_what_is_left_of_the_budget() -> None:
+    """Behind every row, also of younger requests; the eldest's drafts come first."""
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=8)
+    added(scheduler, "a")
+    added(scheduler, "b", prompt=[3, 4, 5])
+    assert rows(planned(scheduler)) == [("a", 0, 5, 4), ("b", 0, 3, 1)]
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=8)
+    added(scheduler, "a")
+    added(scheduler, "b", prompt=[3] * 8)
+    assert rows(planned(scheduler)) == [("a", 0, 2, 1), ("b", 0, 6, 0)]
+
+
+def test_drafts_take_no_block_that_another_request_is_short_of() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), num_blocks=4, block_size=2)
+    added(scheduler, "a", max_num_tokens=8)
+    scheduler.commit(planned(scheduler), (0,) * 4)
+    added(scheduler, "b", prompt=[3] * 6, max_num_tokens=8)  # finds too few, and closes the step
+    num_free = scheduler.blocks.num_available_blocks
+    assert num_free
+    plan = planned(scheduler)
+    assert [row[0] for row in rows(plan)] == ["a"]
+    assert scheduler.blocks.num_available_blocks == num_free
+
+
+def test_blocks_of_wrong_drafts_are_filled_by_the_next_tokens() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), block_size=1)
+    request = added(scheduler, prompt=[1], max_num_tokens=9)
+    scheduler.commit(planned(scheduler), (0,) * 4)
+    assert len(request.block_table) == 4
+    plan = planned(scheduler)  # one own and three drafts from position 1 on: one block more
+    assert rows(plan) == [("a", 1, 4, 4)]
+    assert [len(blocks) for blocks in plan.new_blocks.values()] == [1]
+
+
+def test_only_settled_only_requests_have_drafts() -> None:
+    drafter = FixedDrafts(5, 6, 7)
+    scheduler = scheduler_with(drafter, depth=1)
+    added(scheduler, "a", settled_only=False)
+    added(scheduler, "b")
+    assert rows(planned(scheduler)) == [("a", 0, 2, 1), ("b", 0, 5, 4)]
+    assert rows(planned(scheduler)) == [("a", 2, 1, 1)]  # what b samples is in flight
+    assert drafter.num_calls == 1
+
+
+def test_a_place_in_flight_counts_every_sample() -> None:
+    """A row's token in flight is named behind all samples of the rows before it."""
+    scheduler = scheduler_with(FixedDrafts(5, 6), depth=1)
+    added(scheduler, "a")
+    added(scheduler, "b", settled_only=False)
+    first = planned(scheduler)
+    assert rows(first) == [("a", 0, 4, 3), ("b", 0, 2, 1)]
+    second = planned(scheduler)
+    assert rows(second) == [("b", 2, 1, 1)]
+    assert tuple(second.token_ids) == (-4,)
+
+
+def test_a_chunk_has_no_drafts() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6), budget=4)
+    added(scheduler, prompt=[1] * 6)
+    assert rows(planned(scheduler)) == [("a", 0, 4, 0)]
+
+
+def test_the_number_of_samples_is_checked() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6))
+    added(scheduler)
+    plan = planned(scheduler)
+    with pytest.raises(ValueError, match="1 tokens for 3 samples"):
+        scheduler.commit(plan, (5,))
+    scheduler.commit(plan, (5, 6, 7))
+
+
+def test_drafts_of_an_aborted_request_are_dropped() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6))
+    request = added(scheduler)
+    plan = planned(scheduler)
+    scheduler.abort("a")
+    assert scheduler.commit(plan, (5, 6, 7)) == []
+    assert request.output_token_ids == []
+    assert scheduler.last_accepted == [("a", 0)]
+    check_state(scheduler)
+
+
+def test_what_cannot_compute_drafts_refuses_them_by_name() -> None:
+    runner = ContentRunner(num_blocks=4, block_size=4, vocab_size=4)
+    scheduler = scheduler_with(FixedDrafts(5))
+    with pytest.raises(ValueError, match=r"drafter.max_draft_tokens = 4 .* runner.* = 0"):
+        Engine(scheduler, runner)
+    added(scheduler)
+    with pytest.raises(EngineError, match="the runner on a GPU computes no draft tokens"):
+        refuse_drafts(planned(scheduler), "the runner on a GPU")
+    with pytest.raises(InvalidInputError, match="drafter"):
+        Scheduler(
+            BlockManager(4, 4, num_state_slots=5, state_interval=4),
+            max_num_seqs=4,
+            max_num_batched_tokens=4,
+            drafter=FixedDrafts(5),
+        )
+
+
+# Whole engines ------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Log-probabilities that are no sums of powers of two."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+
+    def logprob(self, index: int) -> float:
+        return self.row(index, 0)[0]
+
+    def row(self, index: int, num_top: int) -> tuple[float, int, list[int], list[float]]:
+        return -1 / (3 + self._token_ids[index]), 1, list(range(num_top)), [0.0] * num_top
+
+
+class RowsRunner(ContentRunner):
+    """Gives a row for each sample of the requests that want some."""
+
+    def dispatch(self, plan: StepPlan) -> object:
+        return plan, super().dispatch(plan)
+
+    def collect(self, handle: object) -> StepResult:
+        plan, own = handle  # type: ignore[misc]
+        token_ids = super().collect(own).token_ids
+        tokens, kept = iter(token_ids), []
+        for info, _, _, num_samples in plan.rows():
+            samples = list(itertools.islice(tokens, num_samples))
+            kept += samples if info.sampling_params.logprobs is not None else []
+        return StepResult(token_ids, StepLogprobs(Rows(kept), Rows([])))
+
+
+class FromStreams:
+    """Proposes what each request will sample, with one token in ``wrong_every`` wrong."""
+
+    def __init__(self, wrong_every: int, most: int) -> None:
+        self._wrong_every, self.max_draft_tokens = wrong_every, most
+
+    def propose(self, request: Request) -> list[int]:
+        done = len(request.output_token_ids)
+        alone = stream_alone(
+            request.token_ids[: request.num_prompt_tokens],
+            request.max_num_tokens,
+            seed=request.seed,
+            vocab_size=5,
+        )
+        return [
+            token + TOKEN_STRIDE * ((done + i) % self._wrong_every == 0)
+            for i, token in enumerate(alone[done:])
+        ]
+
+
+def ending(at: int) -> Callable[[int], bool]:
+    count = itertools.count(1)
+    return lambda _: next(count) == at
+
+
+def outputs_of(drafter: FromStreams | None, depth: int) -> tuple[list[tuple[object, ...]], int]:
+    """All that callers see of some requests, and the number of steps."""
+    scheduler = Scheduler(
+        BlockManager(24, 3),
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        pipeline_depth=depth,
+        drafter=drafter,
+    )
+    runner = RowsRunner(
+        num_blocks=24, block_size=3, vocab_size=5, pipeline_depth=depth, max_draft_tokens=8
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    requests = [
+        Request(
+            str(i),
+            [TOKEN_STRIDE * (i % 3)] * (1 + i),
+            SamplingParams(logprobs=2) if i % 2 == 0 else PARAMS,
+            max_num_tokens=14 + i,
+            on_token=ending(3 + i) if i % 3 == 0 else None,
+            seed=i,
+            settled_only=i != 4,
+        )
+        for i in range(8)
+    ]
+    for request in requests:
+        engine.add(request)
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    told = []
+    for request in requests:
+        answer = CompletionOutput(0, "", request.output_token_ids, request.finish_reason)
+        output = RequestOutput("", None, [], [answer])
+        add_logprobs(output, [request], None)
+        told.append((answer.token_ids, answer.finish_reason, answer.cumulative_logprob))
+        told.append(None if answer.logprobs is None else list(answer.logprobs))
+    return told, num_steps
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("wrong_every", "most"), [(100, 3), (3, 4), (2, 1), (1, 5), (100, 8)])
+def test_outputs_and_log_probabilities_do_not_depend_on_drafts(
+    depth: int, wrong_every: int, most: int
+) -> None:
+    """To the bit: a sum that was trimmed is added up anew in its order."""
+    plain, num_plain = outputs_of(None, depth)
+    drafted, num_steps = outputs_of(FromStreams(wrong_every, most), depth)
+    assert drafted == plain
+    if wrong_every == 100:
+        assert num_steps < num_plain
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_sample_that_its_own_edits_ban_ends_its_request_alone(place: int) -> None:
+    """At its first sample, or behind accepted draft tokens."""
+    edits = LogitEdits.of(SamplingParams(allowed_token_ids=[256, 512]))
+
+    class Dead(ContentRunner):
+        def collect(self, handle: object) -> StepResult:
+            token_ids = list(super().collect(handle).token_ids)
+            if len(token_ids) > 3:
+                token_ids[:3] = [256, 256, 256]
+                token_ids[place] = 0
+            return StepResult(token_ids)
+
+    drafter = FixedDrafts(256, 256, 256, most=3)
+    if place < 2:
+        drafter = FixedDrafts(*(0 if i == place else 256 for i in range(3)), most=3)
+    scheduler = scheduler_with(drafter)
+    engine = Engine(scheduler, Dead(num_blocks=20, block_size=4, vocab_size=3, max_draft_tokens=3))
+    banned = Request("banned", [0], PARAMS, max_num_tokens=12, edits=edits, settled_only=True)
+    other = Request("other", [0], PARAMS, max_num_tokens=3, settled_only=True)
+    engine.add(banned)
+    engine.add(other)
+    while engine.has_work:
+        engine.step()
+    assert banned.finish_reason == "error"
+    assert isinstance(engine.error(banned), RequestError)
+    assert "no token to sample" in str(engine.error(banned))
+    assert other.finish_reason == "length"
