@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from ..kernels.native.library import library
 from ..kernels.sampling.sampler import VocabShard
 from .capture.traced import Source, Traced
 from .fx.products import library_matmuls
+from .fx.weights import ModuleNames, WeightMap, WeightRecord
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
@@ -59,6 +61,7 @@ class CapturedModel:
         communicator: what the collectives of a sharded model are called on.
         head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
             logits, by the same calls; None if the graph could not be cut there.
+        weights: where the tensors of the checkpoint are.
     """
 
     loaded: LoadedModel
@@ -76,6 +79,10 @@ class CapturedModel:
     library_matmuls: dict[str, int] = field(default_factory=dict)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
+    weights: WeightMap = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = _weight_map(self.loaded, WeightRecord())
 
     def bind(
         self, kv_caches: KVCaches, states: RecurrentStates
@@ -112,6 +119,11 @@ class CapturedModel:
         """Logits ``[S, V]`` of what this rank's head gave."""
         sizes = self.loaded.vocab_sizes
         return logits if sizes is None else self.communicator.all_gather(logits, sizes)
+
+
+def _weight_map(loaded: LoadedModel, record: WeightRecord) -> WeightMap:
+    names = loaded.names or partial(ModuleNames, loaded.module)
+    return WeightMap(loaded.module, record, loaded.cuts, names)
 
 
 def _has_latent_attention(device: torch.device, attention: AttentionBackend | None) -> bool:
@@ -219,6 +231,7 @@ def capture_model(
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
+    captured.weights = _weight_map(loaded, context.weights)
     captured.specs = tuple(context.specs)
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices

@@ -42,6 +42,7 @@ from .capture.traced import Traced
 from .load.end_tokens import warn_of_dropped
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
+from .load.weight_source import names_of
 from .model.loaded import LoadedModel, TensorTree, longest_context
 from .start_tensors import (
     NotRestorable,
@@ -131,6 +132,7 @@ class StartRecord:
             default_sampling=noted["default_sampling"],
             ignored_settings=noted["ignored_settings"],
             dropped_eos_token_ids=noted["dropped_eos_token_ids"],
+            names=names_of(ModelSource(self._name, str(self._source)), self._quantization),
         )
         # As loading does, which this start goes without.
         warn_of_dropped(str(self._source), loaded.dropped_eos_token_ids, loaded.vocab_size)

@@ -16,6 +16,7 @@ from ...kernels.quantized.cpu_quantized import Int4Weight, PermutedInt4Weight, f
 from ...kernels.quantized.fp8 import Fp8Weight
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from .stand_in import is_stand_in
+from .weights import WeightRecord
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class PassContext:
         caches_latents: whether latent vectors may be cached in place of keys and values.
         inputs: of each tensor of a step that the graph takes, by its name in
             :class:`..step_inputs.StepInputs`, the name of its placeholder.
+        weights: where a pass records each weight that it lays elsewhere or makes a copy of.
     """
 
     module: nn.Module
@@ -64,6 +66,7 @@ class PassContext:
     calls: dict[str, int] = field(default_factory=dict)
     caches_latents: bool = False
     inputs: dict[str, str] = field(default_factory=dict)
+    weights: WeightRecord = field(default_factory=WeightRecord)
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -221,6 +223,56 @@ def value_of(node: Node, constants: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad():
         value: Tensor = computed(node)
     return value
+
+
+def computation_of(
+    node: Node, constants: Mapping[str, Tensor]
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A function that computes one of :func:`constant_nodes` anew, and the constants that it reads.
+    It holds no node, so that the graph may go."""
+    leaves: list[Tensor] = []
+
+    def later(node: Node) -> _Later:
+        if node.op == "placeholder":
+            leaves.append(constants[node.name])
+            return _Later(None, leaves[-1:], {})
+        target: Any = node.target
+        if node.op == "call_method":
+            target = partial(_call_method, target)
+        args, kwargs = map_arg(node.args, later), map_arg(node.kwargs, later)
+        return _Later(target, args, kwargs)
+
+    return later(node), leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A call that is made when it is called; without a target, its first argument."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+
+    def __call__(self) -> Any:
+        if self.target is None:
+            return self.args[0]
+        args, kwargs = (_computed(part) for part in (self.args, self.kwargs))
+        return self.target(*args, **kwargs)
+
+
+def _computed(value: Any) -> Any:
+    """``value`` with the results of the calls in it."""
+    if isinstance(value, _Later):
+        return value()
+    if isinstance(value, dict):
+        return {key: _computed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value).__module__ != "torch":
+        return type(value)(map(_computed, value))
+    return value
+
+
+def _call_method(name: str, source: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(source, name)(*args, **kwargs)
 
 
 def transposed_matrix(node: Node) -> Node | None:

@@ -18,15 +18,25 @@ class CheckpointNames:
         transforms = get_model_conversion_mapping(module)
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         self._prefix = module.base_model_prefix
         self._known = module.state_dict()
 
     def parameter(self, name: str) -> str | None:
         """What the tensor of this name in a checkpoint becomes as it is; None if it is merged with
         others, split or turned, or is none of the module's."""
-        found, converter = rename_source_key(
+        found, pattern, _ = self.match(name)
+        return found if pattern is None else None
+
+    def match(self, name: str) -> tuple[str | None, str | None, WeightConverter | None]:
+        """The parameter that the tensor becomes or is a part of, the first one where it becomes
+        several; the pattern that its name matches, and the conversion of that, if there is one.
+        None if it is none of the module's."""
+        found, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._known
         )
         if found not in self._known and name in self._known:
-            found, converter = rename_source_key(name, [], [], self._prefix, self._known)
-        return found if found in self._known and converter is None else None
+            found, pattern = rename_source_key(name, [], [], self._prefix, self._known)
+        if found not in self._known:
+            return None, None, None
+        return found, pattern, None if pattern is None else self._by_pattern[pattern]

@@ -211,6 +211,12 @@ _READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
 """From rows of bytes ``[N, bytes]``."""
 
 
+def blocks_of(data: NDArray[np.uint8], format: str) -> Blocks | None:
+    """The blocks of a matrix's bytes ``[N, bytes]``; None of a format that is not kept."""
+    reader = _READERS.get(format)
+    return None if reader is None else reader(np.ascontiguousarray(data))
+
+
 def _split(
     data: NDArray[np.uint8], num_numbers: int, num_bytes: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ..fx.weights import Cut
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, read_weights
 from .default_sampling import default_sampling, ignored_settings
@@ -29,6 +30,7 @@ from .quantized_load import (
 from .refusal import as_input_error, asks_to_run_code, cause, code_not_run
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
+from .weight_source import names_of
 
 _DTYPES = {
     "float32": torch.float32,
@@ -106,10 +108,13 @@ def load_model(
     if is_quantised and load_format == "auto":
         return _quantized(source, name, config, torch_dtype, device, max_model_len)
     module = build_module(source, name, config, torch_dtype, load_format, device, shard)
-    vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
+    cuts: dict[str, Cut] = {}
+    vocab_sizes = shard_model(module, shard, cuts) if shard.num_ranks > 1 else None
     module = module.to(device).eval()  # type: ignore[arg-type]
     described = _described(module, _tokenizer(source, name), max_model_len)
-    described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    described = replace(described, shard=shard, vocab_sizes=vocab_sizes, cuts=cuts)
+    if load_format == "auto":
+        described = replace(described, names=names_of(ModelSource(name, source), quantization))
     if quantization == "gguf":
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
     elif is_quantised:
@@ -135,6 +140,7 @@ def _gguf(
     _cast(module, dtype)
     module = module.to(device).eval()  # type: ignore[arg-type]
     described = _described(module, _tokenizer(source, name), max_model_len)
+    described = replace(described, names=names_of(ModelSource(name, source), "gguf"))
     for parameter, held in blocks.items():
         if held is not None:
             described.quantized[parameter] = type(held)(*(part.to(device) for part in held))
@@ -157,7 +163,12 @@ def _quantized(
         module, weights, scheme = load_quantized(source, name, config, build, dtype, device)
     described = _described(module.eval(), _tokenizer(source, name), max_model_len)
     is_made = quantization_of(config) is None
-    described = replace(described, quantization=scheme, is_quantized_at_load=is_made)
+    described = replace(
+        described,
+        quantization=scheme,
+        is_quantized_at_load=is_made,
+        names=names_of(ModelSource(name, source), "fp8" if is_made else None),
+    )
     described.quantized.update(weights)
     return described
 

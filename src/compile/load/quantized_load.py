@@ -124,10 +124,10 @@ def load_quantized(
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
             plain, dtype=dtype, trust_remote_code=False
         )
-    linears = _linears(skeleton)
+    linears = linears_of(skeleton)
     is_made = found is None
     if is_made:
-        scheme = fp8_at_load(_head_of(skeleton))
+        scheme = fp8_at_load(head_of(skeleton))
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
     folder = Path(source)
@@ -174,7 +174,7 @@ def quantize_module(
     Raises:
         InvalidInputError: the module is on a GPU without it.
     """
-    scheme = fp8_at_load(_head_of(module))
+    scheme = fp8_at_load(head_of(module))
     check_capability(scheme.format, module.device)
     return _quantize(module, scheme), scheme.name
 
@@ -182,7 +182,7 @@ def quantize_module(
 def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWeight]:
     """Of the linear layers that hold their weight, with stand-ins put in."""
     weights: dict[str, QuantizedWeight] = {}
-    for layer, linear in _linears(module).items():
+    for layer, linear in linears_of(module).items():
         weight = linear.weight.data
         if scheme.is_excluded(layer) or is_stand_in(weight):
             continue
@@ -193,14 +193,15 @@ def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWei
     return weights
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name."""
     return {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
 
 
-def _head_of(module: PreTrainedModel) -> str:
+def head_of(module: PreTrainedModel) -> str:
     """The name of the linear layer that is the head; "" where none is."""
     head = module.get_output_embeddings()
-    return next((n for n, m in _linears(module).items() if m is head), "")
+    return next((n for n, m in linears_of(module).items() if m is head), "")
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.sampling.sampler import GROUP
+from ..fx.weights import Cut
 from ..model.loaded import Shard
 from .parallel_styles import (
     GATHERED,
@@ -90,10 +91,15 @@ def _indivisible(what: str, num_ranks: int, model: str) -> InvalidInputError:
     return InvalidInputError("tensor_parallel_size", num_ranks, f"does not divide {what} ({model})")
 
 
-def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
+def shard_model(
+    model: PreTrainedModel, shard: Shard, cuts: dict[str, Cut] | None = None
+) -> list[int] | None:
     """Keep this rank's part of ``model``, in place, and have its modules reduce and gather.
 
     The parameters may be whole, or slices that transformers has read (``DTensor``).
+
+    Args:
+        cuts: is given this rank's part of each parameter that is cut, by name.
 
     Returns:
         The tokens of each rank's head, as :func:`vocab_sizes`; None if every rank has all.
@@ -111,7 +117,7 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
             f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for "
             "its layers"
         )
-    sharder = _Sharder(model, plan, shard)
+    sharder = _Sharder(model, plan, shard, {} if cuts is None else cuts)
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
         if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
@@ -125,9 +131,11 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
 
 
 class _Sharder:
-    def __init__(self, model: PreTrainedModel, plan: dict[str, str], shard: Shard) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: dict[str, str], shard: Shard, cuts: dict[str, Cut]
+    ) -> None:
         self._name, self._plan = type(model).__name__, plan
-        self._shard = shard
+        self._shard, self._cuts = shard, cuts
         config: Any = model.config.get_text_config(decoder=True)
         self._num_heads = _num_heads(config)
         self._model: Any = model
@@ -148,6 +156,9 @@ class _Sharder:
                 sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
                 part = _gathered(parameter).detach()
                 if sizes is not None:
+                    begin = sum(sizes[: self._shard.rank])
+                    span = begin, begin + sizes[self._shard.rank]
+                    self._cuts[f"{name}.{parameter_name}"] = Cut(0, (span,))
                     part = part.split(sizes)[self._shard.rank]
                     # A view holds the whole, which only an embedding with the same weights needs.
                     part = part if self._is_embedded(part) else part.clone()
@@ -187,6 +198,9 @@ class _Sharder:
         if size % (num_parts * cut.num_groups):
             what = f"{name}, which has {size} in dimension {cut.dim}"
             raise _indivisible(what, self._shard.num_ranks, self._name)
+        length = size // cut.num_groups
+        begins = [g * length + rank * length // num_parts for g in range(cut.num_groups)]
+        self._cuts[name] = Cut(cut.dim, tuple((b, b + length // num_parts) for b in begins))
         local = getattr(parameter, "to_local", None)
         if local is not None and num_parts == self._shard.num_ranks:
             return local().detach()  # type: ignore[no-any-return]

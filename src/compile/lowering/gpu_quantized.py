@@ -20,7 +20,7 @@ from .quantize_linear import Kernel, KernelTable, WeightInOrder
 
 def _fp8(weight: WeightInOrder) -> Kernel:
     assert isinstance(weight, Fp8Weight)
-    return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight))
+    return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight), pack=dispatch_fp8.pack)
 
 
 def _integers(limits: RowLimits, weight: WeightInOrder) -> Kernel:

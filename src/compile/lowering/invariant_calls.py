@@ -35,7 +35,7 @@ from ..fx.nodes import (
     tensor_of,
 )
 from ..fx.pass_context import PassContext
-from ..fx.products import Product, constant_nodes, product_of, value_of
+from ..fx.products import Product, computation_of, constant_nodes, product_of, value_of
 from ..fx.stand_in import is_stand_in
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -109,7 +109,7 @@ class InvariantCalls:
             may_pack=value is not None and self._has_room(matrix, value),
         )
         if recipe.is_packed and value is not None:
-            (matrix,) = self._packed_weights(matrix, [value.contiguous()])
+            (matrix,) = self._packed_weights(matrix, lambda whole: [whole.contiguous()])
         return invariant.linear, (x, matrix, bias, recipe), {}
 
     def _product(self, node: Node, found: Product) -> _Call | None:
@@ -122,7 +122,9 @@ class InvariantCalls:
         recipe = self._recipe(matrices[0], may_pack=self._has_room(weight, value))
         given: Any = weight
         if recipe.is_packed:
-            given = self._packed_weights(weight, [m.contiguous() for m in matrices])
+            given = self._packed_weights(
+                weight, lambda whole: [m.contiguous() for m in products.matrices_of(whole, form)]
+            )
         # The result is contiguous, which torch's may not be.
         for user in node.users:
             if user.op == "call_method" and user.target == "view":
@@ -136,24 +138,33 @@ class InvariantCalls:
     def _has_room(self, weight: Node, value: Tensor) -> bool:
         return weight in self._packed or value.nbytes <= self._room
 
-    def _packed_weights(self, weight: Node, matrices: Sequence[Tensor]) -> tuple[Node, ...]:
-        """Placeholders for packed copies of the matrices ``[N, K]`` of a weight."""
+    def _packed_weights(
+        self, weight: Node, split: Callable[[Tensor], Sequence[Tensor]]
+    ) -> tuple[Node, ...]:
+        """Placeholders for packed copies of the matrices ``[N, K]`` that a weight is split into."""
         if weight in self._packed:
             return self._packed[weight]
-        self._room -= sum(matrix.nbytes for matrix in matrices)
+        value, sources = computation_of(weight, self._context.constants)
+
+        def pack() -> list[Tensor]:
+            return [invariant.pack(matrix) for matrix in split(value())]
+
+        copies = pack()
+        self._room -= sum(copy.numel() * copy.element_size() for copy in copies)
         source = weight
         while source.op != "placeholder":
             source = source.all_input_nodes[0]
         like = example(source)
         assert isinstance(like, Tensor)  # it stands for a constant
         nodes = []
-        for i, matrix in enumerate(matrices):
-            name = f"packed_{weight.name}" if len(matrices) == 1 else f"packed_{i}_{weight.name}"
+        for i, copy in enumerate(copies):
+            name = f"packed_{weight.name}" if len(copies) == 1 else f"packed_{i}_{weight.name}"
             with self._graph.inserting_before(source):
                 packed = self._graph.placeholder(name)
-            packed.meta["example_value"] = like.new_empty(matrix.shape, dtype=matrix.dtype)
-            self._context.constants[packed.name] = invariant.pack(matrix)
+            packed.meta["example_value"] = like.new_empty(copy.shape, dtype=copy.dtype)
+            self._context.constants[packed.name] = copy
             nodes.append(packed)
+        self._context.weights.copied(copies, sources, pack, "packed by oneDNN")
         self._packed[weight] = tuple(nodes)
         return self._packed[weight]
 

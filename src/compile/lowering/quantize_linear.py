@@ -9,6 +9,7 @@ stand-ins from the beginning. Whatever reads such a parameter of the model reads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
 from ..fx.pass_context import PassContext
 from ..fx.stand_in import is_stand_in
+from ..fx.weights import Pack
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -35,12 +37,15 @@ class Kernel(NamedTuple):
     Attributes:
         function: of the rows, the weight's parts, the bias or None, and ``data``.
         gated: the same, but ``silu(gate) * up`` of the result's halves; None where there is none.
+        pack: makes the parts of another weight of this shape, in the same form; None if only a
+            start can.
     """
 
     function: Callable[..., Tensor]
     parts: tuple[Tensor, ...]
     data: tuple[Any, ...] = ()
     gated: Callable[..., Tensor] | None = None
+    pack: Pack | None = None
 
 
 WeightInOrder = Int4Weight | Int8Weight | Fp8Weight
@@ -138,6 +143,8 @@ class QuantizedCalls:
         count = self._context.weight_formats
         count[format] = count.get(format, 0) + weight.numel()
         nodes = self._placeholders(format, matrix, kernel.parts)
+        inputs = None if order is None else self._context.constants[order.name]
+        self._context.weights.packed(weight, kernel.parts, kernel.pack, format, inputs)
         return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated, order)
 
     def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
@@ -162,15 +169,21 @@ class QuantizedCalls:
             assert held is not None  # all other formats are refused at the door
             return self._kernels[format](held)
         if isinstance(held, Fp8Weight):
-            parts = (held.values, held.scales * e4m3.DECODED_UNIT)
-            return Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
+            recipe = self._recipe(weight.shape)
+            return Kernel(cpu_expanded.linear_fp8, _fp8_parts(held), recipe, pack=_fp8_parts)
         if self._context.is_native and held is not None:
-            *packed_parts, native_format = cpu_quantized.pack_native(held)
-            return Kernel(native.linear, tuple(packed_parts), (num_outputs, native_format))
+            native_format = cpu_quantized.native_format(held)
+            pack: Pack = partial(cpu_quantized.pack_native, format=native_format)
+            native_parts = cpu_quantized.pack_native(held, native_format)
+            return Kernel(native.linear, native_parts, (num_outputs, native_format), pack=pack)
         kernel = None
         if isinstance(held, Int4Weight) and format == "int4":
             if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
-                kernel = Kernel(cpu_quantized.linear_int4, cpu_quantized.pack_int4(held))
+                kernel = Kernel(
+                    cpu_quantized.linear_int4,
+                    cpu_quantized.pack_int4(held),
+                    pack=cpu_quantized.pack_int4,
+                )
         else:
             packed = cpu_quantized.pack_float16(weight)
             kernel = Kernel(cpu_quantized.linear_float16, (packed,))
@@ -186,7 +199,7 @@ class QuantizedCalls:
             if not self._is_trusted[shape]:
                 kernel = None
         if kernel is None and isinstance(held, Int4Weight) and is_stand_in(weight):
-            return Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
+            return Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape), pack=tuple)
         return kernel
 
     def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
@@ -246,6 +259,11 @@ def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
             shape = shape_of(node.args[0])
             return None if shape is None else (shape[0], node.args[3])
     return None
+
+
+def _fp8_parts(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
+    """What :func:`.cpu_expanded.linear_fp8` reads."""
+    return weight.values, weight.scales * e4m3.DECODED_UNIT
 
 
 def _storage(tensor: Tensor) -> int:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ...kernels.quantized.quantized_weight import QuantizedWeight
     from ...kernels.recurrent.spec import RecurrentSpec
+    from ..fx.weights import Cut, WeightNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class LoadedModel:
         tokenizer: None if the model came without one.
         eos_token_ids: the tokens that end generation; each is below ``vocab_size``.
         dropped_eos_token_ids: those that the files name and that are not in the vocabulary.
+        cuts: of the parameters that a rank has a part of, by name.
+        names: makes the names of the checkpoint's tensors; None of a module in memory, whose own
+            names they are.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
         max_position_embeddings: the longest context, in tokens: what the model was made for by its
             config, or what the caller gives in its place.
@@ -76,6 +82,8 @@ class LoadedModel:
     ignored_settings: list[str] = field(default_factory=list)
     is_quantized_at_load: bool = False
     dropped_eos_token_ids: list[int] = field(default_factory=list)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    names: Callable[[], WeightNames] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -246,6 +246,7 @@ def _merged_placeholder(
         whole = stand_in(shape, tensors[0].dtype, tensors[0].device)
     else:
         whole = merge_storage(tensors, num_padding)
+    context.weights.merged(tensors, whole)
     if context.weight_format(tensors[0]) is not None:
         held = [context.quantized.pop(id(tensor)) for tensor in tensors]
         known = [part for part in held if part is not None]

@@ -137,25 +137,30 @@ def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     return packed, pairs.to(torch.bfloat16).contiguous()
 
 
-def pack_native(weight: Blocks) -> tuple[Tensor, Tensor, native.Format]:
-    """Values, numbers and format of a weight for :func:`.native.calls.linear`.
+def native_format(weight: Blocks) -> native.Format:
+    """The form of a weight for :func:`.native.calls.linear`.
 
     Its numbers stay what they are: in float16, which most files hold, if all of them are there,
     else in float32. Those of 8-bit weights, which files hold in float16, become that.
     """
+    if isinstance(weight, Int8Weight):
+        return "int8"
+    numbers = (weight.scales, weight.minima)
+    is_exact = all(torch.equal(part.half().float(), part) for part in numbers)
+    return "int4" if is_exact else "int4_float32"
+
+
+def pack_native(weight: Blocks, format: native.Format) -> tuple[Tensor, Tensor]:
+    """Values and numbers of a weight for :func:`.native.calls.linear`, in a form that has all of
+    them (:func:`native_format`)."""
     numbers = [weight.scales]
-    format: native.Format
     if isinstance(weight, Int8Weight):
         values = (weight.values.int() + 128).to(torch.uint8)
-        dtype, format = torch.float16, "int8"
     else:
         numbers.append(weight.minima)
-        is_exact = all(torch.equal(part.half().float(), part) for part in numbers)
         values = weight.unpacked()
-        dtype = torch.float16 if is_exact else torch.float32
-        format = "int4" if is_exact else "int4_float32"
-    is_int4 = format != "int8"
-    return native.pack_values(values, is_int4), native.pack_numbers(numbers, dtype), format
+    dtype = torch.float32 if format == "int4_float32" else torch.float16
+    return native.pack_values(values, format != "int8"), native.pack_numbers(numbers, dtype)
 
 
 def linear_int4(x: Tensor, values: Tensor, scales_and_zeros: Tensor, bias: Tensor | None) -> Tensor:

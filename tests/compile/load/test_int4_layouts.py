@@ -367,7 +367,8 @@ def test_every_pair_of_neighbours_in_the_matmuls_of_a_cpu() -> None:
     columns = torch.eye(NUM_INPUTS)
     results = {}
     if library() is not None:
-        packed, numbers, format = cpu_quantized.pack_native(weight)
+        format = cpu_quantized.native_format(weight)
+        packed, numbers = cpu_quantized.pack_native(weight, format)
         # Rows are quantised to 8 bits, of which 127 is exact.
         found = native.linear(127 * columns, packed, numbers, None, len(PAIRS), format, None)
         results["native"] = found / 127

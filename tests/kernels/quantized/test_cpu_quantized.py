@@ -98,7 +98,8 @@ def test_native_formats_keep_the_numbers_of_a_file(format: str) -> None:
                 scales=blocks.scales.half().float(), minima=blocks.minima.half().float()
             )
         weight = dense(blocks)
-    packed, numbers, found = cpu_quantized.pack_native(blocks)
+    found = cpu_quantized.native_format(blocks)
+    packed, numbers = cpu_quantized.pack_native(blocks, found)
     assert found == format
     columns = native.linear(127 * torch.eye(64), packed, numbers, None, 48, found, None)
     torch.testing.assert_close(columns.t(), 127 * weight, rtol=1e-6, atol=1e-4)

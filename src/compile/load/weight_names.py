@@ -1,0 +1,348 @@
+"""The names of a checkpoint's tensors, and the regions of parameters that they fill.
+
+Read from the headers of the safetensors files and from transformers' own table of conversions, with
+a module on the meta device: no weight is read. A conversion is followed by the boxes that tensors
+fill (``stack``, ``cat``, ``transpose``, ``chunk``); whatever else a conversion does is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    dot_natural_key,
+)
+
+from ...errors import InvalidInputError
+from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ..fx.weights import Changes, Cut, Region, check_value
+from .build_module import auto_class
+from .checkpoint import Checkpoint
+from .checkpoint_names import CheckpointNames
+from .quantization_schemes import Scheme, fp8_at_load, scheme_of
+from .quantized_layers import read_layer
+from .quantized_load import head_of, linears_of, quantization_of, stays_quantised
+from .source import ModelSource
+
+
+def _refusal(name: str, limit: str) -> InvalidInputError:
+    return InvalidInputError("weights", name, limit)
+
+
+class FolderNames:
+    """Of a folder, or a hub id that was loaded before.
+
+    Args:
+        quantization: "fp8" if linear layers were quantised as they were loaded.
+
+    Raises:
+        Exception: of any kind, if the files are not there any more.
+    """
+
+    def __init__(self, source: ModelSource, quantization: str | None) -> None:
+        config = AutoConfig.from_pretrained(source.files, trust_remote_code=False)
+        self._name = source.name
+        self._scheme: Scheme | None = None
+        plain = copy.deepcopy(config)
+        found = quantization_of(config)
+        if found is not None and stays_quantised(config):
+            self._scheme = scheme_of(source.name, found)
+        elif found is not None:
+            raise _refusal(source.name, "holds weights that transformers expands as it loads them")
+        if found is not None:
+            del plain.quantization_config
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = auto_class(plain).from_config(
+                plain, trust_remote_code=False
+            )
+        self._skeleton = skeleton
+        if found is None and quantization == "fp8":
+            self._scheme = fp8_at_load(head_of(skeleton))
+        folder = Path(source.files)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(source.files, local_files_only=True))
+        try:
+            self._checkpoint = Checkpoint(folder)
+        except OSError as error:
+            raise _refusal(source.name, f"has no safetensors files ({error})") from error
+        self.names: Sequence[str] = sorted(self._checkpoint.names, key=dot_natural_key)
+        self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
+
+    @cached_property
+    def ties(self) -> Sequence[Sequence[str]]:
+        groups: dict[int, dict[str, str]] = {}
+        tensors = _named(self._skeleton)
+        for name in self.names:
+            found = self._table[name]
+            for region in found if isinstance(found, list) else ():
+                groups.setdefault(id(tensors[region.parameter]), {})[region.parameter] = name
+        return [list(group.values()) for group in groups.values() if len(set(group.values())) > 1]
+
+    def regions(self, name: str) -> Sequence[Region]:
+        if name not in self._checkpoint:
+            raise _refusal(name, f"is no tensor of {self._name}")
+        layer = self._layer_of(name)
+        if layer is not None:
+            parameter = f"{layer[0]}.weight"
+            return [Region.whole(parameter, self._shapes[parameter])]
+        found = self._table[name]
+        if isinstance(found, str):
+            raise _refusal(name, found)
+        return found
+
+    def changes(self, values: Mapping[str, Tensor], held: Mapping[str, Any]) -> Changes:
+        regions: list[tuple[Region, Tensor]] = []
+        layers: dict[str, dict[str, Tensor]] = {}
+        for name, value in values.items():
+            own = self.regions(name)
+            check_value(name, value, self._checkpoint.get(name))
+            layer = self._layer_of(name)
+            if layer is None or f"{layer[0]}.weight" not in held:
+                regions += [(region, value) for region in own]
+            else:
+                layers.setdefault(layer[1], {})[name.rpartition(".")[2]] = value
+        return Changes(regions, dict(self._read(file, layers[file], held) for file in layers))
+
+    def _read(
+        self, file: str, parts: dict[str, Tensor], held: Mapping[str, Any]
+    ) -> tuple[str, QuantizedWeight]:
+        assert self._scheme is not None  # there is a layer of it
+        known = {part.removesuffix("?") for part in self._scheme.parts}
+        missing = [n for n in known - set(parts) if f"{file}.{n}" in self._checkpoint]
+        if missing:
+            first = sorted(parts)[0]
+            limit = f"must be written in one call with {', '.join(sorted(missing))}"
+            raise _refusal(f"{file}.{first}", limit)
+        layer = self._layers[file]
+        parameter = f"{layer}.weight"
+        device = held[parameter].parts[0].device
+        moved = {name: part.to(device) for name, part in parts.items()}
+        num_outputs, num_inputs = self._shapes[parameter]
+        return parameter, read_layer(self._scheme, layer, moved, (num_outputs, num_inputs))
+
+    @cached_property
+    def _conversions(self) -> CheckpointNames:
+        return CheckpointNames(self._skeleton)
+
+    @cached_property
+    def _layers(self) -> dict[str, str]:
+        """The quantised layers, by their names in the checkpoint."""
+        scheme, linears = self._scheme, linears_of(self._skeleton)
+        found: dict[str, str] = {}
+        if scheme is None:
+            return found
+        for name in self.names:
+            file, _, part = name.rpartition(".")
+            if part != scheme.marker:
+                continue
+            layer = (self._conversions.parameter(f"{file}.weight") or "").removesuffix(".weight")
+            is_excluded = scheme.is_excluded(layer) or scheme.is_excluded(file)
+            if layer in linears and not is_excluded:
+                found[file] = layer
+        return found
+
+    def _layer_of(self, name: str) -> tuple[str, str] | None:
+        """The quantised layer that the tensor is a part of, in the module and in the checkpoint."""
+        file, _, part = name.rpartition(".")
+        if self._scheme is None or file not in self._layers:
+            return None
+        known = {known.removesuffix("?") for known in self._scheme.parts}
+        return (self._layers[file], file) if part in known else None
+
+    @cached_property
+    def _table(self) -> dict[str, list[Region] | str]:
+        """Of each tensor the regions it fills, those of tied parameters included, or why they are
+        not known."""
+        table: dict[str, list[Region] | str] = {}
+        groups: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+        for name in self.names:
+            parameter, pattern, converter = self._conversions.match(name)
+            if parameter is None:
+                table[name] = "is not read by the model"
+            elif converter is None or pattern is None:
+                table[name] = self._whole(parameter, name)
+            else:
+                _, sources = groups.setdefault(parameter, (converter, {}))
+                sources.setdefault(pattern, []).append(name)
+        for parameter, (converter, sources) in groups.items():
+            try:
+                shapes = {
+                    pattern: {name: self._checkpoint.get(name).shape for name in names}
+                    for pattern, names in sources.items()
+                }
+                table |= regions_of(parameter, converter, shapes, self._shapes)
+            except ValueError as error:
+                table |= {name: str(error) for names in sources.values() for name in names}
+        self._tie(table)
+        return table
+
+    def _whole(self, parameter: str, name: str) -> list[Region] | str:
+        shape = self._shapes[parameter]
+        found = self._checkpoint.get(name).shape
+        if found == shape:
+            return [Region.whole(parameter, shape)]
+        return f"has shape {tuple(found)}, and {parameter} has {tuple(shape)}"
+
+    def _tie(self, table: dict[str, list[Region] | str]) -> None:
+        """Adds the parameters that are tied to those that the checkpoint has."""
+        tensors = _named(self._skeleton)
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        filled = {r.parameter for found in table.values() if isinstance(found, list) for r in found}
+        for found in table.values():
+            for region in list(found) if isinstance(found, list) else ():
+                assert isinstance(found, list)  # it has regions
+                for alias in aliases[id(tensors[region.parameter])]:
+                    if alias not in filled:
+                        found.append(replace(region, parameter=alias))
+
+
+def regions_of(
+    parameter: str,
+    converter: WeightConverter,
+    sources: Mapping[str, Mapping[str, Sequence[int]]],
+    shapes: Mapping[str, Sequence[int]],
+) -> dict[str, list[Region]]:
+    """The boxes that the tensors of one conversion fill, by name.
+
+    Args:
+        parameter: the first that is made. shapes: of the module's parameters.
+        sources: by pattern of the converter, the shapes of its tensors by name, in order.
+
+    Raises:
+        ValueError: a box is not all there is to it.
+    """
+    merged: dict[str, Any] = {
+        pattern: [_Merged.of(name, shape) for name, shape in tensors.items()]
+        for pattern, tensors in sources.items()
+    }
+    targets = list(converter.target_patterns)
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if isinstance(operation, MergeModulelist):
+            merged = {key: _stacked(parts, operation.dim) for key, parts in merged.items()}
+        elif isinstance(operation, Concatenate) and operation.num_shards_attribute is None:
+            order = [key for key in converter.source_patterns if key in merged]
+            parts = [part for key in order for part in _listed(merged[key])]
+            merged = {targets[0]: _concatenated(parts, operation.dim)}
+        elif isinstance(operation, Transpose):
+            [one] = [part for parts in merged.values() for part in _listed(parts)]
+            is_kept = operation.check_dims and tuple(one.shape) == tuple(shapes[parameter])
+            turned = one if is_kept else one.transposed(operation.dim0, operation.dim1)
+            merged = {targets[0]: turned}
+        elif isinstance(operation, Chunk) and operation.num_shards_attribute is None:
+            [one] = [part for parts in merged.values() for part in _listed(parts)]
+            chunks = one.chunks(len(targets), operation.dim)
+            merged = dict(zip(targets, chunks, strict=True))
+        else:
+            raise ValueError(f"is converted by {kind}, which cannot be followed")
+    table: dict[str, list[Region]] = {}
+    first = next(key for key in [*merged, *targets] if key in parameter)
+    prefix, _, suffix = parameter.partition(first)
+    for key, parts in merged.items():
+        [whole] = _listed(parts)
+        target = parameter if len(merged) == 1 else prefix + key + suffix
+        if tuple(shapes.get(target, ())) != tuple(whole.shape):
+            raise ValueError(f"does not fill {target} as it is converted")
+        for name, region in whole.regions:
+            table.setdefault(name, []).append(replace(region, parameter=target))
+    return table
+
+
+class _Merged:
+    """A tensor on its way, with the boxes that those of the checkpoint fill in it."""
+
+    def __init__(self, shape: Sequence[int], regions: list[tuple[str, Region]]) -> None:
+        self.shape = torch.Size(shape)
+        self.regions = regions
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> _Merged:
+        return cls(shape, [(name, Region.whole("", shape))])
+
+    def moved(self, dim: int, offset: int) -> list[tuple[str, Region]]:
+        """The regions in a tensor in which this one begins there."""
+        return [
+            (name, replace(r, begin=_set(r.begin, dim, r.begin[dim] + offset)))
+            for name, r in self.regions
+        ]
+
+    def transposed(self, dim0: int, dim1: int) -> _Merged:
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+
+        def turned(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[place] for place in order)
+
+        regions = [
+            (n, replace(r, begin=turned(r.begin), sizes=turned(r.sizes), dims=turned(r.dims)))
+            for n, r in self.regions
+        ]
+        return _Merged(turned(self.shape), regions)
+
+    def chunks(self, count: int, dim: int) -> list[_Merged]:
+        size = -(-self.shape[dim] // count)
+        made = []
+        for begin in range(0, self.shape[dim], size):
+            end = min(begin + size, self.shape[dim])
+            cut = Cut(dim, ((begin, end),))
+            regions = [(name, box) for name, r in self.regions for box in r.within(cut)]
+            made.append(_Merged(_set(tuple(self.shape), dim, end - begin), regions))
+        return made
+
+
+def _stacked(parts: Sequence[_Merged], dim: int) -> _Merged:
+    regions = []
+    if len({part.shape for part in parts}) != 1:
+        raise ValueError("is stacked with tensors of other shapes")
+    for place, part in enumerate(parts):
+        for name, r in part.regions:
+            made = replace(
+                r,
+                begin=(*r.begin[:dim], place, *r.begin[dim:]),
+                sizes=(*r.sizes[:dim], 1, *r.sizes[dim:]),
+                dims=(*r.dims[:dim], None, *r.dims[dim:]),
+            )
+            regions.append((name, made))
+    shape = parts[0].shape
+    return _Merged((*shape[:dim], len(parts), *shape[dim:]), regions)
+
+
+def _concatenated(parts: Sequence[_Merged], dim: int) -> _Merged:
+    regions, size = [], 0
+    for part in parts:
+        regions += part.moved(dim, size)
+        size += part.shape[dim]
+    return _Merged(_set(tuple(parts[0].shape), dim, size), regions)
+
+
+def _listed(parts: Any) -> list[_Merged]:
+    return parts if isinstance(parts, list) else [parts]
+
+
+def _set(values: Sequence[int], place: int, value: int) -> tuple[int, ...]:
+    found = list(values)
+    found[place] = value
+    return tuple(found)
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))

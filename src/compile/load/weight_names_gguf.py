@@ -1,0 +1,160 @@
+"""The names of a GGUF file's tensors, by transformers' own table and conversions.
+
+A new value is what the file would hold: the bytes of its blocks (uint8, ``[N, bytes]``), or float
+numbers where the model holds the tensor dequantised. transformers' processor of the architecture
+then orders rows as it does when the file is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    Qwen2MoeTensorProcessor,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from ...errors import InvalidInputError
+from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ..fx.weights import Changes, Region, check_value
+from .build_module import auto_class
+from .gguf_blocks import blocks_of
+from .gguf_reader import open_gguf, read_values
+from .source import ModelSource
+
+_EXPERTS = {"gate": 0, "up": 1, "down": 0}
+"""The half of the parameter that the matrices of all experts fill."""
+
+
+def _refusal(name: str, limit: str) -> InvalidInputError:
+    return InvalidInputError("weights", name, limit)
+
+
+class GgufNames:
+    """Of a GGUF file and its conversion.
+
+    Args:
+        keeps_blocks: whether matrices may be held in the blocks of the file.
+    """
+
+    ties: Sequence[Sequence[str]] = ()
+
+    def __init__(self, source: ModelSource, *, keeps_blocks: bool) -> None:
+        self._name, self._keeps_blocks = source.name, keeps_blocks
+        reader = open_gguf(Path(source.name))
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        config = AutoConfig.from_pretrained(source.files, trust_remote_code=False)
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = auto_class(config).from_config(
+                config, trust_remote_code=False
+            )
+        self._skeleton = skeleton
+        kind = TENSOR_PROCESSORS.get(
+            read_values(reader, "general.architecture")[0], TensorProcessor
+        )
+        self._processor: TensorProcessor = kind(config=config.to_dict())
+        self._parameters: dict[str, str] = get_gguf_hf_weights_map(skeleton, self._processor)
+        self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    @cached_property
+    def _aliases(self) -> dict[str, list[str]]:
+        """Of each parameter all of its names."""
+        named = list(self._skeleton.named_parameters(remove_duplicate=False))
+        return {name: [n for n, other in named if other is tensor] for name, tensor in named}
+
+    def regions(self, name: str) -> Sequence[Region]:
+        if name not in self._tensors:
+            raise _refusal(name, f"is no tensor of {self._name}")
+        parameter = self._parameters.get(name)
+        if parameter is None or parameter not in self._shapes:
+            raise _refusal(name, "is not read by the model")
+        shape, own = self._shapes[parameter], self._shape(name)
+        region = Region.whole(parameter, shape)
+        part = self._expert_part(name)
+        if part is not None and own != shape:
+            begin = (0, _EXPERTS[part] * own[1], 0)
+            region = replace(region, begin=begin, sizes=tuple(own))
+        elif own.numel() != shape.numel():
+            raise _refusal(name, f"has shape {tuple(own)}, and {parameter} {tuple(shape)}")
+        if part is None and type(self._processor) is not TensorProcessor:
+            region = replace(region, notes=(type(self._processor).__name__,))
+        names = self._aliases.get(parameter, [parameter])
+        return [replace(region, parameter=alias) for alias in names]
+
+    def changes(self, values: Mapping[str, Tensor], held: Mapping[str, Any]) -> Changes:
+        regions: list[tuple[Region, Tensor]] = []
+        quantized: dict[str, QuantizedWeight] = {}
+        for name, value in values.items():
+            boxes = self.regions(name)
+            value = value.cpu()
+            is_held = any(box.parameter in held for box in boxes)
+            blocks = self._blocks(name, value) if is_held else None
+            if blocks is not None:
+                quantized |= {box.parameter: blocks for box in boxes}
+            converted = self._converted(name, self._floats(name, value))
+            regions += [(box, converted) for box in boxes]
+        return Changes(regions, quantized)
+
+    def _shape(self, name: str) -> torch.Size:
+        return torch.Size(int(size) for size in reversed(self._tensors[name].shape))
+
+    def _expert_part(self, name: str) -> str | None:
+        """Which matrices of experts the tensor has, of an architecture whose files have them so."""
+        if not isinstance(self._processor, Qwen2MoeTensorProcessor):
+            return None
+        found = self._processor.GGUF_MOE_WEIGHTS_PATTERN.fullmatch(name)
+        return None if found is None else str(found["w"])
+
+    def _floats(self, name: str, value: Tensor) -> Tensor:
+        """The numbers of a tensor, as the conversion reads them."""
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        if value.dtype == torch.uint8 and tensor.data.dtype == np.uint8:
+            check_value(name, value, torch.empty(tensor.data.shape, dtype=torch.uint8))
+            return torch.from_numpy(dequantize(value.numpy(), tensor.tensor_type))
+        check_value(name, value, torch.empty(self._shape(name), device="meta"))
+        return value.float()
+
+    def _blocks(self, name: str, value: Tensor) -> QuantizedWeight | None:
+        tensor = self._tensors[name]
+        kind: str = tensor.tensor_type.name
+        if value.dtype != torch.uint8 or tensor.data.dtype != np.uint8:
+            raise _refusal(name, f"is held in blocks of the file: give them, of {kind}, as uint8")
+        check_value(name, value, torch.empty(tensor.data.shape, dtype=torch.uint8))
+        blocks = blocks_of(value.numpy(), kind)
+        if blocks is None:
+            return None
+        rows = torch.arange(len(value), dtype=torch.float64).unsqueeze(1)
+        order = self._converted(name, rows)
+        if order.shape != rows.shape:
+            raise _refusal(name, "is converted in a way that does not keep rows")
+        return type(blocks)(*(part[order[:, 0].long()] for part in blocks))
+
+    def _converted(self, name: str, value: Tensor) -> Tensor:
+        """As transformers converts a tensor of the file."""
+        if self._expert_part(name) is not None:
+            return value
+        result = self._processor.process(
+            weights=value.numpy(),
+            name=name,
+            tensor_key_mapping=self._parameters,
+            parsed_parameters={"tensors": {}},
+        )
+        if result.name != name:
+            raise _refusal(name, f"is converted by {type(self._processor).__name__}: not followed")
+        return torch.from_numpy(np.copy(result.weights))
