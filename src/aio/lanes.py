@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,10 +27,15 @@ class Lane:
     Threads start when they are needed and end when idle. They are daemons: a process ends without
     waiting for a text or a grammar that nothing waits for any more. Their priority is that of all
     others: a thread of low priority that is not run while it holds the interpreter stops them all.
+
+    Args:
+        rest_per_work: seconds that a thread rests per second of its processor time. The rest bounds
+            the share of the interpreter that a queue of such work takes.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, rest_per_work: float = 0.0) -> None:
         self._name, self._num_threads = name, num_threads
+        self._rest_per_work = rest_per_work
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._num_live = self._num_idle = 0
@@ -86,12 +92,15 @@ class Lane:
     def _work(self) -> None:
         while (taken := self._take()) is not None:
             future, call = taken
+            began = time.thread_time()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
             del taken, future, call  # they may hold megabytes while the thread is idle
+            if self._rest_per_work:
+                time.sleep(self._rest_per_work * (time.thread_time() - began))
 
     def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:
@@ -108,7 +117,7 @@ class Lane:
 # Milliseconds each: a chat template, a text of some pages, an answer to be written.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
 # Texts and bodies of megabytes, one after the other.
-LONG = Lane("long", max(1, _NUM_CPUS // 4))
+LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=1.0)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS = Lane("constraints", 2)
 LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4))

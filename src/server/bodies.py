@@ -1,5 +1,7 @@
 """Large bodies, read off the event loop: JSON is parsed and validated in steps.
 
+What else takes time with a body's length is done on the same threads (:func:`run_for_body`).
+
 Python's parser in C holds the interpreter until it has all of a body, also on another thread: 11 MB
 of lists took seconds. Bodies above :data:`MAX_INLINE_BYTES` are parsed by the standard library's
 parser in Python, which gives way to other threads; a run of numbers goes to the one in C.
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from json.decoder import JSONArray, JSONDecodeError, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +23,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..aio.lanes import SHORT, Lane
+from ..aio.lanes import Lane
 from .errors import ApiError
 
 # Parsed on the event loop, in about a millisecond.
@@ -32,8 +34,12 @@ _LARGE_BYTES = 1 << 19
 # A thread of plain Python slows all others down: each operation of a step waits for it. So a parser
 # pauses for twice the time that it worked.
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
-_NUM_VALUES_PER_LOOK = 128
-_LARGE = Lane("bodies", 1)
+_NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
+# One thread each: bodies of 100 kB would take all threads of chats, and wait for one of 10 MB.
+_MEDIUM = Lane("bodies", 1, rest_per_work=1.0)
+_LARGE = Lane("large-bodies", 1, rest_per_work=2.0)
+
+_T = TypeVar("_T")
 
 _NUMBERS = re.compile(r"[-0-9,\s]{512,65536}")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -52,12 +58,27 @@ class BodyRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             body = await request.body()
             if len(body) > MAX_INLINE_BYTES:
-                lane = _LARGE if len(body) > _LARGE_BYTES else SHORT
                 # FastAPI takes it for the parsed body; an instance of the model is valid.
-                request._json = await lane.run(read_body, body, model)
+                request._json = await _lane(len(body)).run(read_body, body, model)
             return await handle(request)
 
         return read_and_handle
+
+
+async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call ``function``, which takes time with the length of a body: at once for a small one, else
+    on the thread that reads such bodies. Raises as ``function``.
+
+    Args:
+        num_bytes: of the body.
+    """
+    if num_bytes <= MAX_INLINE_BYTES:
+        return function(*arguments)
+    return await _lane(num_bytes).run(function, *arguments)
+
+
+def _lane(num_bytes: int) -> Lane:
+    return _LARGE if num_bytes > _LARGE_BYTES else _MEDIUM
 
 
 def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
@@ -110,6 +131,8 @@ class _Decoder(json.JSONDecoder):
         if self._num_values % _NUM_VALUES_PER_LOOK == 0:
             self._pause()
         found: tuple[Any, int] = self._scan_value(text, begin)
+        if found[1] - begin > _LONG_CHARS:
+            self._pause()
         return found
 
     def _scan_field(self, text: str, begin: int) -> tuple[Any, int]:

@@ -15,7 +15,7 @@ from ..chat.tool_choice import ToolChoice, forced_output
 from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
-from .bodies import BodyRoute
+from .bodies import BodyRoute, run_for_body
 from .call import Call, read_call, require_parts, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
@@ -36,15 +36,10 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(body: ChatRequest, request: Request, context: Context) -> Response:
     """Answer a conversation."""
     call = read_call(body, request, context, "chatcmpl-")
-    tokenizer = context.engine.llm.tokenizer
-    check_roles(body.messages, tokenizer)
-    check_effort(body.reasoning_effort, tokenizer)
-    tools, choice = read_tools(body.tools), _tool_choice(body)
-    with client_names(body):
-        params = chat_params(body, context.defaults, forced_output(tools, choice))
+    num_bytes = len(await request.body())
+    choice, params = await run_for_body(num_bytes, _read_fields, body, context)
     if body.stream:
         require_parts(params)
-    num_bytes = len(await request.body())
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
     with context_errors(params.max_tokens or 1):
         prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params, choice)
@@ -78,6 +73,16 @@ async def _answer(
         return dumps(found).encode()
 
     return Response(await SHORT.run(content), media_type="application/json")
+
+
+def _read_fields(body: ChatRequest, context: ServerContext) -> tuple[ToolChoice, SamplingParams]:
+    """All fields but the prompt."""
+    tokenizer = context.engine.llm.tokenizer
+    check_roles(body.messages, tokenizer)
+    check_effort(body.reasoning_effort, tokenizer)
+    tools, choice = read_tools(body.tools), _tool_choice(body)
+    with client_names(body):
+        return choice, chat_params(body, context.defaults, forced_output(tools, choice))
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:

@@ -11,7 +11,7 @@ from ..aio.generation import AnswerDelta, Generation
 from ..aio.lanes import SHORT, Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
-from .bodies import BodyRoute
+from .bodies import BodyRoute, run_for_body
 from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
 from .logprobs import (
@@ -36,7 +36,8 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     """Continue one prompt or several; choice ``i * n + j`` is answer j to prompt i."""
     call = read_call(body, request, context, "cmpl-")
     with client_names(body):
-        params = completion_params(body, context.defaults)
+        num_bytes = len(await request.body())
+        params = await run_for_body(num_bytes, completion_params, body, context.defaults)
     prompts = await _prompts_of(body, context, params)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:

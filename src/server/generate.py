@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,7 +12,7 @@ from ..aio.generation import AnswerDelta, Generation
 from ..aio.lanes import SHORT
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
-from .bodies import BodyRoute
+from .bodies import BodyRoute, run_for_body
 from .call import Call, read_call, require_parts, whole
 from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
@@ -28,7 +29,9 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
     """Continue token ids."""
     call = read_call(body, request, context)
     with_text = body.output_mode == "text"
-    params = generate_params(body.sampling_params, context.defaults, with_text=with_text)
+    num_bytes = len(await request.body())
+    make = partial(generate_params, with_text=with_text)
+    params = await run_for_body(num_bytes, make, body.sampling_params, context.defaults)
     item = {"prompt_token_ids": body.token_ids}, params
     if body.stream:
         require_parts(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -76,3 +77,22 @@ def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
         while any(t.name == "pagespec-test-that-ends" for t in threading.enumerate()):
             assert time.monotonic() < until
             time.sleep(0.01)
+
+
+def test_a_thread_rests_between_two_works_by_its_own_processor_time() -> None:
+    """A queue of long work leaves the interpreter to others for a share of the time."""
+    lane = Lane("test-that-rests", 1, rest_per_work=3.0)
+    ran: list[tuple[float, float, float]] = []
+
+    def work() -> None:
+        began, used = time.monotonic(), time.thread_time()
+        while time.thread_time() - used < 0.1:
+            pass
+        ran.append((began, time.monotonic(), time.thread_time() - used))
+
+    async def main() -> None:
+        await asyncio.gather(*(lane.run(work) for _ in range(3)))
+
+    asyncio.run(main())
+    for (_, ended, used_s), (began, _, _) in pairwise(ran):
+        assert began - ended >= 3.0 * used_s
