@@ -112,6 +112,7 @@ class StructuredOutputs:
             if isinstance(schema, str):
                 _require_short("json", schema)
                 schema = json.loads(schema)
+            _require_few("json", schema)
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             _refuse("json", self.json, f"must be a JSON schema: {error}")
@@ -138,6 +139,7 @@ class StructuredOutputs:
         choice = self.choice
         if choice is None or not is_list(choice) or not choice:
             _refuse("choice", choice, "must be a list of texts, at least one")
+        _require_few("choice", choice)
         return json.dumps([_require_text("choice", text) for text in choice])
 
 
@@ -155,6 +157,26 @@ def _require_short(name: str, text: str) -> None:
     if len(text.encode("utf-8", "surrogatepass")) > MAX_CONSTRAINT_BYTES:
         limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
         _refuse(name, f"{len(text)} characters", limit)
+
+
+def _require_few(name: str, value: object) -> None:
+    """Refuse a value that is too long as JSON, before all of it is written."""
+    num_bytes, waiting = 0, [value]  # bytes: at least, of what was looked at
+    while waiting:
+        one = waiting.pop()
+        inside: list[Any] = []
+        if isinstance(one, Mapping):
+            num_bytes += 4 * len(one)
+            inside = [*one, *one.values()] if num_bytes <= MAX_CONSTRAINT_BYTES else []
+        elif is_list(one):
+            num_bytes += 2 * len(one)
+            inside = list(one) if num_bytes <= MAX_CONSTRAINT_BYTES else []
+        else:
+            num_bytes += len(one) + 2 if isinstance(one, str) else 1
+        if num_bytes > MAX_CONSTRAINT_BYTES:
+            limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
+            _refuse(name, f"more than {MAX_CONSTRAINT_BYTES} characters", limit)
+        waiting += inside
 
 
 def _keywords(schema: object, depth: int) -> Iterator[str]:

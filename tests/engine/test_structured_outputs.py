@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,33 @@ def test_a_schema_that_is_too_large_is_not_walked(monkeypatch: pytest.MonkeyPatc
     for schema in (large, json.dumps(large)):
         with pytest.raises(InvalidInputError, match=f"at most {MAX_CONSTRAINT_BYTES} bytes"):
             StructuredOutputs(json=schema)
+
+
+TOO_LONG: dict[str, dict[str, Any]] = {
+    "names": {"json": {"properties": {f"name{i}": {} for i in range(40_000)}}},
+    "values": {"json": {"enum": [1] * 200_000}},
+    "objects": {"json": {"const": [{"": 1}] * 50_000}},
+    "lists": {"json": {"const": [[[]]] * 150_000}},
+    "one text": {"json": {"const": "a" * 300_000}},
+    "choices": {"choice": ["a"] * 150_000},
+    "long choices": {"choice": ["a" * 1000] * 300},
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LONG)
+def test_what_is_too_long_is_not_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer in C holds the interpreter until all of it is written."""
+    monkeypatch.setattr("pagespec.engine.structured_outputs.json", SimpleNamespace())
+    with pytest.raises(InvalidInputError, match=f"at most {MAX_CONSTRAINT_BYTES} bytes"):
+        StructuredOutputs(**TOO_LONG[kind])
+
+
+@pytest.mark.parametrize("item", [1, "", [], {}, {"": 1}, [[1], {"a": None}], "\n\u00e9"])
+def test_what_just_fits_is_taken(item: Any) -> None:
+    number = (MAX_CONSTRAINT_BYTES - len('{"const": []}')) // (len(json.dumps(item)) + 2)
+    assert StructuredOutputs(json={"const": [item] * number}).constraint.kind == "json"
+    with pytest.raises(InvalidInputError, match=f"at most {MAX_CONSTRAINT_BYTES} bytes"):
+        StructuredOutputs(json={"const": [item] * (number + 2)})
 
 
 _NESTED: dict[str, Any] = {}
