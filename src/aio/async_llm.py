@@ -436,7 +436,15 @@ def _end_dropped(thread: EngineThread) -> None:
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
     """Whether parameters are made requests of in no more time than another thread takes over."""
-    return not any(getattr(params, "bad_words", None) for _, params in items)
+    return not any(
+        isinstance(params, SamplingParams)
+        and (params.bad_words or any(len(ids or ()) > _SHORT_TEXT for ids in _id_lists(params)))
+        for _, params in items
+    )
+
+
+def _id_lists(params: SamplingParams) -> tuple[Sequence[int] | None, ...]:
+    return params.allowed_token_ids, params.stop_token_ids
 
 
 def _num_chars(prompt: Any) -> int:

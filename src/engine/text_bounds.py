@@ -20,6 +20,7 @@ _SHRINKS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 8.0, "NFKD": 8.0, "Lowercase": 3.0, 
 _KEEPS = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"))
 _DROPS_SPACES = frozenset(("Whitespace", "WhitespaceSplit", "BertPreTokenizer"))
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_NUM_CHARS_AT_ONCE = 1 << 18
 # Of transformers' own classes, which hand a text over as it is.
 _PLAIN_MODULE = "transformers.tokenization_utils"
 
@@ -38,8 +39,13 @@ class TextBound:
 
     def min_num_tokens(self, text: str) -> int:
         """A text has at least that many tokens."""
-        text = text if self.has_spaces else "".join(text.split())
-        return math.ceil(len(text.encode("utf-8", "replace")) / self.max_bytes_per_token)
+        num_bytes = 0
+        # In parts, between which other threads run.
+        for begin in range(0, len(text), _NUM_CHARS_AT_ONCE):
+            part = text[begin : begin + _NUM_CHARS_AT_ONCE]
+            part = part if self.has_spaces else "".join(part.split())
+            num_bytes += len(part.encode("utf-8", "replace"))
+        return math.ceil(num_bytes / self.max_bytes_per_token)
 
 
 def is_plain(tokenizer: Any) -> bool:
