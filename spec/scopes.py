@@ -231,16 +231,6 @@ FULL = (
         budget=5,
         pause=True,
     ),
-    _DRAFTS._replace(
-        name="drafts-of-three",
-        templates=(DRAFTING, T((0, 1), 2, settled_only=True)),
-        num_requests=3,
-        cap=3,
-        num_blocks=5,
-        budget=4,
-        depth=1,
-        abort=False,
-    ),
 )
 
 SCOPES = {scope.name: scope for scope in (*CI, *FULL)}
