@@ -102,7 +102,7 @@ def written_message(rng: random.Random, family: Family, seed: int) -> dict[str, 
     for i in range(rng.choice([0, 1, 1, 2, 3]) if family.max_calls > 1 else rng.choice([0, 1])):
         names = rng.sample(sorted(TYPES), rng.randint(0, len(TYPES)))
         name = rng.choice(["edit_file", "get-weather2"])
-        if family.calls == "pythonic":
+        if family.calls in ("pythonic", "lfm2"):
             name = "edit_file"
         given = {key: argument(rng, family, TYPES[key]) for key in names}
         if family.calls == "gemma4":

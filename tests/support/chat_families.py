@@ -387,3 +387,112 @@ FAMILIES["gemma4"] = Family(
     end="<turn|>",
     ambiguous=r'<\|"\|>',
 )
+
+_TAGGED_VALUE = "{{ value if value is string else value | tojson }}"
+_SEED_THOUGHT = (
+    "{% if message.reasoning_content %}<seed:think>{{ message.reasoning_content }}</seed:think>"
+    "{% endif %}"
+)
+_SEED_CALL = """
+{{- '\\n' }}<seed:tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items %}<parameter={{ name }}>VALUE</parameter>
+{% endfor %}</function>
+</seed:tool_call>""".replace("VALUE", _TAGGED_VALUE)
+_DSML_CALL = """
+{{- '\\n\\n<|DSML|function_calls>\\n' if loop.first }}<|DSML|invoke name="
+{{- call.function.name }}">
+{% for name, value in call.function.arguments | items %}<|DSML|parameter name="{{ name }}" string="
+{{- 'true' if value is string else 'false' }}">VALUE</|DSML|parameter>
+{% endfor %}</|DSML|invoke>
+{{ '</|DSML|function_calls>' if loop.last }}""".replace("|DSML|", "｜DSML｜")
+_DSML_CALL = _DSML_CALL.replace("VALUE", _TAGGED_VALUE)
+_JSON_CALL = (
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+)
+
+
+def _list_of_calls(begin: str, call: str, end: str) -> str:
+    """Calls as one list between delimiters."""
+    return f"{{{{- '{begin}[' if loop.first else ', ' }}}}{call}{{{{- ']{end}' if loop.last }}}}"
+
+
+_PYTHON_CALL = """{{ call.function.name }}(
+{%- for name, value in call.function.arguments | items %}{{ name }}={{ value | tojson }}
+{{- ', ' if not loop.last }}{% endfor %})"""
+_COHERE_CALL = (
+    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.function.name }}", '
+    '"parameters": {{ call.function.arguments | tojson }}}'
+)
+_COHERE_THOUGHT = (
+    "{% if message.reasoning_content %}<|START_THINKING|>{{ message.reasoning_content }}"
+    "<|END_THINKING|>{% endif %}"
+)
+_COHERE_TOKENS = (
+    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>",
+    "<|START_RESPONSE|>", "<|END_RESPONSE|>",
+)  # fmt: skip
+_IM = ("<|im_start|>", "<|im_end|>")
+FAMILIES |= {
+    "seed_oss": Family(
+        _chatml(_SEED_THOUGHT, _SEED_CALL),
+        "seed_oss",
+        "seed_oss",
+        plain=("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"),
+        ambiguous=r"</parameter>\s*(<parameter=[^>\n]+>|</function>\s*</seed:tool_call>)",
+        **_QWEN,
+    ),
+    "deepseek_v32": Family(
+        _chatml("", _DSML_CALL),
+        "deepseek_v32",
+        None,
+        special=(*_IM, "｜DSML｜"),
+        end="<|im_end|>",
+        ambiguous=r"｜DSML｜",
+    ),
+    "nemotron": Family(
+        _chatml("", _list_of_calls("<TOOLCALL>", _JSON_CALL, "</TOOLCALL>")),
+        "nemotron",
+        None,
+        **_QWEN,
+    ),
+    "functionary": Family(
+        _chatml(
+            "",
+            "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>",
+        ),
+        "functionary",
+        None,
+        **_QWEN,
+    ),
+    "phi4_mini": Family(
+        _chatml("", _list_of_calls("<|tool_call|>", _JSON_CALL, "<|/tool_call|>")),
+        "phi4_mini_json",
+        None,
+        special=(*_IM, "<|tool_call|>", "<|/tool_call|>"),
+        end="<|im_end|>",
+    ),
+    "granite3": Family(
+        _chatml("", _list_of_calls("<|tool_call|>", _JSON_CALL, "")),
+        "granite",
+        None,
+        special=(*_IM, "<|tool_call|>"),
+        end="<|im_end|>",
+    ),
+    "lfm2": Family(
+        _chatml("", _list_of_calls("<|tool_call_start|>", _PYTHON_CALL, "<|tool_call_end|>")),
+        "lfm2",
+        None,
+        special=(*_IM, "<|tool_call_start|>", "<|tool_call_end|>"),
+        end="<|im_end|>",
+    ),
+    "cohere": Family(
+        _chatml(
+            _COHERE_THOUGHT, _list_of_calls("<|START_ACTION|>", _COHERE_CALL, "<|END_ACTION|>")
+        ),
+        "cohere",
+        "cohere",
+        special=(*_IM, *_COHERE_TOKENS),
+        end="<|im_end|>",
+    ),
+}
