@@ -142,6 +142,10 @@ class Option:
         )
 
 
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", list[str]: "TEXT"}
+_METAVARS |= {type_ | None: metavar for type_, metavar in _METAVARS.items()}
+
+
 def options_of(group: Any, panel: str | None) -> list[Option]:
     """The options among the fields of a dataclass, its own fields before those of its bases: what
     :func:`option` made, and declared parameters that have one."""
@@ -153,9 +157,9 @@ def options_of(group: Any, panel: str | None) -> list[Option]:
         known, names = field.metadata.get("param"), field.metadata.get("names")
         if known is not None and known.flag is not None:
             names = known.flags
-            settings = {"metavar": known.metavar, "help": known.help}
-            settings["show_default"] = known.absent or True
             type_ = _option_type(hints[field.name])
+            settings = {"help": known.help, "show_default": known.absent or True}
+            settings["metavar"] = known.metavar or _METAVARS.get(type_)
         elif names is not None:
             settings, type_ = field.metadata["settings"], hints[field.name]
         else:

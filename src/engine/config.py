@@ -77,10 +77,7 @@ class EngineConfig:
         metavar="TYPE",
     )
     device: str = param(
-        "auto",
-        "auto, cpu, cuda or cuda:N. auto: a GPU if there is one.",
-        device_name,
-        metavar="NAME",
+        "auto", "auto, cpu, cuda or cuda:N. auto: a GPU if there is one.", device_name
     )
     max_model_len: int | None = param(
         None,
@@ -88,13 +85,9 @@ class EngineConfig:
         "limit (BLOOM, recurrent ones) needs it.",
         count(2),
         absent="the model's limit, or what the KV cache holds if that is less",
-        metavar="N",
     )
     max_num_seqs: int = param(
-        64,
-        "Most requests running at a time; each of n continuations is one.",
-        count(),
-        metavar="N",
+        64, "Most requests running at a time; each of n continuations is one.", count()
     )
     max_num_batched_tokens: int | None = param(
         None,
@@ -102,7 +95,6 @@ class EngineConfig:
         "chunks.",
         count(),
         absent="2048; on a GPU 8192",
-        metavar="N",
     )
     max_inter_token_ms: float | None = param(
         None,
@@ -112,15 +104,12 @@ class EngineConfig:
         metavar="MS",
         check=number(0.0, sys.float_info.max, "of 0 (no bound) or more"),
     )
-    block_size: int = param(
-        16, "Tokens in a block of the KV cache.", count(1, MAX_BLOCK_SIZE), metavar="N"
-    )
+    block_size: int = param(16, "Tokens in a block of the KV cache.", count(1, MAX_BLOCK_SIZE))
     num_blocks: int | None = param(
         None,
         "Blocks in the KV cache, instead of memory_utilization.",
         count(),
         absent="from the memory",
-        metavar="N",
     )
     memory_utilization: float | None = param(
         None,
@@ -128,7 +117,6 @@ class EngineConfig:
         "steps, graphs and KV cache. On a CPU, share of the available memory for the KV cache.",
         number(0.0, 1.0, "above 0 and at most 1", is_above=True),
         absent="0.9; on a CPU half, at most 4 GiB",
-        metavar="X",
     )
     gpu_memory_utilization: float | None = param(
         None, "vLLM's name of memory_utilization.", flag=None
@@ -145,7 +133,6 @@ class EngineConfig:
         "hits begin at; a multiple of block_size.",
         count(),
         absent="256, in whole blocks",
-        metavar="N",
     )
     num_state_slots: int | None = param(
         None,
@@ -153,7 +140,6 @@ class EngineConfig:
         "checkpoints; more than max_num_seqs.",
         count(),
         absent="2 x max_num_seqs + 1, if they fit",
-        metavar="N",
     )
     compile: str = param(
         "auto",
@@ -168,7 +154,6 @@ class EngineConfig:
         "Implementation of attention: triton, flash (a FlashAttention library) or reference. "
         "auto: what suits the device.",
         choice("auto", "triton", "flash", "reference"),
-        metavar="NAME",
     )
     transparent: bool = param(
         True,
@@ -197,7 +182,6 @@ class EngineConfig:
         '"owner" of a prompt\'s dict or a line of --input); shortest_first, which counts prompt '
         'and max_tokens; or priority ("priority" of a dict or line; 0 is the most urgent).',
         choice(*MAX_OVERTAKES),
-        metavar="NAME",
     )
     seed: int = param(
         0,
@@ -224,7 +208,6 @@ class EngineConfig:
         "Processes that share the model on one host, on a GPU each: tensor parallelism. This "
         "process is the first and starts the others.",
         count(1, MAX_RANKS),
-        metavar="N",
     )
     quantization: str | None = param(
         None,
@@ -233,7 +216,6 @@ class EngineConfig:
         "Logits are near those of the plain model, not equal (docs/quantization.md).",
         choice("gguf", "fp8"),
         absent="what the checkpoint says; a .gguf file is expanded to float32",
-        metavar="NAME",
     )
     kv_cache_dtype: str = param(
         "auto",
@@ -254,7 +236,6 @@ class EngineConfig:
         "come from. auto: the model's generation config. vllm: none. Or a folder with a "
         "generation_config.json; a server also limits max_tokens to its max_new_tokens.",
         _generation_config,
-        metavar="NAME",
     )
     threads: int | None = param(
         None,
@@ -262,20 +243,17 @@ class EngineConfig:
         "the number.",
         count(1, MAX_THREADS),
         absent="the quickest number, measured at start and while serving",
-        metavar="N",
     )
     tool_call_format: str = param(
         "auto",
         "How the model writes tool calls, as hermes, mistral or llama3_json (docs/chat.md); none "
         "reads no calls. auto: as its chat template shows.",
-        metavar="NAME",
         stage="serve",
     )
     reasoning_format: str = param(
         "auto",
         "How the model writes reasoning, as think, deepseek_r1 or harmony (docs/chat.md); none "
         "reads none. auto: as its chat template shows.",
-        metavar="NAME",
         stage="serve",
     )
     trace: str | os.PathLike[str] | None = param(  # noqa: RUF009

@@ -63,7 +63,6 @@ class SamplingParams(UnsupportedParams):
         "Continuations to generate of the prompt, which is computed once; 1 at temperature 0, "
         "where all are the same. Each counts as a request.",
         integer(1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}"),
-        metavar="N",
         flag="--n",
     )
     best_of: int | None = param(
@@ -78,14 +77,12 @@ class SamplingParams(UnsupportedParams):
         "0 is greedy: the highest logit, ties to the lowest token id. Else logits are divided by "
         "it.",
         number(0.0, 1e6, "finite, from 0 to 1,000,000"),
-        metavar="X",
         is_of_model=True,
     )
     top_k: int = param(
         0,
         "Keep this many of the likeliest tokens; 0 or -1 keeps all.",
         integer(-1, math.inf, "from -1 up (-1 and 0 keep all tokens)"),
-        metavar="N",
         is_of_model=True,
         stage="cut",
         sent=lambda top_k: max(top_k, 0),
@@ -94,7 +91,6 @@ class SamplingParams(UnsupportedParams):
         1.0,
         "Keep the smallest set of the likeliest tokens whose probability reaches this.",
         number(0.0, 1.0, "above 0 and at most 1", is_above=True),
-        metavar="X",
         is_of_model=True,
         stage="cut",
     )
@@ -102,7 +98,6 @@ class SamplingParams(UnsupportedParams):
         0.0,
         "Drop tokens less likely than this times the likeliest.",
         number(0.0, 1.0, "from 0 to 1"),
-        metavar="X",
         is_of_model=True,
         stage="cut",
         sent=_min_p_distance,
@@ -113,14 +108,10 @@ class SamplingParams(UnsupportedParams):
         integer(1, math.inf, "of 1 or more, or None"),
         takes_none=True,
         absent="up to max_model_len",
-        metavar="N",
         is_of_model=True,
     )
     stop: str | Sequence[str] | None = param(
-        None,
-        "Text that ends the answer and is cut from it. Several may be given.",
-        _stop,
-        metavar="TEXT",
+        None, "Text that ends the answer and is cut from it. Several may be given.", _stop
     )
     stop_token_ids: Sequence[int] | None = param(
         None,
@@ -139,7 +130,6 @@ class SamplingParams(UnsupportedParams):
         "tokens of a request with that seed.",
         _SEED,
         absent="derived from the engine's",
-        metavar="N",
     )
     logprobs: int | None = param(
         None,
@@ -161,20 +151,17 @@ class SamplingParams(UnsupportedParams):
         "multiply them; 1 changes nothing.",
         # Finite, also as the float32 it becomes, and so that logits can be divided.
         number(1e-3, 1e3, "from 0.001 to 1000"),
-        metavar="X",
         is_of_model=True,
     )
     presence_penalty: float = param(
         0.0,
         "Subtract this from the logits of tokens of the answer. From -2 to 2.",
         number(-2.0, 2.0, "from -2 to 2"),
-        metavar="X",
     )
     frequency_penalty: float = param(
         0.0,
         "The same, times how often the answer has the token. From -2 to 2.",
         number(-2.0, 2.0, "from -2 to 2"),
-        metavar="X",
     )
     logit_bias: Mapping[int, float] | None = param(
         None,
@@ -192,7 +179,6 @@ class SamplingParams(UnsupportedParams):
         "where the others were just generated. Several may be given.",
         checks.checked_bad_words,
         takes_none=False,
-        metavar="TEXT",
         flag="--bad-word",
     )
     min_tokens: int = param(
@@ -200,7 +186,6 @@ class SamplingParams(UnsupportedParams):
         "Tokens before which no end token and no token of stop_token_ids can be sampled. A stop "
         "string that is complete before does not count either.",
         integer(0, math.inf, "of 0 or more"),
-        metavar="N",
     )
     logits_processors: Sequence[Callable[..., Any]] | None = param(
         None,
@@ -225,7 +210,6 @@ class SamplingParams(UnsupportedParams):
         "output.",
         checks.checked_truncation,
         absent="all",
-        metavar="N",
     )
     structured_outputs: StructuredOutputs | None = param(  # noqa: RUF009
         None,

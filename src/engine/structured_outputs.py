@@ -159,7 +159,7 @@ def _require_short(name: str, text: str) -> None:
         _refuse(name, f"{len(text)} characters", limit)
 
 
-def _require_few(name: str, value: object) -> None:
+def _require_few(name: str, value: Any) -> None:
     """Refuse a value that is too long as JSON, before all of it is written."""
     num_bytes, waiting = 0, [value]  # bytes: at least, of what was looked at
     while waiting:

@@ -31,7 +31,7 @@ class Param:
         check: of its value, unless that is None and None is allowed.
         takes_none: None is a value, and is not checked.
         absent: what None stands for, if that is no value of the field itself.
-        metavar: of its option. Flags have none.
+        metavar: of its option, if its type does not say it.
         flag: spellings of its option; empty: its name; None: it has no option.
         stage: what reads it. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
             Of a sampling parameter "cut" if it decides which tokens are kept.

@@ -239,7 +239,8 @@ def computation_of(
         target: Any = node.target
         if node.op == "call_method":
             target = partial(_call_method, target)
-        args, kwargs = map_arg(node.args, later), map_arg(node.kwargs, later)
+        inner: Any = later  # what it returns is no argument of a node
+        args, kwargs = map_arg(node.args, inner), map_arg(node.kwargs, inner)
         return _Later(target, args, kwargs)
 
     return later(node), leaves
