@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile.fx.weights import WeightMap
+from pagespec.compile.fx.weights import Place, WeightMap
 from tests.support.models import VOCAB_SIZE
 
 ENGINE: dict[str, Any] = {
@@ -23,6 +23,7 @@ ENGINE: dict[str, Any] = {
     "generation_config": "vllm",
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+FLOATS = ("float32", "bfloat16", "float16")
 PROMPTS = [
     {"prompt_token_ids": [(7 * i * i + 3 * k) % (VOCAB_SIZE - 2) + 1 for i in range(n)]}
     for k, n in enumerate((1, 19, 9))
@@ -69,16 +70,30 @@ def write_each(llm: LLM, groups: Iterable[dict[str, Tensor]]) -> None:
     weights, constants = map_of(llm), held_by(llm)
     before = {id(tensor): bits(tensor) for tensor in constants}
     for group in groups:
-        storages = [place.storage for name in group for place in weights.locate(name)]
+        places = [place for name in group for place in weights.locate(name)]
+        storages = [place.storage for place in places]
         if not storages:
             continue  # no part of it is this rank's
         named = {id(tensor) for tensor in constants if any(_shares(tensor, s) for s in storages)}
+        plain = [place for place in places if place.transform[-1] in FLOATS]
+        outside = [_outside(place.storage, plain) for place in plain]
         weights.write_all(group)
+        for place, kept in zip(plain, outside, strict=True):
+            assert torch.equal(_outside(place.storage, plain), kept), f"beyond the slice {place[1]}"
         after = {id(tensor): bits(tensor) for tensor in constants}
         moved = {key for key in after if not torch.equal(before[key], after[key])}
         assert moved, f"writing {sorted(group)} changed nothing"
         assert moved <= named, f"writing {sorted(group)} changed places that are not named"
         before = after
+
+
+def _outside(storage: Tensor, places: Iterable[Place]) -> Tensor:
+    """The bits of a storage, with zeros in the slices of the places in it."""
+    rest = storage.detach().clone()
+    for place in places:
+        if place.storage is storage:
+            rest[place.slice] = 0
+    return bits(rest)
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:

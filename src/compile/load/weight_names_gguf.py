@@ -79,12 +79,14 @@ class GgufNames:
     def regions(self, name: str) -> Sequence[Region]:
         if name not in self._tensors:
             raise _refusal(name, f"is no tensor of {self._name}")
-        parameter = self._parameters.get(name)
+        part = self._expert_part(name)
+        # The table has the matrices of experts without the end of their names.
+        key = name if part is None else name.removesuffix(".weight")
+        parameter = self._parameters.get(key, self._parameters.get(name))
         if parameter is None or parameter not in self._shapes:
             raise _refusal(name, "is not read by the model")
         shape, own = self._shapes[parameter], self._shape(name)
         region = Region.whole(parameter, shape)
-        part = self._expert_part(name)
         if part is not None and own != shape:
             begin = (0, _EXPERTS[part] * own[1], 0)
             region = replace(region, begin=begin, sizes=tuple(own))

@@ -216,6 +216,27 @@ def test_gguf(quantization: str | None, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["gemma2", "qwen2moe", "qwen3moe"])
+def test_gguf_of_other_architectures(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files have norms less one, and the matrices of all experts as one tensor."""
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
+    kind, own = gguf_models.MODELS[arch]
+    for seed, name in enumerate(("old", "new")):
+        model = random_model(AutoConfig.for_model(kind, **GGUF_SIZES, **own), seed)
+        write_whole(tmp_path / f"{name}.gguf", arch, model=model)
+    tensors = GGUFReader(tmp_path / "new.gguf").tensors
+    values = {t.name: torch.from_numpy(np.array(t.data)) for t in tensors}
+    llm, fresh = engine(tmp_path / "old.gguf"), engine(tmp_path / "new.gguf")
+    wanted = answers(fresh)
+    assert answers(llm) != wanted
+    write_each(llm, singly(values))
+    llm.reset_prefix_cache()
+    assert answers(llm) == wanted
+
+
+@pytest.mark.nightly
 def test_restored_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that restores the traced graph has the same map; the file is not written to."""
     tiny_model("llama").save_pretrained(tmp_path / "old")
