@@ -9,8 +9,12 @@ never changes, "elder" is a total order and the liveness proof is one for all po
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import InvalidInputError
-from .request import Request
+
+if TYPE_CHECKING:
+    from .request import Request
 
 # Ranks are compared once a row and step: one integer is cheaper to compare than a tuple.
 SENIORITY_BITS = 48
