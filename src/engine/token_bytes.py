@@ -51,12 +51,13 @@ class TokenBytes:
         return self(token_id).decode("utf-8", "replace")
 
     def at_beginning(self, token_id: int) -> bytes:
-        """The bytes of a token at the beginning of a text, where some decoders strip a space."""
+        """The bytes of a token at the beginning of a text, where some decoders strip spaces."""
         inside = self(token_id)
         if not inside.startswith(b" "):
             return inside
         alone = self._decode([token_id]).encode("utf-8", "replace")
-        return alone if inside == b" " + alone else inside
+        num_stripped = len(inside) - len(alone)
+        return alone if inside == b" " * num_stripped + alone else inside
 
     def num_chars(self, text: bytes) -> int:
         """Characters that the tokenizer shows for these bytes. U+FFFD stands for each wrong byte

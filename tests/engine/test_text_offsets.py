@@ -94,6 +94,13 @@ def test_a_stripped_space_is_not_counted() -> None:
         assert offsets(name, ids, ids) == [0, 2]
 
 
+def test_stripped_spaces_are_not_counted() -> None:
+    """Where one token is several spaces, a decoder strips all of them."""
+    ids = TOKENIZERS["unigram"].convert_tokens_to_ids(["▁▁", "<0x41>", "▁a"])
+    assert decode_output(TOKENIZERS["unigram"], [], ids) == "A a"
+    assert offsets("unigram", [], ids) == [0, 0, 1]
+
+
 def test_special_tokens_count_where_they_show() -> None:
     ids: list[Any] = encoded("byte level", "ab")
     found = TextOffsets(BYTES["byte level"], [], skips_special=False, num_before=7)
