@@ -16,6 +16,9 @@ import pytest
 _TESTS = Path(__file__).parent
 
 NUM_BY_DAY = {
+    "benchmarks/test_serving.py": {
+        "test_our_server_answers_both_loads": 0,
+    },
     "chat/test_families.py": {
         "test_any_text_is_read_alike_however_it_is_cut": 8,
         "test_what_the_template_writes_is_read_again": 8,
@@ -28,8 +31,10 @@ NUM_BY_DAY = {
     },
     "compile/capture/test_few_layers.py": {
         "test_groups_of_layers_are_repeated": 1,
+        "test_the_graph_is_that_of_all_layers": 1,
     },
     "compile/capture/test_graph_cache.py": {
+        "test_a_file_that_cannot_be_trusted_is_ignored": 2,
         "test_the_graph_comes_back_and_computes_the_same": 3,
     },
     "compile/fusions/test_combine_experts.py": {
@@ -58,7 +63,7 @@ NUM_BY_DAY = {
     },
     "compile/fusions/test_fuse_wide_linear.py": {
         "test_all_around_experts_is_found_beside_it": 1,
-        "test_what_is_not_quite_that_stays": 5,
+        "test_what_is_not_quite_that_stays": 3,
     },
     "compile/fusions/test_fusion.py": {
         "test_finds_the_structure_and_changes_no_bit": 10,
@@ -121,16 +126,16 @@ NUM_BY_DAY = {
         "test_entries_that_are_equal": 2,
     },
     "golden/test_golden.py": {
-        "test_smollm2_equals_generate": 2,
-        "test_tiny_models_equal_generate": 36,
+        "test_smollm2_equals_generate": 1,
+        "test_tiny_models_equal_generate": 24,
         "test_tiny_models_equal_generate_beyond_every_threshold": 6,
     },
     "golden/test_quantized.py": {
-        "test_equals_generate_with_the_dequantised_weights": 16,
+        "test_equals_generate_with_the_dequantised_weights": 10,
         "test_int4_is_near_linear_layers_that_round_to_bfloat16": 3,
     },
     "golden/test_recurrent.py": {
-        "test_recurrent_models_equal_generate": 6,
+        "test_recurrent_models_equal_generate": 4,
     },
     "kernels/attention/test_chosen.py": {
         "test_schedules_give_the_same_bits": 1,
@@ -153,7 +158,7 @@ NUM_BY_DAY = {
         "test_bits_are_those_of_decode": 3,
     },
     "kernels/attention/test_quantized_results.py": {
-        "test_are_those_of_stored_outputs": 8,
+        "test_are_those_of_stored_outputs": 4,
     },
     "kernels/experts/test_combine_norm.py": {
         "test_a_shared_expert_is_added_as_by_operations_in_turn": 8,
@@ -181,10 +186,10 @@ NUM_BY_DAY = {
         "test_draws_fit_the_definition": 5,
     },
     "kernels/sampling/test_sampler.py": {
-        "test_frequencies_follow_the_masked_softmax": 2,
+        "test_frequencies_follow_the_masked_softmax": 1,
     },
     "property/test_refinement.py": {
-        "test_the_real_objects_do_what_the_specification_does": 5,
+        "test_the_real_objects_do_what_the_specification_does": 3,
     },
     "runner/test_structured_reasoning.py": {
         "test_reasoning_is_that_of_the_request_without_a_constraint": 2,
@@ -209,6 +214,10 @@ NUM_BY_DAY = {
     },
     "server/test_held_bodies.py": {
         "test_open_paths_hold_no_body": 4,
+    },
+    "server/test_large_bodies.py": {
+        "test_a_large_constraint_is_read_off_the_loop": 2,
+        "test_bodies_of_some_size_take_no_thread_of_chats": 1,
     },
     "server/test_logprobs.py": {
         "test_log_probabilities_point_into_the_text": 1,

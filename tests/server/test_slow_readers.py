@@ -137,7 +137,10 @@ def test_a_second_signal_does_not_wait_for_readers(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_lets_streams_end(tmp_path: Path) -> None:
-    with server_process(tmp_path / "log") as server:
+    def heed() -> None:  # also where the tests run under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    with server_process(tmp_path / "log", preexec_fn=heed) as server:
         stream = Stream(server)
         server.process.send_signal(signal.SIGHUP)
         assert stream.read()[-1]["finish_reason"] == "length"
