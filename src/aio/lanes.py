@@ -116,8 +116,8 @@ class Lane:
 
 # Milliseconds each: a chat template, a text of some pages, an answer to be written.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
-# Texts of megabytes, one after the other. A tokenizer holds the interpreter for moments only, so its
-# thread has to rest only where it would hold a large share of the processors.
+# Texts of megabytes, one after the other. A tokenizer holds the interpreter for moments only: its
+# thread rests where it would hold a large share of the processors.
 LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=1.0 if _NUM_CPUS <= 4 else 0.0)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS = Lane("constraints", 2)
