@@ -121,6 +121,7 @@ def inputs(
         torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)]).to(device, torch.int32),
         torch.tensor(lengths, dtype=torch.int32, device=device),
         tables.to(device),
+        torch.arange(len(tables), dtype=torch.int32, device=device),
     )
 
     def normal(*sizes: int) -> Tensor:
@@ -168,7 +169,6 @@ def backend_of(name: str, case: Case, block_size: int) -> AttentionBackend | str
             dtype=DTYPE,
             specs=[case],
             block_size=block_size,
-            transparent=False,
         )
     except InvalidInputError as error:
         return f"{name}: {error.limit}"

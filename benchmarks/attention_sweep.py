@@ -22,7 +22,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -32,12 +31,12 @@ from torch import Tensor
 from benchmarks import attention
 from benchmarks.attention import Case, inputs, small_form
 from benchmarks.plain_read import plain_read, seconds_of
-from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.launch import paged_attention
 from pagespec.kernels.attention.row_order import longest_first
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
+from pagespec.kernels.registry import registry
 
 DECODE = [
     Case("256 x ~0.8k, 16/8", 256, 800, 16, 8, spread=0.25),
@@ -202,7 +201,7 @@ class Sweep:
                     for tiling in self.variants_of(case).values():
                         paged_attention(query, kv, params, tiling, self.counters())
                     if case.is_prefill:
-                        with patch.object(launch, "is_gluon_known", return_value=False):
+                        with registry().changed(without=("prefill_attention",)):
                             paged_attention(query, kv, params, tiling, self.counters())
                     if not (case.is_prefill or case.is_fp8):
                         for heads in (1, 2):
@@ -283,7 +282,7 @@ class Sweep:
                 yield self.outcome(case, f"(blocks alone, {heads} heads)", calls)
         yield from self.time_variants(case, layers)
         if case.is_prefill:
-            with patch.object(launch, "is_gluon_known", return_value=False):
+            with registry().changed(without=("prefill_attention",)):
                 calls = [attention_call(layer, base, counters) for layer in layers]
                 yield self.outcome(case, "(not Hopper's kernel)", calls)
         if not case.is_prefill and case.spread:

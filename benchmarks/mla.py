@@ -94,6 +94,7 @@ class Rows:
         self.tables = order.view(num_rows, blocks).cuda()
         self.starts = (torch.arange(num_rows + 1, dtype=torch.int32) * num_new).cuda()
         self.contexts = torch.full((num_rows,), context, dtype=torch.int32).cuda()
+        self.table_rows = torch.arange(num_rows, dtype=torch.int32).cuda()
         self.pairs = num_rows * sum(range(context - num_new + 1, context + 1))
 
     def caches(self, *widths: int) -> list[tuple[Tensor, ...]]:
@@ -107,8 +108,8 @@ class Rows:
         ]
 
     @property
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.starts, self.contexts, self.tables
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.starts, self.contexts, self.tables, self.table_rows
 
 
 def latent_seconds(rows: Rows, num_heads: int, tiling: Any = None) -> float:

@@ -139,7 +139,6 @@ def build(
         dtype=loaded.dtype,
         specs=specs,
         block_size=config.block_size,
-        transparent=config.transparent,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     logger.info(attention.reason)

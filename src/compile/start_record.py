@@ -54,7 +54,7 @@ from .start_tensors import (
 
 logger = logging.getLogger("pagespec")
 
-_VERSION = 4
+_VERSION = 5
 _OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.

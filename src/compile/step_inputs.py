@@ -41,7 +41,8 @@ class StepInputs:
         input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
         logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[B, M]``. The last four as in :mod:`.ops`.
+        block_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
+            ``block_tables`` of each row. The last five as in :mod:`.ops`.
         state_tables: int32 ``[B, N]``, N at least ``MIN_SIZE``, of a model with recurrent calls
             (:class:`RecurrentStates`).
     """
@@ -53,6 +54,7 @@ class StepInputs:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    table_rows: Tensor
     state_tables: Tensor | None = None
 
 
@@ -68,7 +70,7 @@ STATE_TABLES = "state_tables"
 INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name != STATE_TABLES)
 """Of the inputs that every model has."""
 # Distinct, so that no size of the example step is taken for another.
-EXAMPLE_SIZES = {"T": 11, "B": 5, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
+EXAMPLE_SIZES = {"T": 11, "B": 5, "R": 8, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
 # Of models with recurrent calls: columns of a state table, slots, tokens of an interval.
 EXAMPLE_STATE_SIZES = {"N": 9, "num_slots": 14, "interval": 34}
 
@@ -132,7 +134,8 @@ def example_inputs(device: torch.device, has_states: bool) -> StepInputs:
         slot_mapping=zeros(num_tokens),
         query_starts=zeros(num_rows + 1, dtype=torch.int32),
         context_lens=zeros(num_rows, dtype=torch.int32),
-        block_tables=zeros(num_rows, EXAMPLE_SIZES["M"], dtype=torch.int32),
+        block_tables=zeros(EXAMPLE_SIZES["R"], EXAMPLE_SIZES["M"], dtype=torch.int32),
+        table_rows=zeros(num_rows, dtype=torch.int32),
         state_tables=zeros(num_rows, EXAMPLE_STATE_SIZES["N"], dtype=torch.int32)
         if has_states
         else None,

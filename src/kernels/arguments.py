@@ -20,6 +20,7 @@ class PagedKV(NamedTuple):
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    table_rows: Tensor
 
 
 class LatentKV(NamedTuple):
@@ -30,6 +31,7 @@ class LatentKV(NamedTuple):
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    table_rows: Tensor
 
 
 class LatentInputs(NamedTuple):

@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .registry import CPU, Arch
+
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
-_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,12 @@ class Gpu:
 
     Attributes:
         num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
-        has_prefetch: whether :mod:`.matmul_sm90` runs there: a Hopper GPU, and a
-            Triton whose Gluon is known.
+        arch: what :mod:`.registry` finds kernels by.
     """
 
     num_sms: int
     num_shared_bytes: int
-    has_prefetch: bool = False
+    arch: Arch = CPU
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu:
@@ -35,20 +35,12 @@ class Gpu:
             return cls(1, _LARGE_SHARED_BYTES)
         found = torch.cuda.get_device_properties(device)
         num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        is_hopper = found.major == 9
-        return cls(found.multi_processor_count, num_bytes, is_hopper and is_gluon_known())
+        return cls(found.multi_processor_count, num_bytes, Arch.of(device))
 
     @property
     def is_large(self) -> bool:
         """As large as that which the tiles were tuned on."""
         return self.num_shared_bytes >= _LARGE_SHARED_BYTES
-
-
-def is_gluon_known() -> bool:
-    """Whether the installed Triton has the Gluon that our kernel is written in."""
-    import triton
-
-    return str(triton.__version__).startswith(_GLUON_VERSIONS)
 
 
 MKL_ROW_UNIT = 4

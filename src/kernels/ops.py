@@ -45,14 +45,15 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor query_starts, "
-    "Tensor context_lens, Tensor block_tables, float scale, int window, float softcap, "
-    "Tensor? sinks, int chunk=0, float[]? alibi_slopes=None, Tensor? indices=None) -> Tensor",
+    "Tensor context_lens, Tensor block_tables, Tensor table_rows, float scale, int window, "
+    "float softcap, Tensor? sinks, int chunk=0, float[]? alibi_slopes=None, "
+    "Tensor? indices=None) -> Tensor",
     tags=_TAGS,
 )
 _LIBRARY.define(
     "index_topk(Tensor query, Tensor key, Tensor weights, Tensor(a!) cache, Tensor slot_mapping, "
-    "Tensor query_starts, Tensor context_lens, Tensor block_tables, float scale, int num_chosen) "
-    "-> Tensor",
+    "Tensor query_starts, Tensor context_lens, Tensor block_tables, Tensor table_rows, "
+    "float scale, int num_chosen) -> Tensor",
     tags=_TAGS,
 )
 _LIBRARY.define("all_reduce(Tensor partial) -> Tensor", tags=_TAGS)
@@ -60,7 +61,7 @@ _LIBRARY.define("all_gather(Tensor part, int[] sizes) -> Tensor", tags=_TAGS)
 
 
 def _paged_attention(query: Tensor, *rest: Any) -> Tensor:
-    kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    kv, params = PagedKV(*rest[:6]), AttentionParams(*rest[6:])
     by = reference if params.indices is None else cpu_invariant
     return by.paged_attention(query, kv, params)
 
@@ -68,8 +69,8 @@ def _paged_attention(query: Tensor, *rest: Any) -> Tensor:
 def _index_topk(
     query: Tensor, key: Tensor, weights: Tensor, cache: Tensor, slots: Tensor, *rest: Any
 ) -> Tensor:
-    starts, lens, tables, scale, num_chosen = rest
-    layout = cpu_invariant.build_layout(starts, lens, tables, cache.shape[1], 0)
+    starts, lens, tables, table_rows, scale, num_chosen = rest
+    layout = cpu_invariant.build_layout(starts, lens, tables, table_rows, cache.shape[1], 0)
     return indexer.index_topk(query, key, weights, cache, slots, layout, scale, num_chosen)
 
 
@@ -91,7 +92,7 @@ def _kv_store_cuda(
 
 
 def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
-    kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    kv, params = PagedKV(*rest[:6]), AttentionParams(*rest[6:])
     if params.indices is not None:
         from .attention.chosen import chosen_attention
 
@@ -173,6 +174,7 @@ def paged_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -187,7 +189,8 @@ def paged_attention(
         query: ``[T, Hq, Dk]``, Hq a multiple of Hkv.
         k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[B, M]``.
+        block_tables: int32 ``[rows, M]``, of which row ``table_rows[b]`` is the table of row b.
+        table_rows: int32 ``[B]``.
         scale: factor on the scores. window: 0 for none. softcap: 0 for none.
         sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
         chunk: 0 for none.
@@ -204,6 +207,7 @@ def paged_attention(
         query_starts,
         context_lens,
         block_tables,
+        table_rows,
         scale,
         window,
         softcap,
@@ -224,6 +228,7 @@ def index_topk(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     scale: float,
     num_chosen: int,
 ) -> Tensor:
@@ -233,7 +238,7 @@ def index_topk(
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
-        query_starts, context_lens, block_tables: as of :func:`paged_attention`.
+        query_starts, context_lens, block_tables, table_rows: as of :func:`paged_attention`.
         scale: factor on the products. num_chosen: K.
 
     Returns:
@@ -248,6 +253,7 @@ def index_topk(
         query_starts,
         context_lens,
         block_tables,
+        table_rows,
         scale,
         num_chosen,
     )

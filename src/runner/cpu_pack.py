@@ -217,6 +217,7 @@ class CpuStepPacker:
             query_starts=self._to_device(query_starts),
             context_lens=self._to_device(context_lens),
             block_tables=self._to_device(tables),
+            table_rows=self._to_device(np.arange(padded_rows, dtype=np.int32)),
             state_tables=self._to_device(self._tables_of_states(plan, padded_rows))
             if self._num_state_slots
             else None,

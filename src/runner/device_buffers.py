@@ -39,7 +39,7 @@ class StepBuffers:
         table_store: int32 ``[rows, M]``, the block table of a running request per row.
         state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
         stored_tables: int32, flat: the one, then the other.
-        block_tables: int32 ``[rows, M]``, those of the step, as far as they are in use.
+        table_rows: int32 ``[rows]``, the row of ``table_store`` of each row of the step.
         state_tables: int32 ``[rows, N]``, where the step looks at them; None without states.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
@@ -70,7 +70,7 @@ class StepBuffers:
         self.all_tokens = torch.arange(num_rows, device=device)
         self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
         self.context_lens = zeros(num_rows, dtype=torch.int32)
-        self.block_tables = zeros(num_rows, width, dtype=torch.int32)
+        self.table_rows = zeros(num_rows, dtype=torch.int32)
         state_width = max(max_num_intervals, MIN_SIZE) if max_num_intervals else 0
         self.stored_tables = zeros(num_rows * (width + state_width), dtype=torch.int32)
         self.table_store = self.stored_tables[: num_rows * width].view(num_rows, width)
@@ -97,7 +97,8 @@ class StepBuffers:
             slot_mapping=self.slot_mapping[:bucket],
             query_starts=self.query_starts[: bucket + 1],
             context_lens=self.context_lens[:bucket],
-            block_tables=self.block_tables[:bucket],
+            block_tables=self.table_store,
+            table_rows=self.table_rows[:bucket],
             state_tables=None if self.state_tables is None else self.state_tables[:bucket],
         )
 
@@ -110,7 +111,8 @@ class StepBuffers:
             slot_mapping=self.slot_mapping[:num_tokens],
             query_starts=self.query_starts[: num_rows + 1],
             context_lens=self.context_lens[:num_rows],
-            block_tables=self.block_tables[:num_rows],
+            block_tables=self.table_store,
+            table_rows=self.table_rows[:num_rows],
             state_tables=None if self.state_tables is None else self.state_tables[:num_rows],
         )
 

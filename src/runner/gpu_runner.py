@@ -245,7 +245,7 @@ class GpuRunner:
         b = self.buffers
         for tensor in (
             *(b.input_ids, b.position_ids, b.slot_mapping, b.logit_rows),
-            *(b.query_starts, b.context_lens, b.block_tables),
+            *(b.query_starts, b.context_lens, b.table_rows),
         ):
             tensor.zero_()
         self.run_staged(shape)
@@ -274,7 +274,7 @@ class GpuRunner:
             length = min(num_tokens // num_rows, b.width * self.block_size)
             b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             b.context_lens.fill_(length)
-            b.block_tables.fill_(self.num_blocks)
+            b.table_store.fill_(self.num_blocks)
             if b.state_tables is not None:
                 b.state_tables.fill_(self.num_state_slots)
             outputs = self._forward(b.mixed_inputs(num_tokens, num_rows))

@@ -1,8 +1,9 @@
 """Kernels that turn what the host staged for a step into the inputs of the graph.
 
 The block tables of running requests stay on the device, one row of ``table_store`` a request, and
-only what changed is sent. Token ids that the previous step sampled are read where it left them: the
-host sends ``-(j + 1)`` for the j-th token that step sampled, and need not have seen it.
+only what changed is sent. Attention reads them there: ``table_rows`` names the row of each row of
+the step. Token ids that the previous step sampled are read where it left them: the host sends
+``-(j + 1)`` for the j-th token that step sampled, and need not have seen it.
 """
 
 from __future__ import annotations
@@ -43,11 +44,10 @@ def update_tables(staged: Tensor, tables: Tensor, num_updates: int) -> None:
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
     staged, sampled, table_store, input_ids, position_ids, slot_mapping, query_starts, context_lens,
-    block_tables, temperatures, seeds, sample_positions, result_row, null_slot,
-    width,  # blocks of a row of table_store and block_tables
+    table_rows, temperatures, seeds, sample_positions, result_row, null_slot,
+    width,  # blocks of a row of table_store
     BUCKET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Staged as :data:`.device_buffers.DECODE_FIELDS` says. Grid: ``(BUCKET,)``."""
     row = tl.program_id(0)
@@ -73,7 +73,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(seeds + row, low | (high << 32))
     tl.store(sample_positions + row, (position + 1).to(tl.int64))
 
-    table = table_store + tl.maximum(store_row, 0).to(tl.int64) * width
+    # Padding, too, has a row that can be read.
+    table_row = tl.maximum(store_row, 0)
+    tl.store(table_rows + row, table_row)
+    table = table_store + table_row.to(tl.int64) * width
     last = position // BLOCK_SIZE
     current = tl.load(table + last)
     if new_block >= 0:
@@ -81,12 +84,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(table + last, new_block)
     slot = current.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slot_mapping + row, tl.where(is_real, slot, null_slot))
-    if is_real:
-        target = block_tables + row.to(tl.int64) * width
-        for first in range(0, last, CHUNK):
-            i = first + tl.arange(0, CHUNK)
-            tl.store(target + i, tl.load(table + i, mask=i < last, other=0), mask=i < last)
-        tl.store(target + last, current)
 
 
 @triton.jit(
@@ -95,7 +92,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 )
 def _mixed_kernel(  # type: ignore[no-untyped-def]
     staged, sampled, table_store, input_ids, position_ids, slot_mapping, query_starts, context_lens,
-    block_tables, temperatures, seeds, sample_positions, result_row, null_slot, width,
+    table_rows, temperatures, seeds, sample_positions, result_row, null_slot, width,
     logit_rows, num_tokens, num_rows,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -105,7 +102,7 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
     store, tokens to keep, low and high words of the seeds and bits of the temperatures
     ``[num_rows]``; where the step's tokens are to go.
 
-    Grid: chunks of the longest of these, by 3 and a part for each row's block table.
+    Grid: chunks of the longest of these, by 3.
     """
     part = tl.program_id(1)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -133,7 +130,9 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         mask = i < num_rows
         lengths = tl.load(rows_at + num_rows + 1 + i, mask=mask, other=0)
         tl.store(context_lens + i, lengths, mask=mask)
-    elif part == 2:
+        store_row = tl.load(rows_at + 2 * num_rows + 1 + i, mask=mask, other=0)
+        tl.store(table_rows + i, store_row, mask=mask)
+    else:
         if tl.program_id(0) == 0:
             tl.store(result_row, tl.load(kept_at + 4 * num_rows))
         mask = i < num_rows
@@ -146,34 +145,23 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         tl.store(temperatures + i, temperature.to(tl.float32, bitcast=True), mask=mask)
         position = tl.load(staged + num_tokens + kept, mask=mask, other=0)
         tl.store(sample_positions + i, (position + 1).to(tl.int64), mask=mask)
-    else:
-        row = part - 3
-        length = tl.load(rows_at + num_rows + 1 + row)
-        store_row = tl.load(rows_at + 2 * num_rows + 1 + row)
-        mask = i * BLOCK_SIZE < length
-        block_id = tl.load(
-            table_store + tl.maximum(store_row, 0).to(tl.int64) * width + i,
-            mask=mask,
-            other=0,
-        )
-        tl.store(block_tables + row.to(tl.int64) * width + i, block_id, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["store_rows"])
+@triton.jit
 def _state_tables_kernel(  # type: ignore[no-untyped-def]
-    store_rows, query_starts, context_lens, state_store, state_tables, interval, width,
+    table_rows, query_starts, context_lens, state_store, state_tables, interval, width,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The entries that a step looks at, of each row that has tokens. Grid: ``(rows,)``.
 
     Args:
-        store_rows: rows of ``state_store``, of the step's rows. width: entries of a state table.
+        table_rows: row of ``state_store`` of each row. width: entries of a state table.
     """
     row = tl.program_id(0)
     length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
     if length > 0:
         end = tl.load(context_lens + row)
-        source = state_store + tl.load(store_rows + row).to(tl.int64) * width
+        source = state_store + tl.load(table_rows + row).to(tl.int64) * width
         target = state_tables + row.to(tl.int64) * width
         first = tl.maximum(end - length - 1, 0) // interval
         last = (end - 1) // interval
@@ -196,27 +184,27 @@ def unpack(
     """
     tensors = (
         b.staged, b.sampled, b.table_store, b.input_ids, b.position_ids, b.slot_mapping,
-        b.query_starts, b.context_lens, b.block_tables, b.temperatures, b.seeds, b.sample_positions,
+        b.query_starts, b.context_lens, b.table_rows, b.temperatures, b.seeds, b.sample_positions,
         b.result_row, null_slot, b.width,
     )  # fmt: skip
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
     if shape.is_decode:
-        _decode_kernel[(num_rows,)](*tensors, BUCKET=num_rows, BLOCK_SIZE=block_size, CHUNK=128)
-        _take_state_tables(b, b.staged[2 * num_rows :], num_rows, state_interval)
+        _decode_kernel[(num_rows,)](*tensors, BUCKET=num_rows, BLOCK_SIZE=block_size)
+        _take_state_tables(b, num_rows, state_interval)
         return b.decode_inputs(num_rows)
-    num_chunks = triton.cdiv(max(num_tokens, num_rows + 1, b.width), _BLOCK)
-    _mixed_kernel[(num_chunks, 3 + num_rows)](
+    num_chunks = triton.cdiv(max(num_tokens, num_rows + 1), _BLOCK)
+    _mixed_kernel[(num_chunks, 3)](
         *tensors, b.logit_rows, num_tokens, num_rows, BLOCK_SIZE=block_size, CHUNK=_BLOCK
     )
-    _take_state_tables(b, b.staged[3 * num_tokens + 2 * num_rows + 1 :], num_rows, state_interval)
+    _take_state_tables(b, num_rows, state_interval)
     return b.mixed_inputs(num_tokens, num_rows)
 
 
-def _take_state_tables(b: StepBuffers, store_rows: Tensor, num_rows: int, interval: int) -> None:
+def _take_state_tables(b: StepBuffers, num_rows: int, interval: int) -> None:
     """After the other inputs of the step, which it reads."""
     if b.state_store is not None:
         _state_tables_kernel[(num_rows,)](
-            *(store_rows, b.query_starts, b.context_lens, b.state_store, b.state_tables),
+            *(b.table_rows, b.query_starts, b.context_lens, b.state_store, b.state_tables),
             *(interval, b.state_width),
             CHUNK=16,
         )

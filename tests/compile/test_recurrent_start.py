@@ -38,6 +38,7 @@ def _logits(captured: CapturedModel) -> list[Tensor]:
             query_starts=torch.tensor([0, end - begin, end - begin], dtype=torch.int32),
             context_lens=torch.tensor([end, 0], dtype=torch.int32),
             block_tables=torch.tensor([[0, 1], [4, 4]], dtype=torch.int32),
+            table_rows=torch.tensor([0, 1], dtype=torch.int32),
             state_tables=torch.tensor([[2, 0, 1], [4, 4, 4]], dtype=torch.int32),
         )
         with torch.inference_mode():

@@ -29,7 +29,9 @@ def test_attention_of_a_few_queries_is_that_of_all(num_threads: int, num_q_heads
     def attend(begin: int, end: int) -> torch.Tensor:
         starts = torch.tensor([0, end - begin], dtype=torch.int32)
         contexts = torch.tensor([end], dtype=torch.int32)
-        layout = invariant_attention.build_layout(starts, contexts, tables, 16, 0)
+        layout = invariant_attention.build_layout(
+            starts, contexts, tables, torch.tensor([0]), 16, 0
+        )
         return invariant_attention.attend(
             query[begin:end], k_cache, v_cache, layout, 0.125, 0.0, None
         )

@@ -120,8 +120,11 @@ def test_attention(sizes: tuple[int, int, int, int]) -> None:
     recipe = cpu_trial.choose_recipe(hq, hkv, dk, dv, False)
 
     def attend(attention: tuple) -> Tensor:
-        query, k_cache, v_cache, starts, contexts, tables, scale, window, softcap, sinks = attention
-        layout = cpu_invariant.build_layout(starts, contexts, tables, k_cache.shape[1], window)
+        query, k_cache, v_cache, starts, contexts, *others = attention
+        tables, table_rows, scale, window, softcap, sinks = others
+        layout = cpu_invariant.build_layout(
+            starts, contexts, tables, table_rows, k_cache.shape[1], window
+        )
         more = scale, softcap, sinks, 0, None, recipe
         return cpu_invariant.attend(query, k_cache, v_cache, layout, *more)
 
@@ -137,7 +140,9 @@ def test_every_recipe_of_attention_computes_the_same(is_latent: bool) -> None:
         torch.randn(3, 16, 2, 7),
     )
     starts, contexts = torch.tensor([0, 40]), torch.tensor([40])
-    layout = cpu_invariant.build_layout(starts, contexts, torch.tensor([[2, 0, 1]]), 16, 0)
+    layout = cpu_invariant.build_layout(
+        starts, contexts, torch.tensor([[2, 0, 1]]), torch.tensor([0]), 16, 0
+    )
     caches = (keys, None, layout) if is_latent else (keys, values, layout)
     found = [
         cpu_invariant.attend(query, *caches, 0.2, 0.0, None, 7, None, recipe)

@@ -42,7 +42,7 @@ def buffers(
     )
     for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.logit_rows):
         tensor.fill_(-77)
-    made.block_tables.fill_(-77)
+    made.table_rows.fill_(-77)
     return made
 
 
@@ -99,7 +99,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     assert torch.equal(made.logits_to_keep[:2], expected.logits_to_keep)
     for row, table in enumerate(tables):
         num_used = -(-int(made.context_lens[row]) // BLOCK_SIZE)
-        assert made.block_tables[row, :num_used].tolist() == table[:num_used]
+        assert made.block_tables[made.table_rows[row], :num_used].tolist() == table[:num_used]
     assert b.sample_positions[:2].tolist() == [9, 6]
     assert b.seeds[:2].tolist() == [-5, 0]
     assert b.temperatures[:2].tolist() == [1.0, 1.0]
@@ -129,8 +129,8 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     assert b.slot_mapping[:bucket].tolist() == [12 * 4 + 2, 23 * 4, null_slot, null_slot]
     assert b.query_starts[: bucket + 1].tolist() == [0, 1, 2, 2, 2]
     assert b.context_lens[:bucket].tolist() == [7, 9, 0, 0]
-    assert b.block_tables[0, :2].tolist() == [11, 12]
-    assert b.block_tables[1, :3].tolist() == [21, 22, 23]
+    assert b.table_rows[:bucket].tolist() == [3, 5, 0, 0]
+    assert b.table_store[3, :2].tolist() == [11, 12]
     assert b.table_store[5, :3].tolist() == [21, 22, 23]
     assert b.seeds[:2].tolist() == [-2, 3]
     assert b.temperatures[:2].tolist() == [0.5, 0.0]

@@ -25,7 +25,7 @@ def choice_of_rows(rows: Rows, num_chosen: int, num_padding: int = 3) -> Tensor:
 
 def float64_chosen(batch: Batch, rows: Rows, shape: Shape, chosen: Tensor) -> Tensor:
     """``[num_tokens, Hq, Dv]``."""
-    query, sinks = batch.attend[0], batch.attend[9]
+    query, sinks = batch.attend[0], batch.attend[10]
     outputs, token = [], 0
     for (_, n), (keys, values) in zip(rows, batch.histories, strict=True):
         for _ in range(n):

@@ -29,8 +29,8 @@ def latent_batch(rows: Rows, shape: Shape, *, num_padding: int = 3, device: str 
 
 def arguments(attend: tuple, rank: int) -> tuple[Tensor, LatentKV, float, int]:
     """Of ``attention``, from those of ``paged_attention``."""
-    query, cache, _, starts, contexts, tables, scale, *_ = attend
-    return query, LatentKV(cache, starts, contexts, tables), scale, rank
+    query, cache, _, *batch = attend[:7]
+    return query, LatentKV(cache, *batch), attend[7], rank
 
 
 def expected(batch: Batch, rows: Rows, shape: Shape) -> Tensor:

@@ -27,7 +27,7 @@ def rows_seen(inputs: StepInputs, num_rows: int, block_size: int) -> list[RowSee
     lengths = inputs.context_lens.tolist()
     flat = (inputs.input_ids.flatten(), inputs.position_ids.flatten(), inputs.slot_mapping)
     lists = [tensor.tolist() for tensor in flat]
-    tables = inputs.block_tables.tolist()
+    tables = inputs.block_tables[inputs.table_rows].tolist()
     return [
         RowSeen(
             *(values[starts[row] : starts[row + 1]] for values in lists),

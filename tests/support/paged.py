@@ -60,8 +60,8 @@ class Batch:
 
     Attributes:
         store: key ``[T, Hkv, Dk]``, value ``[T, Hkv, Dv]``, k_cache, v_cache, slot_mapping.
-        attend: query, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window,
-            softcap, sinks; with a chunk or slopes, these.
+        attend: query, k_cache, v_cache, query_starts, context_lens, block_tables, table_rows,
+            scale, window, softcap, sinks; with a chunk or slopes, these.
         histories: (K ``[context, Hkv, Dk]``, V) of each row, new tokens included.
         num_tokens: of the rows, without padding.
     """
@@ -135,7 +135,7 @@ def make_batch(
             v_cache,
             torch.tensor(starts, dtype=torch.int32).to(device),
             contexts.to(device),
-            tables.to(device),
+            *(x.to(device) for x in scattered(tables, rng)),
             s.dk**-0.5,
             s.window,
             s.softcap,
@@ -147,9 +147,19 @@ def make_batch(
     )
 
 
+def scattered(tables: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """A store of more rows than ``tables [B, M]`` has, in another order, and ``table_rows [B]``:
+    where each table lies. The rows of nobody name blocks of others."""
+    num_rows = len(tables)
+    rows = torch.tensor(rng.sample(range(num_rows + 2), num_rows), dtype=torch.int32)
+    store = torch.randint(0, int(tables.max()) + 1, (num_rows + 2, tables.shape[1])).int()
+    store[rows.long()] = tables
+    return store, rows
+
+
 def float64_attention(batch: Batch, rows: Rows, shape: Shape) -> Tensor:
     """``[num_tokens, Hq, Dv]`` in float64, from the histories rather than the caches."""
-    query, sinks = batch.attend[0], batch.attend[9]
+    query, sinks = batch.attend[0], batch.attend[10]
     outputs, first = [], 0
     for (start, n), (k, v) in zip(rows, batch.histories, strict=True):
         for a in range(0, n, 256):
@@ -190,7 +200,7 @@ def _float64_row(
 def rescheduled(batch: Batch, chunks: Sequence[tuple[int, int]]) -> tuple:
     """Arguments of ``paged_attention`` in which ranges ``[begin, end)`` of the queries of a batch
     of one row, prefilled from position 0 and stored, are rows of their own."""
-    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
+    query, k_cache, v_cache, _, _, tables, table_rows, *rest = batch.attend
     tokens = torch.cat([torch.arange(begin, end) for begin, end in chunks])
     starts = torch.tensor([0, *(end - begin for begin, end in chunks)]).cumsum(0)
     contexts = torch.tensor([end for _, end in chunks])
@@ -201,7 +211,8 @@ def rescheduled(batch: Batch, chunks: Sequence[tuple[int, int]]) -> tuple:
         v_cache,
         starts.to(device, torch.int32),
         contexts.to(device, torch.int32),
-        tables.expand(len(chunks), -1),
+        tables,
+        table_rows.expand(len(chunks)).contiguous(),
         *rest,
     )
 
@@ -221,7 +232,7 @@ def poisoned_memory(device: str) -> Iterator[None]:
 
 def bundled(query: Tensor, *rest: Any) -> tuple[Tensor, PagedKV, AttentionParams]:
     """Arguments of ``ops.paged_attention`` as those of ``launch.paged_attention``."""
-    return query, PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    return query, PagedKV(*rest[:6]), AttentionParams(*rest[6:])
 
 
 def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: int) -> None:
@@ -230,17 +241,18 @@ def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: i
     num_tokens = 210
     batch = make_batch([(0, num_tokens), (0, 250), (0, 1), (0, 70)], shape, num_padding=0)
     ops.kv_store(*batch.store)
-    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
+    query, k_cache, v_cache, _, _, tables, table_rows, *rest = batch.attend
     begins = [0, num_tokens, num_tokens + 250, num_tokens + 251]
 
     def served(rows: list[tuple[int, int, int]]) -> list[Tensor]:
         """(row, begin, end) each; its outputs."""
-        step = torch.cat([query[begins[r] + a : begins[r] + b] for r, a, b in rows])
+        queries = torch.cat([query[begins[r] + a : begins[r] + b] for r, a, b in rows])
         lengths = [b - a for _, a, b in rows]
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
         contexts = torch.tensor([b for _, _, b in rows], dtype=torch.int32)
-        table = tables[[r for r, _, _ in rows]]
-        return list(attend((step, k_cache, v_cache, starts, contexts, table, *rest)).split(lengths))
+        mine = tables, table_rows[[r for r, _, _ in rows]]
+        step = (queries, k_cache, v_cache, starts, contexts, *mine, *rest)
+        return list(attend(step).split(lengths))
 
     whole = served([(0, 0, num_tokens)])[0]
     for cut in range(1, num_tokens, cut_step):

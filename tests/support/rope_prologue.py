@@ -80,7 +80,7 @@ class Case:
 
     def attention_of(self, k_cache: Tensor, v_cache: Tensor) -> tuple[PagedKV, AttentionParams]:
         """What is attended over in these caches, and how."""
-        return PagedKV(k_cache, v_cache, *self.layout[:3]), AttentionParams(*self.layout[3:])
+        return PagedKV(k_cache, v_cache, *self.layout[:4]), AttentionParams(*self.layout[4:])
 
     def check(
         self, tiling: Tiling | None = None, call: Callable[..., Tensor] | None = None

@@ -152,6 +152,7 @@ def _small_step(loaded: LoadedModel) -> StepInputs:
         query_starts=tensor([0, 7, 10], torch.int32),
         context_lens=tensor(lengths, torch.int32),
         block_tables=tensor([[0, 2], [1, 2]], torch.int32),
+        table_rows=tensor([0, 1], torch.int32),
         state_tables=tensor([[0, 2], [1, 2]], torch.int32) if loaded.recurrent else None,
     )
 

@@ -20,7 +20,7 @@ from ..fx.nodes import PLAIN
 from ..model.loaded import LoadedModel, named_tensors
 from .process_key import Code, digest_of, process_parts
 
-_VERSION = 1
+_VERSION = 2
 _OURS = Path(__file__).parent
 _OWN_SOURCES = (
     "dynamo.py",

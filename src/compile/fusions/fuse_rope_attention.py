@@ -34,7 +34,7 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
     for node in list(graph.nodes):
         if not calls_op(node, "paged_attention") or node.kwargs:
             continue
-        if AttentionParams(*node.args[6:]).indices is not None:  # another kernel's
+        if AttentionParams(*node.args[7:]).indices is not None:  # another kernel's
             continue
         rope: Any = node.args[0]
         if rope.target is not fused.norm_rope_store:
@@ -53,7 +53,7 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
         with graph.inserting_before(node):
             joined = graph.call_function(
                 attention.fused_rope_attention,
-                (inputs, slots, PagedKV(*node.args[1:6]), AttentionParams(*node.args[6:])),
+                (inputs, slots, PagedKV(*node.args[1:7]), AttentionParams(*node.args[7:])),
             )
         joined.meta["example_value"] = example(node)
         node.replace_all_uses_with(joined)

@@ -23,6 +23,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ...kernels.registry import Arch, registry
 from ..fx.stand_in import is_stand_in, stand_in
 from ..model.linear_weights import check_readers
 from ..model.loaded import Shard
@@ -32,8 +33,6 @@ from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 from .quantized_layers import read_layer, read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,), "int4": (9,), "int8": (9,)}
-"""The formats of weights that are served on a GPU, with the compute capabilities (major)."""
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
 Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
 """A module of a class from its config and all of its tensors."""
@@ -84,14 +83,10 @@ def check_capability(format: str, device: torch.device) -> None:
     """Raises InvalidInputError where weights of the format are not served."""
     if device.type != "cuda":
         return
-    found = torch.cuda.get_device_capability(device)
-    majors = GPU_FORMATS[format]
-    if found[0] not in majors:
-        known = " or ".join(f"{major}.x" for major in majors)
-        limit = (
-            f"weights in {format} need a GPU of compute capability {known}; "
-            f"this one has {found[0]}.{found[1]}"
-        )
+    arch = Arch.of(device)
+    if registry().find("weights", format, arch) is None:
+        known = " or ".join(registry().archs_of("weights", format)) or "none"
+        limit = f"weights in {format} are served on GPUs of {known}; this one is {arch.name}"
         raise InvalidInputError("device", str(device), limit)
 
 

@@ -1,6 +1,6 @@
 """Kernels for weights that stay quantised on a GPU: a table by the format of the weight.
 
-The formats that are let in at the door are :data:`.load.quantized_load.GPU_FORMATS`.
+Where a format is served, :mod:`...kernels.families` say.
 """
 
 from __future__ import annotations

@@ -45,10 +45,17 @@ def _layout_of_step(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     *mask: Any,
 ) -> AttentionLayout:
     return build_layout(
-        query_starts, context_lens, block_tables, k_cache.shape[1], query.dtype, *mask
+        query_starts,
+        context_lens,
+        block_tables,
+        table_rows,
+        k_cache.shape[1],
+        query.dtype,
+        *mask,
     )
 
 
@@ -58,10 +65,11 @@ def _invariant_layout_of_step(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     *mask: Any,
 ) -> invariant_attention.AlignedLayout:
     return invariant_attention.build_layout(
-        query_starts, context_lens, block_tables, k_cache.shape[1], *mask
+        query_starts, context_lens, block_tables, table_rows, k_cache.shape[1], *mask
     )
 
 
@@ -98,9 +106,9 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         elif calls_op(node, "index_topk"):
             args: Any = node.args
             with graph.inserting_before(node):
-                layout = layouts.get(args[0], args[3], args[5:8], (0, 0, None), True)
+                layout = layouts.get(args[0], args[3], args[5:9], (0, 0, None), True)
                 replacement = graph.call_function(
-                    indexer.index_topk, (*args[:5], layout, *args[8:])
+                    indexer.index_topk, (*args[:5], layout, *args[9:])
                 )
         elif calls_op(node, "kv_store"):
             node.target = fused.kv_store
@@ -152,8 +160,8 @@ def _attention_call(node: Node) -> tuple[Any, ...] | None:
         return query, kv[0], None, kv[1:], AttentionParams(scale, indices=indices), rank
     if not calls_op(node, "paged_attention"):
         return None
-    params: Any = node.args[6:]
-    return *node.args[:3], node.args[3:6], AttentionParams(*params), 0
+    params: Any = node.args[7:]
+    return *node.args[:3], node.args[3:7], AttentionParams(*params), 0
 
 
 _NATIVE: dict[object, Callable[..., Any]] = {
@@ -163,14 +171,14 @@ _NATIVE: dict[object, Callable[..., Any]] = {
     fused.norm_rope_store: native.norm_rope_store,
 }
 """What the fusing passes left, by what takes the same arguments."""
-_NUM_NATIVE_ARGUMENTS = 10
+_NUM_NATIVE_ARGUMENTS = 11
 """Of attention without chunks and slopes."""
 
 
 def _has_native_call(node: Node) -> bool:
     if not calls_op(node, "paged_attention"):
         return node.target in _NATIVE
-    params: Any = AttentionParams(*node.args[6:])
+    params: Any = AttentionParams(*node.args[7:])
     if params.is_reference_only or params.indices is not None:
         return False
     query, _, v_cache = (tensor_of(argument) for argument in node.args[:3])

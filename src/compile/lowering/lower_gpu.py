@@ -65,9 +65,9 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             node.target = index_launch.index_topk
         elif attention is not None and calls_op(node, "paged_attention"):
             query, *rest = node.args
-            params = AttentionParams(*rest[5:])
+            params = AttentionParams(*rest[6:])
             node.target = attention.attend if params.indices is None else chosen.chosen_attention
-            node.args = (query, PagedKV(*rest[:5]), params)
+            node.args = (query, PagedKV(*rest[:6]), params)
         elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
         elif (operands := grouped_operands(node)) is not None:

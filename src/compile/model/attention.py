@@ -68,6 +68,7 @@ def paged_attention_forward(
         inputs.query_starts,
         inputs.context_lens,
         inputs.block_tables,
+        inputs.table_rows,
         spec.scale,
         spec.window,
         spec.softcap,

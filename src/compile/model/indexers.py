@@ -74,6 +74,7 @@ def choose_on_caches(module: nn.Module, call: IndexCall) -> Tensor:
         inputs.query_starts,
         inputs.context_lens,
         inputs.block_tables,
+        inputs.table_rows,
         call.scale,
         call.num_chosen,
     )

@@ -86,7 +86,7 @@ def cache_latents(gm: GraphModule, context: PassContext) -> int:
 
 def _is_plain(spec: AttentionSpec, attention: Node) -> bool:
     args: Any = attention.args
-    params = AttentionParams(*args[6:])._replace(indices=None)
+    params = AttentionParams(*args[7:])._replace(indices=None)
     plain = AttentionParams(params.scale)
     masks = spec.window or spec.chunk or spec.softcap or spec.has_sinks or spec.alibi_slopes
     return params == plain and not masks and not attention.kwargs
@@ -121,7 +121,7 @@ def _replace(
     graph: Graph, context: PassContext, store: Node, attention: Node, latents: Latents
 ) -> None:
     args: Any = attention.args
-    query, k_cache, v_cache, *batch = args[:6]
+    query, k_cache, v_cache, *batch = args[:7]
     rank, rope_dim = (_sizes(node)[-1] for node in (latents.latent, latents.rope))
     to_latent, to_values = _weights(graph, context, latents)
     slots = store.args[4]
@@ -130,8 +130,8 @@ def _replace(
     with graph.inserting_before(attention):
         absorbed = graph.call_function(mla.latent_query, (query, to_latent))
         kv: Any = LatentKV(k_cache, *batch)
-        indices = AttentionParams(*args[6:]).indices
-        mixed = graph.call_function(mla.attention, (absorbed, kv, args[6], rank, indices))
+        indices = AttentionParams(*args[7:]).indices
+        mixed = graph.call_function(mla.attention, (absorbed, kv, args[7], rank, indices))
         out = graph.call_function(mla.head_values, (mixed, to_values))
     num_tokens, num_heads, _ = _sizes(query)
     for node, width in ((absorbed, rank + rope_dim), (mixed, rank)):

@@ -69,35 +69,6 @@ class AttentionBackend:
         return self.name != "reference"
 
 
-@dataclass(frozen=True, slots=True)
-class Merit:
-    """One measured case, of a library and of our Triton kernel beside it: more is better."""
-
-    library: Library
-    major: int  # of the compute capability
-    case: str
-    flash: float
-    triton: float
-
-
-# H100, bf16, heads of 128, in one run of benchmarks/attention.py: flash-attn-4 4.0.0b36 and ours,
-# each with the better of its block sizes. It does not split the keys of a sequence on Hopper, hence
-# the third line. Prefill is in TFLOP/s.
-MERITS = (
-    Merit("flash-attn-4", 9, "256 sequences of 0.8k, 16/8 heads", 2591, 2924),
-    Merit("flash-attn-4", 9, "64 sequences of 1.5k, 32/8 heads", 2535, 2694),
-    Merit("flash-attn-4", 9, "1 sequence of 8k, 32/8 heads", 311, 1529),
-    Merit("flash-attn-4", 9, "prefill of 8 x 2k, 32/8 heads", 369, 342),
-)
-
-
-def has_merit(merits: Sequence[Merit], library: Library, major: int) -> bool:
-    """Whether ``library`` was measured on such a GPU, lost nowhere more than 5% and won somewhere
-    more than 5%."""
-    ratios = [m.flash / m.triton for m in merits if (m.library, m.major) == (library, major)]
-    return bool(ratios) and min(ratios) >= 0.95 and max(ratios) > 1.05
-
-
 def triton_limit(
     device: torch.device, dtype: torch.dtype, widest_head: int, block_size: int
 ) -> str | None:
@@ -158,20 +129,18 @@ def select_backend(
     dtype: torch.dtype,
     specs: Sequence[AttentionSpec],
     block_size: int,
-    transparent: bool,
     kv_cache_dtype: str = "auto",
 ) -> AttentionBackend:
     """Choose for a model whose attention calls are ``specs``.
 
     "auto" takes the reference on a CPU, and on a GPU Triton where it can serve all calls, else the
-    reference; a FlashAttention library only if outputs may depend on the schedule and
-    :data:`MERITS` speaks for it.
+    reference. A FlashAttention library serves on request alone: measured on an H100, none was
+    quicker in all cases (docs/notes/attention.md).
 
     Args:
         requested: one of :data:`REQUESTS`.
         device: of the model. dtype: of queries and caches.
         specs: the attention calls, none of a model without attention. block_size: slots a block.
-        transparent: whether outputs must not depend on how requests are scheduled.
         kv_cache_dtype: "fp8" for caches of e4m3 numbers, which FlashAttention does not read.
 
     Raises:
@@ -207,12 +176,6 @@ def select_backend(
         return _triton("it was asked for")
     if device.type != "cuda":
         return _reference(f'device "{device}" is not an NVIDIA GPU')
-    if not transparent and not has_planes:
-        major, _ = torch.cuda.get_device_capability(device)
-        worthy = [name for name in flash.LIBRARIES if has_merit(MERITS, name, major)]
-        chosen = _flash(worthy, device, dtype, specs, block_size)
-        if isinstance(chosen, AttentionBackend):
-            return chosen
     if limit is not None:
         return _reference(limit)
     return _triton("they serve all attention calls of the model")

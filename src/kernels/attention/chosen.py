@@ -31,11 +31,11 @@ from .tiling import choose_tiling
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["table_stride", "num_rows"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def chosen_kernel(  # type: ignore[no-untyped-def]
-    query, k_cache, v_cache, out, chosen, starts, contexts, tables, sinks, factor, cap_in, cap_out,
-    table_stride, num_rows,
+    query, k_cache, v_cache, out, chosen, starts, contexts, tables, table_rows, sinks, factor,
+    cap_in, cap_out, table_stride, num_rows,
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,8 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
 
     Grid: ``(HKV, T)``. Shapes: query ``[T, HQ, DK]`` and out ``[T, HQ, DV]``, contiguous; caches
     ``[blocks, PAGE, HKV, DK or DV]``, chosen ``[T, NUM_CHOSEN]``, starts ``[B + 1]``, contexts
-    ``[B]``, tables ``[B, M]``; GROUP lines for the query heads of a KV head.
+    ``[B]``, tables ``[rows, M]``, table_rows ``[B]``; GROUP lines for the query heads of a KV
+    head.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -69,7 +70,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
         return
     last = tl.minimum(position, NUM_CHOSEN - 1)
     chosen += token.to(tl.int64) * NUM_CHOSEN
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     q = tl.load(query + places * DK + k_dims, mask=is_line[:, None] & (k_dims < DK), other=0.0)
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
@@ -96,7 +97,7 @@ def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Ten
     of position; without window, chunk and slopes. Any block size."""
     num_tokens, num_heads, k_dim = query.shape
     _, page, num_kv_heads, v_dim = kv.v_cache.shape
-    num_rows = len(kv.block_tables)
+    num_rows = len(kv.context_lens)
     assert params.indices is not None
     query = query.contiguous()
     out = query.new_empty(num_tokens, num_heads, v_dim)

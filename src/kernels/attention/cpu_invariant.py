@@ -103,6 +103,7 @@ def build_layout(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     block_size: int,
     window: int,
     chunk: int = 0,
@@ -112,6 +113,7 @@ def build_layout(
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     device = block_tables.device
+    tables = block_tables[table_rows]
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
     # The first tile that the first query of a row sees, and how many from there to its last.
@@ -130,7 +132,7 @@ def build_layout(
         positions = low.view(1, -1, 1) * TILE + offsets
         # Positions after the last are not settled: read the last one there, and hide it.
         settled = torch.minimum(positions, last.view(1, -1, 1))
-        blocks = block_tables[index.view(1, -1, 1), settled // block_size].long()
+        blocks = tables[index.view(1, -1, 1), settled // block_size].long()
         slots = (blocks * block_size + settled % block_size).reshape(-1)
         groups = []
         for a, b in tiles:

@@ -65,8 +65,8 @@ def choose_recipe(
         counts = [end - begin for _, begin, end in parts]
         starts = torch.tensor([0, *counts]).cumsum(0)
         contexts = torch.tensor([end for _, _, end in parts])
-        rows = tables[[row for row, _, _ in parts]]
-        layout = build_layout(starts, contexts, rows, _BLOCK, 0)
+        rows = torch.tensor([row for row, _, _ in parts])
+        layout = build_layout(starts, contexts, tables, rows, _BLOCK, 0)
         query = torch.cat([queries[row, begin:end] for row, begin, end in parts])
         found = attend(query, keys, values, layout, k_dim**-0.5, 0.0, None, v_dim, None, recipe)
         return list(found.split(counts))

@@ -91,14 +91,14 @@ def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type:
         "max_segments", "num_tokens", "k_token_stride", "k_head_stride", "v_token_stride",
         "v_head_stride", "cos_stride", "cos_step", "sin_stride", "sin_step",
     ],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows", "slot_mapping"],
 )  # fmt: skip
 def decode_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, out,
     partial,  # float32 [units, HQ, max_segments, DV]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
-    starts, contexts, tables,
+    starts, contexts, tables, table_rows,
     order,  # int32 [units]: the unit that starts first, second ...; None: as they are numbered
     sinks, factor, cap_in, cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
@@ -124,8 +124,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with ``order``, a unit
     being a token if BY_TOKEN, else a row. Shapes: query ``[T, HQ, DK]``, out ``[T, HQ, DV]``,
     caches ``[blocks, PAGE, HKV, DK or DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and sin ``[1, T, TABLE]``, slot_mapping
-    ``[T]``.
+    ``[rows, M]``, table_rows ``[B]``; key ``[T, HKV, DK]`` and value alike, cos and sin
+    ``[1, T, TABLE]``, slot_mapping ``[T]``.
     """
     FUSE_ROPE: tl.constexpr = key is not None
     # Whether rows of cos and sin can be read 8 elements at once.
@@ -166,7 +166,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if worker > last_segment - first_segment:
         return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
-    table = tables + some_row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + some_row).to(tl.int64) * table_stride
     begin = segment_begin(last_segment - worker, low, num_first, SPLITS, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)

@@ -111,7 +111,7 @@ def attend_4(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
         cu_seqlens_q=kv.query_starts,
         max_seqlen_q=query.shape[0],  # a bound; the lengths themselves are on the device
         seqused_k=kv.context_lens,
-        page_table=kv.block_tables,
+        page_table=kv.block_tables[kv.table_rows],
         softmax_scale=params.scale,
         causal=True,
         window_size=(window - 1, 0) if window else (None, None),
@@ -126,7 +126,7 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """As :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which limit_of refuses."""
     from flash_attn import flash_attn_varlen_func
 
-    k_cache, v_cache, query_starts, context_lens, block_tables = kv
+    k_cache, v_cache, query_starts, context_lens, block_tables, table_rows = kv
     window, num_tokens = params.window, query.shape[0]
     if num_tokens == 0:
         return query.new_empty(0, query.shape[1], v_cache.shape[3])
@@ -146,7 +146,7 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
         softcap=params.softcap,
-        block_table=block_tables,
+        block_table=block_tables[table_rows],
     )
     return _without_padding(out, query_starts)
 

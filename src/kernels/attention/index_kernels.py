@@ -54,10 +54,10 @@ def ordered_bits(x):  # type: ignore[no-untyped-def]
         "first_token", "q_token_stride", "q_head_stride", "w_token_stride", "w_head_stride",
         "table_stride", "num_rows", "num_workers", "width",
     ],
-    do_not_specialize_on_alignment=["weights", "starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["weights", "starts", "contexts", "tables", "table_rows"],
 )  # fmt: skip
 def index_scores_kernel(  # type: ignore[no-untyped-def]
-    query, weights, cache, scores, starts, contexts, tables, scale, first_token,
+    query, weights, cache, scores, starts, contexts, tables, table_rows, scale, first_token,
     q_token_stride, q_head_stride,  # in units of STEP elements
     w_token_stride, w_head_stride, table_stride, num_rows, num_workers, width,
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
@@ -69,7 +69,7 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
     Grid: ``(num_workers, n)``; the workers of a token share its tiles, and token t of the n is
     token ``first_token + t`` of the step. Shapes: query ``[T, H, D]``, weights ``[T, H]``, cache
     ``[blocks, PAGE, 1, D]``, scores ``[n, width]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[B, M]``.
+    ``[rows, M]``, table_rows ``[B]``.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -91,7 +91,7 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
     q = tl.trans(tl.load(source, mask=mask, other=0.0).to(DTYPE))
     of_heads = weights + token.to(tl.int64) * w_token_stride + heads.to(tl.int64) * w_head_stride
     w = tl.load(of_heads, mask=heads < H, other=0.0).to(tl.float32)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     target = scores + line.to(tl.int64) * width
     step = num_workers * BLOCK_N
     for start in tl.range(tl.program_id(0) * BLOCK_N, last + 1, step):

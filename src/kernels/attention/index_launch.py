@@ -28,6 +28,7 @@ def index_topk(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     scale: float,
     num_chosen: int,
     max_score_bytes: int = _MAX_SCORE_BYTES,
@@ -38,7 +39,7 @@ def index_topk(
     one token.
     """
     num_tokens = len(query)
-    num_rows, table_width = block_tables.shape
+    num_rows, table_width = len(context_lens), block_tables.shape[1]
     page, dim = cache.shape[1], cache.shape[3]
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=query.device)
     if num_tokens == 0 or num_rows == 0:
@@ -64,9 +65,9 @@ def index_topk(
         num = min(at_once, num_tokens - first)
         if width:
             index_scores_kernel[(num_workers, num)](
-                query, weights, cache, scores, *batch, block_tables, scale, first,
-                token_stride, head_stride, *weights.stride(), block_tables.stride(0), num_rows,
-                num_workers, width,
+                query, weights, cache, scores, *batch, block_tables, table_rows, scale,
+                first, token_stride, head_stride, *weights.stride(), block_tables.stride(0),
+                num_rows, num_workers, width,
                 H=query.shape[1],
                 D=dim,
                 PAGE=page,

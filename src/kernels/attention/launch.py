@@ -23,11 +23,11 @@ from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import (
     count_sms,
     has_dependent_launch,
-    is_gluon_known,
     triggers_dependents_late,
     vector_strides,
 )
 from ..fused.e4m3_groups import GROUP, SMALLEST_SCALE, QuantizedRows, empty_rows
+from ..registry import Arch, registry
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
@@ -64,7 +64,7 @@ def paged_attention(
     num_tokens, num_q_heads, k_dim = query.shape
     page, num_kv_heads = kv.v_cache.shape[1:3]
     v_dim = e4m3.head_dim(kv.v_cache)
-    num_rows = len(kv.block_tables)
+    num_rows = len(kv.context_lens)
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     if query.stride(2) != 1:
@@ -79,11 +79,9 @@ def paged_attention(
     shared = _shared(query, kv.v_cache, params, t, rows)
     _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token, order)
     if not by_token:
-        if query.is_cuda and is_gluon_known():
-            from . import prefill_sm90
-
-            if prefill_sm90.launch(query, kv, out, shared, t):
-                return out
+        by_arch = registry().find("prefill_attention", "", Arch.of(query.device))
+        if by_arch is not None and by_arch.function("launch")(query, kv, out, shared, t):
+            return out
         group = num_q_heads // num_kv_heads
         block_m = max(t.block_m, triton.next_power_of_2(group))
         num_tiles = num_tokens // (block_m // group) + num_rows + 1
@@ -132,7 +130,7 @@ def fused_rope_attention(
     query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape
     page, v_dim = kv.v_cache.shape[1], e4m3.head_dim(kv.v_cache)
-    num_rows = len(kv.block_tables)
+    num_rows = len(kv.context_lens)
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
     if page & (page - 1):
@@ -255,7 +253,7 @@ def _decode(
     num_tokens, num_heads, _ = query.shape
     page, num_kv_heads = kv.v_cache.shape[1:3]
     v_dim = e4m3.head_dim(kv.v_cache)
-    num_rows, table_width = kv.block_tables.shape
+    num_rows, table_width = len(kv.context_lens), kv.block_tables.shape[1]
     num_units = num_tokens if by_token else num_rows
     num_programs = num_units * num_kv_heads
     t = for_card(t, count_sms(query.device))

@@ -119,10 +119,11 @@ def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[
         "num_tokens",
         "num_rows",
     ],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    query, k_cache, v_cache, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    query, k_cache, v_cache, out, starts, contexts, tables, table_rows, sinks, factor, cap_in,
+    cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
@@ -135,7 +136,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
     Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
     ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
-    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    ``[B + 1]``, contexts ``[B]``, tables ``[rows, M]``, table_rows ``[B]``.
     """
     IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
     DK_PAD: tl.constexpr = head_size(DK, IS_E4M3)
@@ -186,7 +187,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         mask=is_line[:, None] & (k_dims < DK)[None, :],
         other=0.0,
     )
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     pages = head_pages(k_cache, v_cache, table, head, part, HKV, DK, DV, PAGE)
     begin_tile = low // BLOCK_N * BLOCK_N
     PRECISION: tl.constexpr = dot_precision(DTYPE)

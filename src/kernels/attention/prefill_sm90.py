@@ -34,7 +34,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import e4m3
 from ..arguments import PagedKV
-from ..device import Gpu
 from .prefill_sm90_convert import convert
 from .prefill_sm90_e4m3 import SCALE_ROWS
 from .prefill_sm90_loads import produce
@@ -57,12 +56,13 @@ _CACHED_BYTES = 32 << 20
     do_not_specialize=[
         "window", "q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows",
     ],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )  # fmt: skip
 def prefill_kernel(
     # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; of e4m3 numbers
     # pointers to the caches
-    k_desc, v_desc, query, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    k_desc, v_desc, query, out, starts, contexts, tables, table_rows, sinks, factor, cap_in,
+    cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
@@ -78,7 +78,8 @@ def prefill_kernel(
     """As :func:`.prefill.prefill_kernel`.
 
     Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
-    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    ``[rows, M]``, table_rows ``[B]``.
     """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
@@ -122,7 +123,7 @@ def prefill_kernel(
         first_step = gl.maximum(start + first - window + 1, 0) // STEP_N
     else:
         first_step: gl.constexpr = 0  # type: ignore[no-redef]
-    table = tables + row.to(gl.int64) * table_stride
+    table = tables + gl.load(table_rows + row).to(gl.int64) * table_stride
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ENTRIES: gl.constexpr = STAGES * num_entries(BLOCK_N, V_PAD, K_PAD)
     dtype: gl.constexpr = gl.float16 if IS_E4M3 else query.dtype.element_ty
@@ -263,9 +264,9 @@ def launch(
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
     k_cache, v_cache, *metadata = kv
-    if not (Gpu.of(query.device).has_prefetch and fits(query, k_cache, v_cache, shared, t)):
+    if not fits(query, k_cache, v_cache, shared, t):
         return False
-    (num_tokens, num_heads, _), num_rows = query.shape, len(metadata[2])
+    (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
     page, num_kv_heads = k_cache.shape[1:3]
     num_tiles = num_tokens // (128 // (num_heads // num_kv_heads)) + num_rows + 1
     constants = constants_of(query, k_cache, shared)
@@ -276,7 +277,7 @@ def launch(
     prefill_kernel[(num_tiles * num_kv_heads * constants["PARTS"],)](
         k_desc, v_desc, query, out, *metadata,
         **{name: shared[name] for name in _SCALARS},
-        table_stride=metadata[2].stride(0),
+        table_stride=kv.block_tables.stride(0),
         num_rows=num_rows,
         **constants,
         num_warps=4,

@@ -81,6 +81,7 @@ def build_layout(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     block_size: int,
     dtype: torch.dtype,
     window: int,
@@ -92,7 +93,8 @@ def build_layout(
     Args:
         query_starts: int32 ``[B + 1]``; row b's queries are tokens ``[starts[b], starts[b + 1])``.
         context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
-        block_tables: int32 ``[B, M]``; entries past a row's context are not looked at.
+        block_tables: int32 ``[rows, M]``; entries past a row's context are not read.
+        table_rows: int32 ``[B]``, the row of ``block_tables`` that holds each row's table.
         block_size: slots a block.
         dtype: dtype of the queries, used for the additive masks.
         window: positions a query sees, itself included; 0 means all.
@@ -102,6 +104,7 @@ def build_layout(
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     device = block_tables.device
+    tables = block_tables[table_rows]
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
     seen = [c - first_seen(c - 1, window, chunk) for c in contexts]
@@ -115,7 +118,7 @@ def build_layout(
         offsets = torch.arange(longest, device=device)
         positions = torch.minimum(last - (lengths - 1) + offsets, last)
         index = torch.tensor(rows, device=device)
-        table = block_tables if len(rows) == len(block_tables) else block_tables[index]
+        table = tables if len(rows) == len(tables) else tables[index]
         blocks = table.gather(1, positions // block_size).long()
         bias = None
         if min(seen[row] for row in rows) < longest:
@@ -136,9 +139,7 @@ def build_layout(
     for row, n in enumerate(num_queries):
         if n > 1:
             tiles.extend(
-                _query_tiles(
-                    starts[row], n, contexts[row], block_tables[row], block_size, window, chunk
-                )
+                _query_tiles(starts[row], n, contexts[row], tables[row], block_size, window, chunk)
             )
     return AttentionLayout(tuple(groups), tuple(tiles), starts[-1], factors)
 

@@ -95,7 +95,7 @@ class TritonBackend:
     ) -> Tensor:
         query, key, value = inputs[:3]
         counters = self._counters(query)
-        is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
+        is_decode = 0 < len(query) == len(kv.context_lens) <= _MAX_FUSED
         has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
         if is_decode and fits(query, key, value, has_norm, are_planes, rows is not None):
             return fused_rope_attention(

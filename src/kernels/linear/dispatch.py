@@ -14,6 +14,8 @@ the Triton kernel computes all rows, with one tile. A norm before a matmul of a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,14 +23,9 @@ from torch import Tensor
 from ..device import Gpu
 from ..fused import dispatch as fused
 from ..jit.parallel_build import may_skip_launches
+from ..registry import Implementation, registry
 from .matmul import matmul, supports_tma
-from .tiles import (
-    choose_prefetch_tile,
-    choose_tile,
-    is_quicker_for_many_rows,
-    may_take_many_rows,
-)
-from .tuned_tiles import PrefetchTile
+from .tiles import choose_tile
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
 ALL_ROWS = 1 << 30
@@ -37,14 +34,12 @@ ALL_ROWS = 1 << 30
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
     """One of our kernels; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
-    early = None
+    few = None
     if bias is None and x.dtype == weight.dtype and supports_tma(rows):
-        early = _early_tile(weight, len(rows), has_gate)
-    if early is not None:
-        # Gluon is not in every Triton; the card says whether it is.
-        from . import matmul_sm90
-
-        out = matmul_sm90.matmul(rows, weight, tile=early, has_gate=has_gate)
+        few = few_rows_kernel(weight, len(rows), has_gate)
+    if few is not None:
+        by_arch, few_tile = few
+        out = by_arch.function("matmul")(rows, weight, tile=few_tile, has_gate=has_gate)
     else:
         shape = _matmul_shape(weight, has_gate)
         tile = choose_tile(len(rows), *shape, x.itemsize, has_gate, Gpu.of(x.device))
@@ -57,29 +52,41 @@ def _matmul_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
     return len(weight) // (2 if has_gate else 1), weight.shape[1]
 
 
-def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile | None:
-    """The tile for ``num_rows`` of the kernel in Gluon; None where that does not serve."""
+def few_rows_kernel(
+    weight: Tensor, num_rows: int, has_gate: bool
+) -> tuple[Implementation, Any] | None:
+    """The kernel of this architecture for so few rows, with its tile; None where the Triton kernel
+    is to serve."""
     if weight.dtype != torch.bfloat16 or not supports_tma(weight):
         return None
+    card = Gpu.of(weight.device)
+    found = registry().find("few_rows_matmul", "bfloat16", card.arch)
+    if found is None:
+        return None
     shape = _matmul_shape(weight, has_gate)
-    return choose_prefetch_tile(num_rows, *shape, has_gate, Gpu.of(weight.device))
+    tile = found.function("choose_tile")(num_rows, *shape, has_gate, card)
+    return None if tile is None else (found, tile)
+
+
+def _many_rows_kernel(card: Gpu) -> Implementation | None:
+    return registry().find("many_rows_matmul", "bfloat16", card.arch)
 
 
 def takes_many_rows(weight: Tensor, bias: Tensor | None, has_gate: bool) -> bool:
     """Whether our kernel for many rows may serve in place of cuBLAS, for some numbers of rows."""
-    return (
-        bias is None
-        and weight.dtype == torch.bfloat16
-        and may_take_many_rows(*_matmul_shape(weight, has_gate), has_gate, Gpu.of(weight.device))
-        and _has_tma_rows(weight)
-    )
+    if bias is not None or weight.dtype != torch.bfloat16 or not _has_tma_rows(weight):
+        return False
+    found = _many_rows_kernel(Gpu.of(weight.device))
+    shape = _matmul_shape(weight, has_gate)
+    return found is not None and bool(found.function("serves")(*shape, has_gate))
 
 
 def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
     """By our kernel for many rows, ``rows [M, K]`` and a weight that :func:`takes_many_rows`."""
-    from . import matmul_sm90_many_launch  # Gluon is not in every Triton
-
-    return matmul_sm90_many_launch.matmul_many(rows, weight, has_gate)
+    found = _many_rows_kernel(Gpu.of(weight.device))
+    assert found is not None
+    out: Tensor = found.function("matmul")(rows, weight, has_gate)
+    return out
 
 
 def _has_tma_rows(matrix: Tensor) -> bool:
@@ -94,7 +101,9 @@ def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: boo
     # Kernels are being made for later steps, of other numbers of rows: those of both ways.
     wants_both = may_skip_launches()
     card = Gpu.of(weight.device)
-    if not wants_both and not is_quicker_for_many_rows(num_rows, *shape, has_gate, card):
+    found = _many_rows_kernel(card)
+    assert found is not None
+    if not wants_both and not found.function("is_quicker")(num_rows, *shape, has_gate, card):
         return None
     rows = x.reshape(num_rows, -1)
     if not _has_tma_rows(rows):
@@ -159,7 +168,7 @@ def linear_silu_mul(
 
 def has_joined_norm(weight: Tensor, has_gate: bool) -> bool:
     """Whether :func:`norm_linear` has one launch for this weight, given few rows."""
-    return _tile_with_norm(weight, 1, has_gate) is not None
+    return _kernel_with_norm(weight, 1, has_gate) is not None
 
 
 def norm_linear(
@@ -184,11 +193,10 @@ def norm_linear(
     """
     num_rows = x.numel() // x.shape[-1]
     if 0 < num_rows <= max_custom_rows and x.is_contiguous() and residual.is_contiguous():
-        tile = _tile_with_norm(weight, num_rows, has_gate)
-        if tile is not None:
-            from . import norm_matmul_sm90
-
-            out, hidden = norm_matmul_sm90.matmul(
+        joined = _kernel_with_norm(weight, num_rows, has_gate)
+        if joined is not None:
+            by_arch, tile = joined
+            out, hidden = by_arch.function("matmul")(
                 x.view(num_rows, -1), residual.view(num_rows, -1), norm_weight, eps, form, weight,
                 tile=tile, has_gate=has_gate,
             )  # fmt: skip
@@ -198,12 +206,13 @@ def norm_linear(
     return multiply(normed, weight, None, max_custom_rows), hidden
 
 
-def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile | None:
-    """The tile for ``num_rows`` where one launch computes the norm, too; else None."""
-    tile = _early_tile(weight, num_rows, has_gate)
-    if tile is None:
+def _kernel_with_norm(
+    weight: Tensor, num_rows: int, has_gate: bool
+) -> tuple[Implementation, Any] | None:
+    """The kernel that computes the norm of ``num_rows``, too, with its tile; None without one."""
+    few = few_rows_kernel(weight, num_rows, has_gate)
+    found = registry().find("norm_matmul", "bfloat16", Gpu.of(weight.device).arch)
+    if few is None or found is None:
         return None
-    from . import norm_matmul_sm90
-
-    has_few = 0 < num_rows <= norm_matmul_sm90.MAX_ROWS
-    return tile if has_few and norm_matmul_sm90.fits(weight.shape[1], tile, has_gate) else None
+    serves = found.function("serves")(num_rows, weight.shape[1], few[1], has_gate)
+    return (found, few[1]) if serves else None

@@ -119,6 +119,11 @@ def normed_kernel(
     store_outputs(total, out, begin, 0, num_rows, N, HALVES, PART, 8)
 
 
+def serves(num_rows: int, k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
+    """Whether the kernel computes so many rows, of this tile."""
+    return 0 < num_rows <= MAX_ROWS and fits(k_size, tile, has_gate)
+
+
 def fits(k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
     """Whether the kernel takes rows of ``k_size``, cut like this: all of K in shared memory."""
     return (

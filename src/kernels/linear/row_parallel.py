@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..collectives.communicator import Communicator
 from ..fused.dispatch import NormForm
-from .dispatch import _early_tile, linear
+from .dispatch import few_rows_kernel, linear
 from .matmul import supports_tma
 
 
@@ -42,12 +42,11 @@ class RowParallel:
         num_rows = x.numel() // x.shape[-1]
         if 0 < num_rows <= max_custom_rows and x.dtype == weight.dtype:
             target = self._communicator.push_target(num_rows, len(weight), x.dtype)
-            tile = None if target is None else _early_tile(weight, num_rows, has_gate=False)
+            few = None if target is None else few_rows_kernel(weight, num_rows, has_gate=False)
             rows = x.reshape(num_rows, -1)
-            if target is not None and tile is not None and supports_tma(rows):
-                from . import matmul_sm90
-
-                out = matmul_sm90.matmul(rows, weight, tile=tile, target=target)
+            if target is not None and few is not None and supports_tma(rows):
+                by_arch, tile = few
+                out = by_arch.function("matmul")(rows, weight, tile=tile, target=target)
                 result = target.all_reduce_norm(out.view(*x.shape[:-1], -1), *norm)
                 if target.is_connected:
                     return result

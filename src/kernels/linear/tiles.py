@@ -8,6 +8,7 @@ units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_
 from __future__ import annotations
 
 from ..device import _LARGE_SHARED_BYTES, Gpu
+from ..registry import registry
 from .matmul import Tile
 from .tuned_tiles import GATED, TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _tile
 
@@ -79,7 +80,7 @@ def choose_prefetch_tile(
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
     bucket = _bucket_of(num_rows)
-    if not card.has_prefetch or bucket is None or k_size % 64:
+    if bucket is None or k_size % 64:
         return None
     tuned = TUNED_PREFETCH.get((num_outs, k_size, has_gate), {})
     if num_rows <= 8 and 8 in tuned:
@@ -89,6 +90,11 @@ def choose_prefetch_tile(
     if bucket > 16:
         return None if tuned else _early_for_more(bucket, num_outs, k_size, has_gate)
     return _early_for_few(8 if num_rows <= 8 else 16, num_outs, k_size, has_gate, card.num_sms)
+
+
+def tuned_prefetch_rows(num_outs: int, k_size: int, has_gate: bool) -> tuple[int, ...]:
+    """Numbers of rows whose tiles were measured for this shape."""
+    return tuple(TUNED_PREFETCH.get((num_outs, k_size, has_gate), ()))
 
 
 def _early_for_few(
@@ -193,8 +199,9 @@ def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -
         return 16
     shape = num_outs, k_size
     tuned = [*TUNED.get(shape, ())] if has_gate == (shape in GATED) else []
-    if card.has_prefetch:
-        tuned += TUNED_PREFETCH.get((*shape, has_gate), ())
+    early = registry().find("few_rows_matmul", "bfloat16", card.arch)
+    if early is not None:
+        tuned += early.function("tuned_rows")(num_outs, k_size, has_gate)
     if tuned:
         return max(tuned)
     num_bytes = num_outs * k_size * (4 if has_gate else 2)
@@ -218,13 +225,12 @@ def count_many_tiles(num_rows: int, num_outs: int, has_gate: bool) -> int:
     return -(-num_rows // MANY_ROWS) * -(-num_outs // _outs_per_tile(has_gate))
 
 
-def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> bool:
+def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool) -> bool:
     """Whether :func:`is_quicker_for_many_rows` for some numbers of rows."""
     part = _outs_per_tile(has_gate)
     most_summands = _MOST_MANY_SUMMANDS_GATED if has_gate else _MOST_MANY_SUMMANDS
     return (
-        card.has_prefetch
-        and k_size <= most_summands
+        k_size <= most_summands
         and fits_many_rows(num_outs, k_size)
         and num_outs >= _least_fill(k_size, has_gate) * part * -(-num_outs // part)
     )
@@ -252,7 +258,7 @@ def is_quicker_for_many_rows(
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
-    if num_rows < _LEAST_MANY_ROWS or not may_take_many_rows(num_outs, k_size, has_gate, card):
+    if num_rows < _LEAST_MANY_ROWS or not may_take_many_rows(num_outs, k_size, has_gate):
         return False
     num_waves = -(-count_many_tiles(num_rows, num_outs, has_gate) // card.num_sms)
     num_tiles = -(-num_rows // MANY_ROWS) * num_outs / _outs_per_tile(has_gate)

@@ -48,14 +48,14 @@ def _unit_of(  # type: ignore[no-untyped-def]
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["table_stride", "num_rows", "num_workers", "max_splits"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def latent_decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, out,
     partial,  # of segments, float32 [units, H, max_splits, R]
     stats,  # float32 [units, H, max_splits, 2]: row_max and row_sum
     chosen,  # positions that tokens see, int32 [T, NUM_CHOSEN]; None for all in view
-    starts, contexts, tables, factor, table_stride, num_rows, num_workers, max_splits,
+    starts, contexts, tables, table_rows, factor, table_stride, num_rows, num_workers, max_splits,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
@@ -65,7 +65,8 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
 
     Grid: ``(groups of heads * num_workers, units)``, a unit being a token if BY_TOKEN, else a row,
     served if it has one query. Shapes: query ``[T, H, R + P]`` and out ``[T, H, R]``, contiguous;
-    cache ``[blocks, PAGE, 1, R + P]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    cache ``[blocks, PAGE, 1, R + P]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    ``[rows, M]``, table_rows ``[B]``.
     """
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = VectorShape(
@@ -90,7 +91,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, tl.zeros((SHAPE.R_PAD, LINES), DTYPE), mask=mask)
         return
     some_row = tl.minimum(row, num_rows - 1)
-    table = tables + some_row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + some_row).to(tl.int64) * table_stride
     if NUM_CHOSEN > 0:
         vectors = Vectors(cache, table, chosen + token.to(tl.int64) * NUM_CHOSEN, own)
     else:

@@ -213,13 +213,13 @@ def _load(
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["table_stride", "num_rows", "num_workers", "max_splits"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def latent_decode_sm90_kernel(
     q_desc,  # [T * H, R + P], boxes [LINES, 64]
     c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
-    out, partial, stats, starts, contexts, tables, factor, table_stride, num_rows, num_workers,
-    max_splits,
+    out, partial, stats, starts, contexts, tables, table_rows, factor, table_stride, num_rows,
+    num_workers, max_splits,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
     BY_TOKEN: gl.constexpr, IS_SPLIT: gl.constexpr, PDL: gl.constexpr,
@@ -267,7 +267,8 @@ def latent_decode_sm90_kernel(
         step = 1
         if BY_TOKEN and worker == 0:  # padding
             _store_zeros(out, token, group, H, R)
-    table = tables + gl.minimum(row, num_rows - 1).to(gl.int64) * table_stride
+    table_row = gl.load(table_rows + gl.minimum(row, num_rows - 1))
+    table = tables + table_row.to(gl.int64) * table_stride
     gl.warp_specialize(
         [
             (_attend, (

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
-from ..device import Gpu, has_dependent_launch, is_gluon_known
+from ..device import Gpu, has_dependent_launch
+from ..registry import Arch, registry
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
@@ -75,7 +76,7 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
     is_many = num_heads > 16
     # Hopper's kernel has a multiprocessor to itself: more programs would wait for their turn.
     together: dict[str, int] = {}
-    if is_large and gpu.has_prefetch and not is_many:
+    if is_large and not is_many and registry().find("latent_attention", "", gpu.arch):
         together = {"unsplit_from": gpu.num_sms // 2 + 1, "num_programs": gpu.num_sms}
     return LatentTiling(
         block_n=64 if is_large else 32,
@@ -109,7 +110,7 @@ def attention(
     """
     num_tokens, num_heads, width = query.shape
     page = kv.cache.shape[1]
-    num_rows, table_width = kv.block_tables.shape
+    num_rows, table_width = len(kv.context_lens), kv.block_tables.shape[1]
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     if kv.cache.dtype != query.dtype:
@@ -142,14 +143,14 @@ def attention(
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, max(t.num_programs // (num_units * num_groups), 1))
-    is_hopper = query.is_cuda and not num_chosen and is_gluon_known()
-    if is_hopper:
-        from . import decode_sm90, prefill_sm90
-
-        is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
-        if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
-            prefill_sm90.launch(query, kv, out, shared, factor, True)
-            return out
+    by_arch = None
+    if not num_chosen:
+        by_arch = registry().find("latent_attention", "", Arch.of(query.device))
+    if by_arch is not None and not by_arch.function("serves")(query, kv.cache, rank, t.block_n):
+        by_arch = None
+    if by_arch is not None and not is_split and by_arch.function("serves_singles")(num_heads):
+        by_arch.function("launch")(query, kv, out, shared, factor, True)
+        return out
     # With whole contexts nothing is combined: these are empty, of the dtype they always have.
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
@@ -157,8 +158,8 @@ def attention(
     overlap = has_dependent_launch(query.device)
     grid = (num_groups * num_workers, num_units)
     batch = {"BY_TOKEN": by_token, "IS_SPLIT": is_split, "PDL": overlap}
-    if is_hopper and decode_sm90.serves(num_heads):
-        decode_sm90.launch(
+    if by_arch is not None and by_arch.function("serves_decode")(num_heads):
+        by_arch.function("launch_decode")(
             query, kv, out, partial, stats, factor, grid, num_workers, max_splits, shared | batch
         )
     else:
@@ -187,8 +188,8 @@ def attention(
         )  # fmt: skip
     if by_token:
         return out
-    if is_hopper:
-        prefill_sm90.launch(query, kv, out, shared, factor, False)
+    if by_arch is not None:
+        by_arch.function("launch")(query, kv, out, shared, factor, False)
         return out
     latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
         query, kv.cache, out, *kv[1:], factor,

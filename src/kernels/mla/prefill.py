@@ -31,10 +31,11 @@ def _row_of(starts, num_rows, tile, H: tl.constexpr, LINES: tl.constexpr, WIDTH:
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["table_stride", "num_tokens", "num_rows"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def latent_prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, out, starts, contexts, tables, factor, table_stride, num_tokens, num_rows,
+    query, cache, out, starts, contexts, tables, table_rows, factor, table_stride,
+    num_tokens, num_rows,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
@@ -74,9 +75,9 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     last = start + tl.minimum((first + LINES - 1) // H, num_queries - 1)
     positions = tl.minimum(start + queries, last)
     loaded = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     _, row_sum, acc = attend_vectors(
-        loaded, Vectors(cache, tables + row.to(tl.int64) * table_stride),
-        0, last + 1, last, positions, factor, SPLITS, SHAPE,
+        loaded, Vectors(cache, table), 0, last + 1, last, positions, factor, SPLITS, SHAPE,
     )  # fmt: skip
     result = acc * (1.0 / tl.max(row_sum, 0))[None, :]
     tl.store(target, result.to(DTYPE), mask=mask)

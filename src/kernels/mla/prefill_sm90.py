@@ -40,7 +40,7 @@ _PANEL_BYTES = 64 * 64 * 2
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles"],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
 def latent_prefill_kernel(
     q_desc,  # [T * H, R + P], boxes [64, 64]
@@ -48,7 +48,7 @@ def latent_prefill_kernel(
     out,
     scratch,  # float32 [programs, R * 64], if needed
     counter,  # of tiles that programs claim beside their first: 0
-    starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles,
+    starts, contexts, tables, table_rows, factor, table_stride, num_tokens, num_rows, num_tiles,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
     SINGLES: gl.constexpr,  # whether rows of one query are served, too
@@ -106,8 +106,8 @@ def latent_prefill_kernel(
                 PANELS, GROUP, SLOTS,
             )),
             (produce, (
-                q_desc, c_desc, batch, counter, tables, table_stride, q_smem, ring, tile_smem, bars,
-                H, SINGLES, PAGE, PANELS, GROUP, SLOTS,
+                q_desc, c_desc, batch, counter, tables, table_rows, table_stride, q_smem, ring,
+                tile_smem, bars, H, SINGLES, PAGE, PANELS, GROUP, SLOTS,
             )),
         ],
         [4, 4, 1],
@@ -132,9 +132,8 @@ def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
 
 
 def is_served(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
-    """:func:`fits`, and the GPU has what it takes."""
-    gpu = Gpu.of(query.device)
-    return gpu.has_prefetch and gpu.is_large and fits(query, cache, rank, block_n)
+    """:func:`fits`, and the GPU has the shared memory."""
+    return Gpu.of(query.device).is_large and fits(query, cache, rank, block_n)
 
 
 def serves_singles(num_heads: int) -> bool:

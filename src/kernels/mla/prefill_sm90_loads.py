@@ -190,7 +190,7 @@ def next_tile(tile_smem, bars, count):
 
 @gluon.jit
 def produce(
-    q_desc, c_desc, batch, counter, tables, table_stride, q_smem, ring, tile_smem, bars,
+    q_desc, c_desc, batch, counter, tables, table_rows, table_stride, q_smem, ring, tile_smem, bars,
     H: gl.constexpr, SINGLES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,8 @@ def produce(
             _hand_on(number, tile_smem, bars, count)
             count += 1
         if tile.attends:
-            table = tables + tile.row.to(gl.int64) * table_stride
+            table_row = gl.load(table_rows + tile.row)
+            table = tables + table_row.to(gl.int64) * table_stride
             mbarrier.wait(bars.q_empty, (tiles & 1) ^ 1)
             _load_queries(q_desc, tile.begin * H + tile.first, q_smem, bars.q_full)
             tiles += 1

@@ -9,7 +9,7 @@ constexpr int MOST_CHUNKS = VECTOR_REGISTERS == 32 ? 4 : 2;  // vectors of value
 
 struct Step {
     const float *query, *k_cache, *v_cache, *sinks;
-    const int32_t *starts, *contexts, *tables;
+    const int32_t *starts, *contexts, *tables, *table_rows;
     long table_width, block_size, q_heads, kv_heads, dim, value_dim, window;
     float scale, softcap;
     float* out;
@@ -84,7 +84,7 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scor
     const long group = s.q_heads / s.kv_heads;
     const long num_queries = s.starts[tile.row + 1] - s.starts[tile.row];
     const long context = s.contexts[tile.row], before = context - num_queries;
-    const int32_t* table = s.tables + tile.row * s.table_width;
+    const int32_t* table = s.tables + s.table_rows[tile.row] * s.table_width;
     const float* queries[MOST_QUERIES];
     long heads[MOST_QUERIES], places[MOST_QUERIES];  // the last position each query sees
     float* outs[MOST_QUERIES];
@@ -188,12 +188,12 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scor
 // are multiples of 16. Tokens from starts[B] on are padding and get zeros.
 EXPORT void attention(const float* query, const float* k_cache, const float* v_cache,
                       const int32_t* starts, const int32_t* contexts, const int32_t* tables,
-                      const float* sinks, long num_tokens, long num_rows, long table_width,
-                      long block_size, long q_heads, long kv_heads, long dim, long value_dim,
+                      const int32_t* table_rows, const float* sinks, long num_tokens, long num_rows,
+                      long table_width, long block_size, long q_heads, long kv_heads, long dim, long value_dim,
                       long window, float scale, float softcap, float* out, int num_threads) {
-    const Step step = {query,      k_cache, v_cache,  sinks, starts,    contexts, tables, table_width,
-                       block_size, q_heads, kv_heads, dim,   value_dim, window,   scale,  softcap,
-                       out};
+    const Step step = {query,       k_cache,    v_cache, sinks,    starts, contexts,  tables, table_rows,
+                       table_width, block_size, q_heads, kv_heads, dim,    value_dim, window, scale,
+                       softcap,     out};
     const long real = starts[num_rows], group = step.q_heads / step.kv_heads;
     memset(out + real * step.q_heads * step.value_dim, 0,
            (num_tokens - real) * step.q_heads * step.value_dim * sizeof(float));

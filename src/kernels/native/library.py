@@ -44,7 +44,7 @@ _TIMEOUT_S = 120.0
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 ARGUMENTS = {
     "linear": (_P, _L, _P, _L, _L, _I, _P, _P, _P, _P, _P, _I),
-    "attention": (*(_P,) * 7, *(_L,) * 9, _F, _F, _P, _I),
+    "attention": (*(_P,) * 8, *(_L,) * 9, _F, _F, _P, _I),
     "rms_norm": (_P, _P, _P, _F, _F, _L, _L, _P, _P, _I),
     "gated_activation": (_P, _L, _P, _L, _I, _L, _L, _P, _I),
     "rope_store": (

@@ -6,7 +6,7 @@ extern "C" {
 void linear(const float*, long, const int32_t*, long, long, int, const uint8_t*, const uint8_t*,
             const float*, float*, void*, int);
 void attention(const float*, const float*, const float*, const int32_t*, const int32_t*, const int32_t*,
-               const float*, long, long, long, long, long, long, long, long, long, float, float, float*,
+               const int32_t*, const float*, long, long, long, long, long, long, long, long, long, float, float, float*,
                int);
 void rms_norm(const float*, const float*, const float*, float, float, long, long, float*, float*, int);
 void gated_activation(const float*, long, const float*, long, int, long, long, float*, int);

@@ -14,9 +14,10 @@ from torch import Tensor
 from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
+from ..registry import registry
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_gated_tile, choose_sm90_tile
+from .tiles_fp8 import choose_fp8_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -46,14 +47,16 @@ def _multiply(
     num_rows, (num_outs, k_size) = len(rows.values), values.shape
     shared = 1 if len(scales) == num_outs else BLOCK
     has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
-    tile = None
     if bias is None and dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
-        tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
-    if tile is not None:
-        # Gluon is not in every Triton; the card says whether it is.
-        from . import matmul_fp8_sm90
-
-        return matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
+        card = Gpu.of(values.device)
+        by_arch = registry().find("matmul", "fp8", card.arch)
+        if by_arch is not None:
+            tile = by_arch.function("choose_tile")(num_rows, num_outs, k_size, card)
+            if tile is not None:
+                out: Tensor = by_arch.function("matmul")(
+                    rows, values, scales, shared=shared, tile=tile
+                )
+                return out
     of_any = choose_fp8_tile(num_rows, num_outs)
     return matmul(rows, values, scales, bias, dtype, shared=shared, tile=of_any)
 
@@ -153,11 +156,11 @@ def _gated(
     num_outs, k_size = values.shape
     is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
     card = Gpu.of(values.device)
-    tile = choose_gated_tile(len(rows.values), num_outs, k_size, card) if is_like else None
-    if tile is not None:
-        # Gluon is not in every Triton; the card says whether it is.
-        from .matmul_fp8_sm90_gated_launch import gated_matmul
-
-        return gated_matmul(rows, values, scales, tile=tile)
+    by_arch = registry().find("gated_matmul", "fp8", card.arch) if is_like else None
+    if by_arch is not None:
+        tile = by_arch.function("choose_tile")(len(rows.values), num_outs, k_size, card)
+        if tile is not None:
+            gated: QuantizedRows = by_arch.function("matmul")(rows, values, scales, tile=tile)
+            return gated
     gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)
     return rows_of.act_mul_quantize(gate, up, "silu")

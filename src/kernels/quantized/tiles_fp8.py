@@ -51,7 +51,7 @@ def choose_sm90_tile(
 
     By what was the quickest for the weights of four models (docs/notes/fp8.md).
     """
-    if not card.has_prefetch or k_size % BLOCK:
+    if k_size % BLOCK:
         return None
     is_narrow = num_outs <= 64 * card.num_sms // 2
     if num_rows <= _MAX_FEW_ROWS or (is_narrow and num_rows <= 2 * _MAX_FEW_ROWS):
@@ -67,7 +67,7 @@ def choose_gated_tile(
 ) -> ManyTile | None:
     """The tile of a matmul with gate and up that applies the gate where it stores; None where a
     kernel of its own does that sooner, or the shape does not suit."""
-    if num_rows <= _MAX_FEW_ROWS or not card.has_prefetch:
+    if num_rows <= _MAX_FEW_ROWS:
         return None
     if num_weight_rows % (2 * BLOCK) or k_size % BLOCK:
         return None

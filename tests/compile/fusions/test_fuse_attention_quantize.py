@@ -71,7 +71,7 @@ def lowered(captured: CapturedModel) -> tuple[GraphModule, PassContext]:
         if node.target in (OPS.paged_attention, OPS.paged_attention.default):
             query, *rest = node.args
             node.target = attend
-            node.args = (query, PagedKV(*rest[:5]), AttentionParams(*rest[5:]))
+            node.args = (query, PagedKV(*rest[:6]), AttentionParams(*rest[6:]))
     return gm, PassContext(captured.loaded.module, {}, attention=BACKEND)
 
 

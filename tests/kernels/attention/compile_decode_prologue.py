@@ -25,7 +25,7 @@ from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 _POINTERS = {
     **dict.fromkeys(_BF16 | {"sinks"}, "*bf16"),
-    **dict.fromkeys(("starts", "contexts", "tables", "arrival_counters"), "*i32"),
+    **dict.fromkeys(("starts", "contexts", "tables", "table_rows", "arrival_counters"), "*i32"),
     **dict.fromkeys(("partial", "stats", "scales"), "*fp32"),
     "slot_mapping": "*i64",
 }

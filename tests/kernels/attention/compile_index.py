@@ -25,11 +25,11 @@ from tests.support.assembled import assembled
 _POINTERS = {
     **dict.fromkeys(("query", "key", "cache", "k_cache", "v_cache", "out"), "*bf16"),
     **dict.fromkeys(("weights", "partial", "stats"), "*fp32"),
-    **dict.fromkeys(("scores", "chosen", "starts", "contexts", "tables"), "*i32"),
+    **dict.fromkeys(("scores", "chosen", "starts", "contexts", "tables", "table_rows"), "*i32"),
     **dict.fromkeys(("scale", "factor"), "fp32"),
     "slot_mapping": "*i64",
 }
-_UNALIGNED = ("weights", "starts", "contexts", "tables", "slot_mapping")
+_UNALIGNED = ("weights", "starts", "contexts", "tables", "table_rows", "slot_mapping")
 _LATENT = {
     "H": 128, "R": 512, "P": 64, "PAGE": 64, "LINES": 32, "BLOCK_N": 64, "ONES": 64,
     "NEAR_SPLIT": 256, "FAR_SPLIT": 512, "SPLIT_CHANGE": 2048, "NUM_CHOSEN": 2048,

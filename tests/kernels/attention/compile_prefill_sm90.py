@@ -46,7 +46,9 @@ def fits(case: dict[str, Any]) -> list[bool]:
     window, softcap = case.get("window", 0), case.get("softcap", 0.0)
     shared = _shared(query, v_cache, AttentionParams(0.1, window, softcap, sinks), tiling)
     attend = (query, k_cache, v_cache)
-    kv = PagedKV(k_cache, v_cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
+    kv = PagedKV(
+        k_cache, v_cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1)
+    )
     launched = prefill_sm90.launch(query, kv, torch.empty(0), shared, tiling)
     return [prefill_sm90.fits(*attend, shared, tiling), launched]
 
@@ -74,7 +76,7 @@ def build(case: dict[str, Any]) -> Any:
     kinds |= {
         **dict.fromkeys(("query", "out", "sinks"), f"*{short}"),
         **({"out": "*fp8e4nv", "scales": "*fp32"} if case.get("scales") else {}),
-        **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
+        **dict.fromkeys(("starts", "contexts", "tables", "table_rows"), "*i32"),
         **dict.fromkeys(("factor", "cap_in", "cap_out"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),
     }

@@ -14,8 +14,8 @@ import torch
 from pagespec.errors import InvalidInputError
 from pagespec.kernels import ops  # noqa: F401 - it registers them
 from pagespec.kernels.arguments import AttentionParams, PagedKV
-from pagespec.kernels.attention import backend, flash, reference
-from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
+from pagespec.kernels.attention import flash, reference
+from pagespec.kernels.attention.backend import AttentionBackend, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.kernels.fused import dispatch as fused
 from tests.kernels.attention.test_flash import fake_2, fake_4, install
@@ -37,7 +37,6 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
             "dtype": torch.bfloat16,
             "specs": [SPEC],
             "block_size": 16,
-            "transparent": True,
         }
         return select_backend(requested, **arguments | changes)
 
@@ -46,7 +45,6 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
 
 def test_auto(choose: Callable[..., AttentionBackend]) -> None:
     assert choose("auto").name == "triton"
-    assert choose("auto", transparent=False).name == "triton"
     on_cpu = choose("auto", device=torch.device("cpu"))
     assert (on_cpu.name, on_cpu.attend) == ("reference", reference.paged_attention)
     assert "cpu" in on_cpu.reason
@@ -64,7 +62,7 @@ def test_masks_and_biases_that_only_the_reference_has(
     changes: dict[str, Any], reason: str, choose: Callable[..., AttentionBackend]
 ) -> None:
     specs = [SPEC, replace(SPEC, call=1, **changes)]
-    chosen = choose("auto", specs=specs, transparent=False)
+    chosen = choose("auto", specs=specs)
     assert chosen.name == "reference"
     assert reason in chosen.reason
     assert AttentionParams(1.0, **changes).is_reference_only
@@ -162,27 +160,11 @@ def test_an_unknown_name_is_refused(choose: Callable[..., AttentionBackend]) -> 
         choose("sdpa")
 
 
-def test_auto_takes_flash_where_it_was_measured_faster_and_bits_may_change(
+def test_auto_takes_no_library(
     choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
-    merits = (Merit("flash-attn-4", 9, "one", 110, 100), Merit("flash-attn-4", 9, "two", 96, 100))
-    monkeypatch.setattr(backend, "MERITS", merits)
-    assert choose("auto", transparent=False).name == "flash"
-    assert choose("auto", transparent=True).name == "triton"
-    assert choose("auto", transparent=False, dtype=torch.float32).name == "triton"
-    assert choose("auto", transparent=False, capability=(10, 0)).name == "triton"
-
-
-def test_merit() -> None:
-    def merit(ratio: float) -> Merit:
-        return Merit("flash-attn", 8, "", 100 * ratio, 100)
-
-    assert has_merit([merit(0.96), merit(1.06)], "flash-attn", 8)
-    assert not has_merit([merit(0.94), merit(2.0)], "flash-attn", 8)
-    assert not has_merit([merit(1.04)], "flash-attn", 8)
-    assert not has_merit([merit(1.2)], "flash-attn", 9)
-    assert not has_merit([merit(1.2)], "flash-attn-4", 8)
+    assert choose("auto").name == "triton"
 
 
 @pytest.mark.parametrize("name", ["triton", "flash", "reference"])

@@ -51,8 +51,8 @@ def attend(batch: tuple, shape: Shape, chosen: Tensor, **spread: Any) -> Tensor:
     if shape in LATENTS:
         tiling = replace(SMALL, **spread)
         return launch.attention(*arguments(batch, shape.dv), tiling=tiling, indices=chosen)
-    query, *kv = batch[:6]
-    scale, window, softcap, sinks = batch[6:10]
+    query, *kv = batch[:7]
+    scale, window, softcap, sinks = batch[7:11]
     params = AttentionParams(scale, window, softcap, sinks, indices=chosen)
     return chosen_attention(query, PagedKV(*kv), params)
 

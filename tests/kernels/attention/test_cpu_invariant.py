@@ -32,9 +32,11 @@ ROWS: list[Rows] = [
 
 
 def attend(attention: tuple) -> Tensor:
-    query, k_cache, v_cache, starts, contexts, tables, scale, *rest = attention
+    query, k_cache, v_cache, starts, contexts, tables, table_rows, scale, *rest = attention
     window, softcap, sinks, *more = rest
-    layout = cpu_invariant.build_layout(starts, contexts, tables, k_cache.shape[1], window, *more)
+    layout = cpu_invariant.build_layout(
+        starts, contexts, tables, table_rows, k_cache.shape[1], window, *more
+    )
     return cpu_invariant.attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
 
 

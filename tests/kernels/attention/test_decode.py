@@ -272,12 +272,12 @@ def test_rows_do_not_see_their_neighbours() -> None:
     rows = ROWS["mixed"]
     batch = stored(rows, ONE_HEAD[0], num_padding=0)
     together = attend(batch.attend)
-    query, k_cache, v_cache, starts, contexts, tables, *rest = batch.attend
+    query, k_cache, v_cache, starts, contexts, tables, table_rows, *rest = batch.attend
     for b, (_, n) in enumerate(rows):
         begin = int(starts[b])
         own = torch.tensor([0, n], dtype=torch.int32)
         one = (query[begin : begin + n], k_cache, v_cache, own, contexts[b : b + 1])
-        alone = attend((*one, tables[b : b + 1], *rest))
+        alone = attend((*one, tables, table_rows[b : b + 1], *rest))
         assert torch.equal(alone, together[begin : begin + n]), rows[b]
 
 
@@ -328,11 +328,13 @@ def test_attention_takes_strided_queries() -> None:
 
 
 def test_attention_of_no_tokens_and_of_no_rows() -> None:
-    query, k_cache, v_cache, starts, contexts, tables, *rest = stored(
+    query, k_cache, v_cache, starts, contexts, tables, table_rows, *rest = stored(
         ROWS["decode"], SHAPES[0]
     ).attend
-    assert attend((query[:0], k_cache, v_cache, starts, contexts, tables, *rest)).shape[0] == 0
-    padding = attend((query, k_cache, v_cache, starts[:1], contexts[:0], tables[:0], *rest))
+    caches = k_cache, v_cache
+    assert attend((query[:0], *caches, starts, contexts, tables, table_rows, *rest)).shape[0] == 0
+    none = starts[:1], contexts[:0], tables, table_rows[:0]
+    padding = attend((query, *caches, *none, *rest))
     assert torch.equal(padding, torch.zeros(len(query), 4, 64))
 
 

@@ -22,8 +22,9 @@ from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
 from pagespec.kernels.attention.row_order import longest_first
 from pagespec.kernels.attention.triton_backend import TritonBackend
-from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import kv_store
+from pagespec.kernels.registry import registry
+from tests.support.hopper import has_hopper_kernels
 from tests.support.paged import (
     Batch,
     Rows,
@@ -132,7 +133,7 @@ def test_repeats_to_the_bit(shape: Shape) -> None:
 
 def restricted(batch: Batch, rows: list[int], tokens: Tensor, starts: list[int]) -> Batch:
     """The same caches with some of the rows; ``tokens`` are the queries that stay."""
-    query, k_cache, v_cache, _, contexts, tables, *rest = batch.attend
+    query, k_cache, v_cache, _, contexts, tables, table_rows, *rest = batch.attend
     device = query.device
     index = torch.tensor(rows, device=device)
     attend = (
@@ -141,7 +142,8 @@ def restricted(batch: Batch, rows: list[int], tokens: Tensor, starts: list[int])
         v_cache,
         torch.tensor(starts, dtype=torch.int32, device=device),
         contexts[index],
-        tables[index],
+        tables,
+        table_rows[index],
         *rest,
     )
     return Batch(batch.store, attend, [], len(tokens))
@@ -189,7 +191,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and Gpu.of(torch.device("cuda")).has_prefetch),
+    not has_hopper_kernels(),
     reason="for Hopper, in the Gluon of some Tritons",
 )
 @pytest.mark.parametrize(
@@ -224,8 +226,7 @@ def test_prefill_of_hopper_has_the_bits_of_any(
     for rows in batches:
         batch = stored(rows, shape)
         out = attend(batch)
-        with monkeypatch.context() as without:
-            without.setattr(triton_attention, "is_gluon_known", lambda: False)
+        with registry().changed(without=("prefill_attention",)):
             assert torch.equal(attend(batch), out), rows
     assert launched == [True] * len(batches)
 

@@ -104,8 +104,8 @@ def test_any_order_of_programs() -> None:
 def test_shared_blocks() -> None:
     """Rows that share full blocks: nothing else of them is written, and all read the same."""
     case = Case(SHAPES[0], [(32, 1), (40, 1), (33, 1)], num_padding=1)
-    tables = case.layout[2]
-    tables[1:, :2] = tables[0, :2]
+    tables, table_rows = case.layout[2:4]
+    tables[table_rows[1:], :2] = tables[table_rows[0], :2]
     for seed in range(2):
         with shuffled(seed):
             case.check(SMALL)

@@ -30,8 +30,8 @@ def _poisoned() -> Iterator[None]:
 
 def indexed(batch: tuple, key: Tensor, slots: Tensor, **changes: int) -> Tensor:
     """What the kernels choose, of the arguments of ``paged_attention``."""
-    query, cache, _, starts, contexts, tables, scale, *_ = batch
-    of_step = (cache, slots, starts, contexts, tables)
+    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch
+    of_step = (cache, slots, starts, contexts, tables, table_rows)
     return index_launch.index_topk(
         query, key, weights_of(query), *of_step, scale, NUM_CHOSEN, **changes
     )
@@ -131,10 +131,20 @@ def test_of_equal_scores_the_first_are_taken(
 
 def test_more_than_any_context_has_are_all() -> None:
     batch = make_batch([(3, 4), (0, 1)], SHAPES[0])
-    query, cache, _, starts, contexts, tables, scale, *_ = batch.attend
+    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch.attend
     key, slots = batch.store[0][:, 0], batch.store[4]
     chosen = index_launch.index_topk(
-        query, key, weights_of(query), cache, slots, starts, contexts, tables, scale, 500
+        query,
+        key,
+        weights_of(query),
+        cache,
+        slots,
+        starts,
+        contexts,
+        tables,
+        table_rows,
+        scale,
+        500,
     )
     for found, last in zip(chosen.tolist(), [3, 4, 5, 6, 0, -1, -1, -1], strict=True):
         assert found == [*range(last + 1), *[-1] * (499 - last)]

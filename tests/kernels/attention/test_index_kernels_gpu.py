@@ -42,8 +42,8 @@ def _poisoned() -> Iterator[None]:
 
 
 def chosen_of(attend: tuple, key: Tensor, slots: Tensor, topk: int = TOPK, **more: Any) -> Tensor:
-    query, cache, _, starts, contexts, tables, scale, *_ = attend
-    of_step = (cache, slots, starts, contexts, tables)
+    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = attend
+    of_step = (cache, slots, starts, contexts, tables, table_rows)
     return index_launch.index_topk(query, key, weights_of(query), *of_step, scale, topk, **more)
 
 

@@ -32,7 +32,7 @@ def weights_of(query: Tensor) -> Tensor:
 
 
 def choose(batch: tuple, key: Tensor, slots: Tensor) -> Tensor:
-    query, cache, _, starts, contexts, tables, scale, *_ = batch
+    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch
     return ops.index_topk(
         query,
         key,
@@ -42,6 +42,7 @@ def choose(batch: tuple, key: Tensor, slots: Tensor) -> Tensor:
         starts,
         contexts,
         tables,
+        table_rows,
         scale,
         NUM_CHOSEN,
     )
@@ -81,8 +82,8 @@ def test_a_position_has_the_same_scores_in_any_step(
     """To the bit, and so the same choice."""
 
     def scores(attention: tuple) -> Tensor:
-        query, cache, _, starts, contexts, tables, scale, *_ = attention
-        layout = cpu_invariant.build_layout(starts, contexts, tables, cache.shape[1], 0)
+        query, cache, _, starts, contexts, tables, table_rows, scale, *_ = attention
+        layout = cpu_invariant.build_layout(starts, contexts, tables, table_rows, cache.shape[1], 0)
         out = torch.zeros(len(query), 320)
         for gather in layout.gathers:
             keys = cpu_invariant.gathered("index keys", cache, gather)

@@ -14,7 +14,7 @@ import torch
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from pagespec.kernels.arguments import AttentionParams, PagedKV
+from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import e4m3_decode, e4m3_tiles, launch
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
@@ -72,7 +72,11 @@ def test_of_padding_are_zeros_with_their_scale() -> None:
     assert (values[batch.num_tokens :] == 0).all()
     assert (scales[:, batch.num_tokens :] == torch.finfo(torch.float32).tiny).all()
     query, kv, params = bundled(*batch.attend)
-    none = PagedKV(*kv[:2], kv.query_starts[:1], kv.context_lens[:0], kv.block_tables[:0])
+    none = kv._replace(
+        query_starts=kv.query_starts[:1],
+        context_lens=kv.context_lens[:0],
+        table_rows=kv.table_rows[:0],
+    )
     check(quantized((query, none, params), SMALL), torch.zeros(len(query), 6, 128))
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.triton_backend import TritonBackend
-from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
 from pagespec.kernels.quantized.fp8 import quantize_fp8
+from pagespec.kernels.registry import registry
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
+from tests.support.hopper import has_hopper_kernels
 from tests.support.models import tiny_model
 from tests.support.paged import Rows, Shape, bundled, poisoned_memory
 from tests.support.rope_prologue import Case
@@ -64,23 +64,17 @@ def check(found: QuantizedRows, plain: Tensor, case: object) -> None:
 
 @pytest.mark.parametrize("by_gluon", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_are_those_of_stored_outputs(
-    shape: Shape, by_gluon: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_are_those_of_stored_outputs(shape: Shape, by_gluon: bool) -> None:
     """Decode of one segment and of many, Hopper's prefill and the one for all GPUs, padding."""
-    if not by_gluon:
-        monkeypatch.setattr(launch, "is_gluon_known", lambda: False)
-    elif (
-        shape.is_e4m3
-        or shape.dtype == torch.float32
-        or not Gpu.of(torch.device("cuda")).has_prefetch
-    ):
+    is_other = shape.is_e4m3 or shape.dtype == torch.float32 or not has_hopper_kernels()
+    if by_gluon and is_other:
         pytest.skip("by the Triton kernel alone")
     backend = TritonBackend()
-    for name, rows in SOME.items():
-        for num_padding in (0, 3):
-            arguments = bundled(*stored(rows, shape, num_padding=num_padding).attend)
-            check(backend.attend_quantized(*arguments), backend.attend(*arguments), name)
+    with registry().changed(without=() if by_gluon else ("prefill_attention",)):
+        for name, rows in SOME.items():
+            for num_padding in (0, 3):
+                arguments = bundled(*stored(rows, shape, num_padding=num_padding).attend)
+                check(backend.attend_quantized(*arguments), backend.attend(*arguments), name)
 
 
 def test_of_zeros_and_of_small_outputs() -> None:

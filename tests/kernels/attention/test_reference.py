@@ -123,6 +123,7 @@ def test_matches_naive(
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor([s + n for s, n in rows], dtype=torch.int32),
         tables,
+        torch.arange(len(rows), dtype=torch.int32),
         scale,
         window,
         softcap,
@@ -173,5 +174,5 @@ def test_ops_pass_torch_opcheck() -> None:
     query = torch.randn(2, 4, 8)
     torch.library.opcheck(
         torch.ops.pagespec.paged_attention.default,
-        (query, k_cache, v_cache, starts, context, tables, 0.3, 0, 0.0, None),
+        (query, k_cache, v_cache, starts, context, tables, context - 2, 0.3, 0, 0.0, None),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -44,10 +45,9 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
     from pagespec.kernels.linear.tiles import choose_prefetch_tile, fastest_custom_rows
     from pagespec.kernels.linear.tuned_tiles import TUNED_PREFETCH, PrefetchTile
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     for shape, tile in MEASURED.items():
         assert choose_prefetch_tile(16, *shape, card) == PrefetchTile(*tile), shape
-        assert choose_prefetch_tile(1, *shape, Gpu(132, 227 << 10)) is None
     for (n, k, has_gate), tiles in TUNED_PREFETCH.items():
         assert all(tile.fits(n, k, has_gate) for tile in tiles.values()), (n, k)
         chosen = [choose_prefetch_tile(rows, n, k, has_gate, card) for rows in (17, 33, 65, 129)]
@@ -81,8 +81,8 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
-    from pagespec.kernels.device import is_gluon_known
     from pagespec.kernels.linear.tuned_tiles import TUNED_PREFETCH
+    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -128,15 +128,16 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
 
 def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
-    from pagespec.kernels.device import Gpu, is_gluon_known
+    from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import choose_prefetch_tile
     from pagespec.kernels.linear.tuned_tiles import PrefetchTile
+    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
     from pagespec.kernels.linear.norm_matmul_sm90 import fits
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     for shape, tile in WITH_NORM.items():
         chosen = choose_prefetch_tile(1, *shape, card)
         assert chosen == PrefetchTile(*tile, x_rows=8), shape

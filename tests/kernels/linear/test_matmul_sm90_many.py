@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagespec.kernels.fused import dispatch as fused
+from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def test_it_is_taken_where_it_was_measured_to_be_quicker() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import is_quicker_for_many_rows
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     for shape, rates in MEASURED.items():
         for num_rows, rate in zip((8192, 2048, 512), rates, strict=True):
             is_expected = rate > 1 and (*shape, num_rows) != UNUSED_GAIN
@@ -49,19 +50,18 @@ def test_it_is_taken_where_it_was_measured_to_be_quicker() -> None:
                 shape,
                 num_rows,
             )
-            assert not is_quicker_for_many_rows(num_rows, *shape, Gpu(132, 227 << 10))
 
 
 def test_it_is_not_taken_beyond_what_was_measured() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import is_quicker_for_many_rows, may_take_many_rows
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     full = 128 * 132  # rows of a whole wave of tiles beside each other
 
     def is_taken(num_rows: int, num_outs: int, k_size: int, has_gate: bool = False) -> bool:
         taken = is_quicker_for_many_rows(num_rows, num_outs, k_size, has_gate, card)
-        assert not taken or may_take_many_rows(num_outs, k_size, has_gate, card)
+        assert not taken or may_take_many_rows(num_outs, k_size, has_gate)
         return taken
 
     assert is_taken(full, 256, 1024)
@@ -70,7 +70,7 @@ def test_it_is_not_taken_beyond_what_was_measured() -> None:
     assert not is_taken(full, 4096, 5120)
     assert not is_taken(full, 4096, 6144, has_gate=True)
     assert not is_taken(full, 64, 1024)  # three quarters of each tile
-    assert not may_take_many_rows(64, 1024, False, card)
+    assert not may_take_many_rows(64, 1024, False)
     assert is_taken(full, 248, 1024)
     assert not is_taken(full, 252, 1024)  # rows of the result are no whole 16-byte units
     assert is_taken(full, 256, 320)
@@ -82,7 +82,7 @@ def test_it_is_not_taken_beyond_what_was_measured() -> None:
 
 def test_it_compiles_for_hopper_and_reads_nothing_before_it_waits() -> None:
     """Without spills, and without matmuls that wait for each other (ptxas's C7515 and the like)."""
-    from pagespec.kernels.device import is_gluon_known
+    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -107,7 +107,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from pagespec.kernels.linear import dispatch
 
     seen: list[Any] = []
-    card = dispatch.Gpu(3, 227 << 10, has_prefetch=True)  # of three multiprocessors
+    card = dispatch.Gpu(3, 227 << 10, Arch("sm90", has_gluon=True))  # of three multiprocessors
 
     def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
         seen.append((tuple(rows.shape), has_gate))

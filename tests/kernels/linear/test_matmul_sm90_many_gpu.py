@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.apart import run_apart
+from tests.support.hopper import has_hopper_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +30,8 @@ ROWS = (1, 63, 64, 65, 127, 128, 129, 1000, 2049, 4173)
 @pytest.fixture(autouse=True)
 def _hopper_with_poisoned_memory() -> Iterator[None]:
     """Fresh tensors hold NaN: whatever a kernel does not write shows."""
-    from pagespec.kernels.device import Gpu
 
-    if not Gpu.of(torch.device("cuda")).has_prefetch:
+    if not has_hopper_kernels():
         pytest.skip("not a Hopper GPU, or another Gluon")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -17,6 +17,7 @@ from pagespec import kernels
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.registry import Arch
 
 N, K = 2048, 1024
 
@@ -35,7 +36,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
         return product(normed, weight, None, 0), hidden
 
-    fake = SimpleNamespace(matmul=matmul, MAX_ROWS=4, fits=lambda k_size, *_: k_size == K)
+    def serves(num_rows: int, k_size: int, *_: object) -> bool:
+        return 0 < num_rows <= 4 and k_size == K
+
+    fake = SimpleNamespace(matmul=matmul, serves=serves)
     monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.norm_matmul_sm90", fake)
     monkeypatch.setattr(kernels.linear, "norm_matmul_sm90", fake, raising=False)
 
@@ -44,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return product(x, weight, bias, -1)
 
     monkeypatch.setattr(gpu_linear, "_ours", ours)  # there is no Gluon on a CPU
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     monkeypatch.setattr(gpu_linear.Gpu, "of", lambda device: card)
     return shapes
 

@@ -8,8 +8,9 @@ pytest.importorskip("triton")
 
 from pagespec.kernels.device import _LARGE_SHARED_BYTES, Gpu
 from pagespec.kernels.linear.tiles import choose_prefetch_tile, choose_tile
+from pagespec.kernels.registry import Arch
 
-HOPPER = Gpu(132, _LARGE_SHARED_BYTES, has_prefetch=True)
+HOPPER = Gpu(132, _LARGE_SHARED_BYTES, Arch("sm90", has_gluon=True))
 # Of Qwen3-0.6B, 8B and 32B, whole and in halves, quarters and eighths.
 OUTS = (384, 512, 768, 1024, 1536, 2560, 3072, 4096, 5120, 6144, 6400, 10240, 12288, 12800, 25600)
 SUMMANDS = (512, 768, 1024, 1536, 2048, 3072, 3200, 4096, 5120, 6144, 6400, 8192, 12288, 25600)

@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.linear import wide_matmul as kernel
 from pagespec.kernels.linear.wide_matmul import WideTile, choose_wide_tile, wide_tiles
+from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
-H200 = Gpu(num_sms=132, num_shared_bytes=227 << 10, has_prefetch=True)
+H200 = Gpu(num_sms=132, num_shared_bytes=227 << 10, arch=Arch("sm90", has_gluon=True))
 SMALL = Gpu(num_sms=80, num_shared_bytes=99 << 10)
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",

@@ -32,7 +32,7 @@ def build(case: dict[str, Any]) -> Any:
     kinds = {
         **{name: f"tensordesc<{short}{d.block_shape},{d.layout!r}>" for name, d in found},
         **dict(zip(("out", "partial", "stats"), (f"*{short}", "*fp32", "*fp32"), strict=True)),
-        **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
+        **dict.fromkeys(("starts", "contexts", "tables", "table_rows"), "*i32"),
         **dict.fromkeys(constants, "constexpr"),
         "factor": "fp32",
     }

@@ -58,7 +58,7 @@ def build(case: dict[str, Any]) -> Any:
     kinds = {
         **{name: f"tensordesc<{short}{d.block_shape},{d.layout!r}>" for name, d in found},
         **dict(zip(("out", "scratch", "factor"), (f"*{short}", "*fp32", "fp32"), strict=True)),
-        **dict.fromkeys(("counter", "starts", "contexts", "tables"), "*i32"),
+        **dict.fromkeys(("counter", "starts", "contexts", "tables", "table_rows"), "*i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     source = GluonASTSource(

@@ -125,7 +125,7 @@ def test_another_split_has_other_bits() -> None:
 
 def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
     cache, index = torch.zeros(3, 24, 1, 24), torch.zeros(2, dtype=torch.int32)
-    kv = LatentKV(cache, index, index[:1], index.view(1, 2))
+    kv = LatentKV(cache, index, index[:1], index.view(1, 2), index[:1])
     with pytest.raises(ValueError, match="block size 24"):
         launch.attention(torch.zeros(1, 4, 24), kv, 1.0, 16)
 

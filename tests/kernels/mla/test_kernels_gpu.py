@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.device import Gpu
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
+from pagespec.kernels.registry import registry
+from tests.support.hopper import has_hopper_kernels
 from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
 from tests.support.paged import Rows, Shape, poisoned_memory, rescheduled
 
@@ -82,7 +83,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and Gpu.of(torch.device("cuda")).has_prefetch),
+    not has_hopper_kernels(),
     reason="for Hopper, in the Gluon of some Tritons",
 )
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -119,8 +120,7 @@ def test_kernels_of_hopper_have_the_bits_of_any(
         out = attend(batch.attend, shape, **WHOLE)
         assert launched[before:] == [takes_singles] * (takes_singles or not by_token), rows
         assert torch.equal(attend(batch.attend, shape, **SPLIT), out), rows
-        with monkeypatch.context() as without:
-            without.setattr(launch, "is_gluon_known", lambda: False)
+        with registry().changed(without=("latent_attention",)):
             for changes in (WHOLE, SPLIT):
                 assert torch.equal(attend(batch.attend, shape, **changes), out), rows
     assert num_decoded == (2 * len(batches) if shape.hq <= 16 else 0)

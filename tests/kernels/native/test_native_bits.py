@@ -126,7 +126,7 @@ def test_attention(shape: Shape) -> None:
     batch = make_batch(rows, shape)
     ops.kv_store(*batch.store)
     found = calls.attention(*batch.attend)
-    query, sinks, token = batch.attend[0].numpy(), batch.attend[9], 0
+    query, sinks, token = batch.attend[0].numpy(), batch.attend[10], 0
     for (start, n), (k, v) in zip(rows, batch.histories, strict=True):
         for place in range(start, start + n):
             for head in range(shape.hq):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +26,7 @@ ROWS = (1, 16, 17, 33, 64, 65, 256, 512, 8192)
 
 @pytest.fixture
 def _gluon() -> None:
-    from pagespec.kernels.device import is_gluon_known
+    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -37,7 +38,7 @@ def test_chosen_tiles_fit() -> None:
     from pagespec.kernels.quantized.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
     from pagespec.kernels.quantized.tiles_fp8 import choose_sm90_tile
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     for shape in SHAPES:
         for rows in ROWS:
             tile = choose_sm90_tile(rows, *shape, card)
@@ -47,7 +48,6 @@ def test_chosen_tiles_fit() -> None:
                 rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
             )
             assert launch.num_programs >= 32
-        assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
     assert choose_sm90_tile(1, 640, 160, card) is None
     assert choose_sm90_tile(129, 640, 640, card) == ManyTile(192, 64, 6)  # an odd number of groups
     assert choose_sm90_tile(1, 645, 640, card) is None
@@ -62,7 +62,7 @@ def test_what_was_the_quickest_is_taken() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.quantized.tiles_fp8 import choose_sm90_tile
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     quickest = {
         (6144, 4096): {128: (128, 64), 192: (192, 64), 256: (128, 128), 384: (192, 128)},
         (4096, 4096): {192: (128, 64), 384: (192, 64), 512: (128, 128), 768: (192, 128)},
@@ -81,7 +81,7 @@ def test_when_the_gate_is_applied_in_the_store() -> None:
     from pagespec.kernels.quantized.matmul_fp8_sm90_launch import ManyTile
     from pagespec.kernels.quantized.tiles_fp8 import choose_gated_tile
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     assert choose_gated_tile(8192, 24576, 4096, card) == ManyTile(192, 128, 4)
     assert choose_gated_tile(2048, 24576, 4096, card) == ManyTile(192, 128, 4)
     assert choose_gated_tile(1024, 24576, 4096, card) == ManyTile(128, 128, 6)
@@ -89,7 +89,6 @@ def test_when_the_gate_is_applied_in_the_store() -> None:
     for rows in (384, 256, 64, 1):
         assert choose_gated_tile(rows, 24576, 4096, card) is None
     assert choose_gated_tile(192, 24576, 4096, card) == ManyTile(192, 128, 4)
-    assert choose_gated_tile(8192, 24576, 4096, Gpu(132, 227 << 10)) is None
     tile = ManyTile(192, 128, 4)
     for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64)):
         assert choose_gated_tile(8192, 2 * num_outs, k_size, card) is None
@@ -106,7 +105,7 @@ def test_they_compile_for_hopper() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.quantized.tiles_fp8 import choose_fp8_tile, choose_sm90_tile
 
-    card = Gpu(132, 227 << 10, has_prefetch=True)
+    card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     cases: list[tuple[int | bool | str, ...]] = []
     for has_blocks in (True, False):
         for shape in ((4096, 4096), (24576, 4096), (4096, 12288))[: 3 if has_blocks else 1]:

@@ -1,0 +1,1 @@
+"""A module per generation of hardware, whose ``IMPLEMENTATIONS`` :mod:`..registry` reads."""

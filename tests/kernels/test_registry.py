@@ -1,0 +1,140 @@
+"""Which kernels serve which architecture; a generation is added without changing callers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagespec.compile.load.quantized_load import check_capability
+from pagespec.errors import InvalidInputError
+from pagespec.kernels import ops
+from pagespec.kernels.arguments import PagedKV
+from pagespec.kernels.attention import launch
+from pagespec.kernels.device import Gpu
+from pagespec.kernels.linear import dispatch
+from pagespec.kernels.registry import CPU, Arch, Implementation, registry
+from tests.support.paged import Shape, bundled, make_batch
+
+HOPPER = Arch("sm90", has_gluon=True)
+TOY = Arch("sm123")
+OTHERS = [CPU, Arch("sm80", True), Arch("sm89", True), Arch("sm90"), Arch("sm100", True), TOY]
+OF_HOPPER = [
+    ("few_rows_matmul", "bfloat16"),
+    ("norm_matmul", "bfloat16"),
+    ("many_rows_matmul", "bfloat16"),
+    ("matmul", "fp8"),
+    ("gated_matmul", "fp8"),
+    ("prefill_attention", ""),
+    ("latent_attention", ""),
+]
+
+
+@pytest.mark.parametrize(("operation", "format"), OF_HOPPER)
+def test_kernels_in_gluon_serve_hopper_and_no_other(operation: str, format: str) -> None:
+    """What was decided by a flag of the card before: Hopper, and a known Gluon."""
+    found = registry().find(operation, format, HOPPER)
+    assert found is not None
+    assert all(callable(found.function(name)) for name in found.functions)
+    assert [registry().find(operation, format, arch) for arch in OTHERS] == [None] * len(OTHERS)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4", "int8"])
+def test_formats_of_weights_say_where_they_are_served(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda:0")
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        name = "sm" + "".join(map(str, capability))
+        expected = f"weights in {format} are served on GPUs of sm90; this one is {name}"
+        with pytest.raises(InvalidInputError, match=expected):
+            check_capability(format, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_capability(format, device)
+    check_capability(format, torch.device("cpu"))
+
+
+def toy_tile(num_rows: int, *_: object) -> int | None:
+    return num_rows if num_rows < 5 else None
+
+
+def toy_matmul(x: Tensor, weight: Tensor, *, tile: int, has_gate: bool) -> Tensor:
+    assert tile == len(x)
+    assert not has_gate
+    return torch.full((len(x), len(weight)), 7.0, dtype=x.dtype)
+
+
+def toy_prefill(query: Tensor, kv: PagedKV, out: Tensor, *_: object) -> bool:
+    assert len(kv.context_lens) == 1
+    out.fill_(len(query))
+    return True
+
+
+class _Toy(Implementation):
+    """Its functions stand in this file."""
+
+    __slots__ = ()
+
+    def function(self, name: str):  # type: ignore[no-untyped-def]
+        return globals()[self.functions[name]]
+
+
+FAMILY = (
+    _Toy(
+        "few_rows_matmul",
+        "bfloat16",
+        ("sm123",),
+        {"choose_tile": "toy_tile", "matmul": "toy_matmul"},
+    ),
+    _Toy("prefill_attention", "", ("sm123",), {"launch": "toy_prefill"}),
+    Implementation("weights", "fp8", ("sm123",)),
+)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of another generation."""
+    card = Gpu(4, 99 << 10, TOY)
+    monkeypatch.setattr(Gpu, "of", lambda _: card)
+    monkeypatch.setattr(Arch, "of", lambda _: TOY)
+
+
+def test_a_new_generation_is_entries_alone(toy: None) -> None:
+    x, weight = torch.ones(2, 64).bfloat16(), torch.ones(16, 64).bfloat16()
+    made = make_batch([(0, 20)], Shape(dk=16, dv=16), num_padding=0)
+    ops.kv_store(*made.store)
+    batch = bundled(*made.attend)
+    plain, attended = dispatch.linear(x, weight, None, 0), launch.paged_attention(*batch)
+    with pytest.raises(InvalidInputError, match="are served on GPUs of sm90"):
+        check_capability("fp8", torch.device("cuda"))
+    with registry().changed(first=FAMILY):
+        assert (dispatch.linear(x, weight) == 7).all()
+        assert dispatch.few_rows_kernel(weight, 8, False) is None  # no tile: the one for every GPU
+        assert (launch.paged_attention(*batch) == 20).all()
+        check_capability("fp8", torch.device("cuda"))
+        with pytest.raises(InvalidInputError, match="int4 are served on GPUs of sm90"):
+            check_capability("int4", torch.device("cuda"))
+    assert dispatch.few_rows_kernel(weight, 2, False) is None
+    assert torch.equal(plain, x @ weight.T)
+    assert torch.equal(launch.paged_attention(*batch), attended)
+
+
+def test_operations_can_be_left_out_and_come_back() -> None:
+    with registry().changed(without=("matmul",)):
+        assert registry().find("matmul", "fp8", HOPPER) is None
+        assert registry().find("gated_matmul", "fp8", HOPPER) is not None
+    assert registry().find("matmul", "fp8", HOPPER) is not None
+
+
+def test_reading_the_table_imports_no_triton() -> None:
+    program = (
+        "import sys\n"
+        "from pagespec.kernels.registry import Arch, registry\n"
+        "assert registry().find('matmul', 'fp8', Arch('sm90', True))\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,14 @@
+"""Whether the GPU at hand has the kernels for Hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from pagespec.kernels.registry import Arch
+
+
+def has_hopper_kernels() -> bool:
+    """A Hopper GPU, and a Triton whose Gluon is known."""
+    if not torch.cuda.is_available():
+        return False
+    return Arch.of(torch.device("cuda")) == Arch("sm90", has_gluon=True)
