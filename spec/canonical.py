@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 
-from .state import NEVER, NO_SLOT, Request, Scope, State
+from .state import NEVER, NO_SLOT, Request, Scope, Segment, State
 
 
 def block_names(state: State) -> dict[int, int]:
@@ -67,7 +67,10 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         group = groups.setdefault(r if q.leader < 0 else q.leader, number[r])
         if scope.policy == "fair":
             ranked = rank_from_clock(state, q), q.owner, q.charge, r in state.queued
-        requests.append((q[:4], q[5:9], q[10:14], group, ranked, table, place))
+        name = q[:4], q[5:9], q[10:14], group, ranked, table, place
+        if q.segments != (Segment(q.num_prompt),):
+            name = (*name, [tuple(segment) for segment in q.segments])
+        requests.append(name)
     flight = [
         [(number[w.request], w.start, w.n, w.samples, w.stale, w.drafts) for w in step]
         for step in state.flight

@@ -13,7 +13,17 @@ from . import model
 from .canonical import digest
 from .move import Move
 from .properties import STATE_PROPERTIES
-from .state import NO_SLOT, Label, Plan, Resume, Schedule, Scope, Settle, State
+from .state import (
+    NO_SLOT,
+    Label,
+    Plan,
+    Resume,
+    Schedule,
+    Scope,
+    Settle,
+    State,
+    is_inside,
+)
 from .transitions import ANY, TRANSITION_PROPERTIES
 
 LIVENESS = ("L1", "L2", "L8")  # judged on the graph, below
@@ -122,8 +132,19 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
         yield "mixed"
     if any(key is not None and after.keys[b] is None for b, key in enumerate(before.keys)):
         yield "evict"
+    yield from segment_events(plan, after)
     if before.slots.refs:
         yield from slot_events(before, plan, after)
+
+
+def segment_events(plan: Plan, after: State) -> Iterator[str]:
+    """Rows and hits that end inside a content segment."""
+    for row in plan.rows:
+        if is_inside(after.requests[row.request].segments, row.start + row.n):
+            yield "chunk in segment"
+    for r, _ in plan.admitted:
+        if is_inside(after.requests[r].segments, after.requests[r].computed):
+            yield "hit in segment"
 
 
 def slot_events(before: State, plan: Plan, after: State) -> Iterator[str]:

@@ -8,15 +8,17 @@ allows is for ``replay`` to say.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8)
+VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
+_HASH = re.compile("(?:[0-9a-f]{2})+")
 
 Shape = Callable[[Any], bool]
 Rows = list[list[Any]]
@@ -53,6 +55,11 @@ def _is_time(value: Any) -> bool:
 def _are_times(value: Any) -> bool:
     """Three readings of one clock, in seconds."""
     return _tuple_of(_is_time, _is_time, _is_time)(value) and value == sorted(value)
+
+
+def _is_content_hash(value: Any) -> bool:
+    """None of a token segment."""
+    return value is None or (_is_text(value) and _HASH.fullmatch(value) is not None)
 
 
 def _between(low: int, high: int | None = None) -> Shape:
@@ -125,6 +132,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "needs_history": _is_flag,
         "settled_only": _is_flag,
         "siblings": _list_of(_is_text),
+        "segments": _list_of(_tuple_of(_between(1), _is_content_hash), at_least=1),
     },
     "plan": {
         "step": _is_count,
@@ -179,6 +187,7 @@ _SINCE = {
     ("start", "max_draft_tokens"): 8,
     ("plan", "drafts"): 8,
     ("result", "accepted"): 8,
+    ("add", "segments"): 9,
 }
 # Fields of an engine that has state slots.
 _OF_STATES = ("state_tables", "new_state_slots", "state_pool")

@@ -37,11 +37,13 @@ from .state import (
     Row,
     Schedule,
     Scope,
+    Segment,
+    Segments,
     Settle,
     Slots,
     State,
     Template,
-    prefixes,
+    names,
 )
 
 
@@ -65,10 +67,16 @@ class Machine(Scheduler):
         }[self.scope.policy]
         return number + min(self.scope.overtaking, delay), number
 
+    def covers(self, prompt: tuple[int, ...], segments: Segments) -> bool:
+        """S59: no segment is empty, and together they are as long as the prompt."""
+        lengths = [segment.length for segment in segments]
+        return min(lengths) >= 1 and sum(lengths) == len(prompt)
+
     def add(self, template: Template) -> None:
-        if not self.fits(template):
-            return
         first, prompt = len(self.requests), template.prompt
+        segments = template.segments or (Segment(len(prompt)),)
+        if not self.fits(template) or not self.covers(prompt, segments):
+            return
         for number in range(first, first + template.n):
             self.requests.append(
                 Request(
@@ -84,6 +92,7 @@ class Machine(Scheduler):
                     settled_only=template.settled_only,
                     leader=first if number > first else -1,
                     owner=template.owner,
+                    segments=segments,
                 )
             )
         self.pending += range(first + 1, first + template.n)
@@ -168,12 +177,17 @@ class Machine(Scheduler):
 
     def write(self, r: int, start: int, n: int, ids: tuple[int, ...]) -> None:
         request = self.requests[r]
-        names = prefixes(request.salt, ids)
+        written = self.computed_names(request, start, ids)
         for position in range(start, start + n):
             block, slot = divmod(position, self.block_size)
             # A position outside table or tokens is a defect's: it is found by S10, S17 or S18.
-            if block < len(request.table) and position < len(names):
-                self.write_slot(request.table[block], slot, names[position])
+            if block < len(request.table) and position < len(written):
+                self.write_slot(request.table[block], slot, written[position])
+
+    def computed_names(self, request: Request, _: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What a row computes, wherever it starts: a row that starts inside a content segment goes
+        on at that offset."""
+        return names(request, ids)
 
     def write_slot(self, block: int, slot: int, prefix: int) -> None:
         old = self.contents[block]

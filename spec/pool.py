@@ -6,7 +6,7 @@ method, so that a seeded defect (``defects.py``) is the override of exactly one 
 
 from __future__ import annotations
 
-from .state import EMPTY, Request, Row, Scope, Slots, State, prefixes
+from .state import EMPTY, Request, Row, Scope, Slots, State, names
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -124,8 +124,9 @@ class Pool:
 
     # ------------------------------------------------------------------ prefix hits
     def block_key(self, request: Request, i: int) -> int:
-        """The chained key of full block i: all tokens up to its end, and the salt."""
-        return prefixes(request.salt, request.tokens)[(i + 1) * self.block_size - 1]
+        """The chained key of full block i: the salt, and up to its end all tokens and, of each
+        content segment, which of its positions lie where."""
+        return names(request)[(i + 1) * self.block_size - 1]
 
     def max_hit_blocks(self, request: Request) -> int:
         """S11: one token is always left to compute."""

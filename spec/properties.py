@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from . import share_properties
+from . import segment_properties, share_properties
 from .pool import ceil_div
 from .slot_properties import OF_STATES, all_tokens
-from .state import BASE, EMPTY, Request, Scope, State, prefixes
+from .state import EMPTY, Request, Scope, State, names, without_last
 
 
 def owners(state: State) -> list[int]:
@@ -47,7 +47,7 @@ def s6(state: State, scope: Scope) -> bool:
             for slot in reversed(range(scope.block_size)):
                 if state.contents[block][slot] != key:
                     return False
-                key //= BASE  # the prefix without its last token
+                key = without_last(key)
     return True
 
 
@@ -183,7 +183,7 @@ def s57(state: State, scope: Scope) -> bool:
     return all(
         state.contents[request.table[p // size]][p % size] == name
         for request in (state.requests[r] for r in state.running)
-        for p, name in enumerate(prefixes(request.salt, request.tokens)[: request.computed])
+        for p, name in enumerate(names(request)[: request.computed])
     )
 
 
@@ -240,6 +240,8 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S53": share_properties.s53,
     "S54": share_properties.s54,
     "S57": s57,
+    "S59": segment_properties.s59,
+    "S60": segment_properties.s60,
     "L5": l5,
     "L7": l7,
     **OF_STATES,

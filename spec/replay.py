@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .events import TraceError, read_events, shortened
 from .replay_machine import ReplayMachine
 from .replay_states import differing_pool, differing_states
-from .state import Plan, Scope, Template
+from .state import Plan, Scope, Segment, Template
 
 __all__ = ["TraceError", "Verdict", "check"]
 
@@ -72,6 +72,7 @@ class Replay:
         self.machine = ReplayMachine(scope)
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
+        self.contents: dict[str, int] = {}  # a number from 1 on for each content hash
         self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
         self.steps_in_flight: list[int] = []
         self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
@@ -79,6 +80,7 @@ class Replay:
         self.has_prefixes = start["version"] >= 3
         self.has_account = start["version"] >= 4
         self.has_settled_only = start["version"] >= 5
+        self.has_segments = start["version"] >= 9
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -105,6 +107,19 @@ class Replay:
             template = template._replace(settled_only=event["settled_only"])
         if self.has_owners:
             template = template._replace(owner=event["owner"])
+        if self.has_segments:
+            segments = tuple(
+                Segment(
+                    length, content and self.contents.setdefault(content, len(self.contents) + 1)
+                )
+                for length, content in event["segments"]
+            )
+            if not machine.covers(prompt, segments):
+                total = sum(segment.length for segment in segments)
+                raise _Refused(
+                    "S59", f"segments of {total} positions for a prompt of {len(prompt)}"
+                )
+            template = template._replace(segments=segments)
         machine.stop_ids += [frozenset(event["stop_token_ids"])] * len(names)
         machine.watches_text += [event["has_stop_strings"]] * len(names)
         machine.add(template)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import model
 from .model import Machine
-from .state import Plan, Request, Row, Scope
+from .state import Piece, Plan, Request, Row, Scope, pieces
 
 
 class ReplayMachine(Machine):
@@ -21,7 +21,7 @@ class ReplayMachine(Machine):
         self.told_reasons: dict[int, str] = {}
         self.told_accepted: dict[int, int] = {}  # draft tokens, of the step that is settled
         self._num_settled: dict[int, int] = {}  # tokens of each request before its row is settled
-        self._names: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._names: dict[tuple[int, tuple[int, ...], tuple[Piece, ...]], int] = {}
         self._chains: dict[int, list[int]] = {}
 
     def block_key(self, request: Request, i: int) -> int:
@@ -29,7 +29,8 @@ class ReplayMachine(Machine):
         for block in range(len(chain), i + 1):
             parent = chain[-1] if chain else -1 - request.salt
             begin = block * self.block_size
-            name = (parent, request.tokens[begin : begin + self.block_size])
+            end = begin + self.block_size
+            name = (parent, request.tokens[begin:end], pieces(request.segments, begin, end))
             chain.append(self._names.setdefault(name, len(self._names)))
         return chain[i]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .state import Scope, Template
+from .state import Scope, Segment, Template
 
 T = Template
 
@@ -119,6 +119,30 @@ _WITH_DRAFTS = (
     ),
 )
 
+# Two contents behind one token, with equal placeholders: chunks and hits end inside them.
+_WITH_ONE = T((0, 0, 0), 2, segments=(Segment(1), Segment(2, 1)))
+_WITH_OTHER = _WITH_ONE._replace(segments=(Segment(1), Segment(2, 2)))
+_WITH_SEGMENTS = (
+    _TIGHT._replace(name="ci-segments", templates=(_WITH_ONE, _WITH_OTHER), depth=1, abort=False),
+    # siblings, of which a block is copied inside a segment; the same content twice in a prompt
+    _SIBLINGS._replace(
+        name="ci-segments-siblings",
+        templates=(
+            T((0, 0, 0, 0), 2, n=2, segments=(Segment(4, 1),)),
+            T((0, 0, 0), 2, segments=(Segment(2, 1), Segment(1, 1))),
+        ),
+        pause=False,
+        reset=True,
+    ),
+    _STATES._replace(
+        name="ci-segments-states",
+        templates=(_WITH_ONE, _WITH_OTHER),
+        interval=1,
+        abort=False,
+        depth=1,
+    ),
+)
+
 CI = (
     _TIGHT._replace(name="ci-sync", fail=True),
     _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT), reset=True),
@@ -195,6 +219,7 @@ CI = (
     _PACED._replace(name="ci-paced-overlap", depth=1, abort=False),
     *_WITH_STATES,
     *_WITH_DRAFTS,
+    *_WITH_SEGMENTS,
 )
 
 # Three requests: an elder, its victim and one between or beside them.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .move import Move
 from .pool import ceil_div
-from .state import BASE, NO_SLOT, Row, Scope, State, prefixes
+from .state import NO_SLOT, Row, Scope, State, names, read_prefix
 
 
 def all_tokens(state: State, r: int) -> tuple[int, ...]:
@@ -66,12 +66,12 @@ def s45(state: State, scope: Scope) -> bool:
         request = state.requests[r]
         if not request.states:
             continue
-        names = prefixes(request.salt, all_tokens(state, r))
+        own = names(request, all_tokens(state, r))
         for i, slot in enumerate(request.states):
             if slot == NO_SLOT or slot in request.states[i + 1 :]:
                 continue  # given up, or moved on in place
             end = min((i + 1) * scope.interval, request.dispatched)
-            if end > len(names) or state.slots.contents[slot] != names[end - 1]:
+            if end > len(own) or state.slots.contents[slot] != own[end - 1]:
                 return False
     return True
 
@@ -92,10 +92,7 @@ def s46(state: State, scope: Scope) -> bool:
 
 
 def num_tokens(prefix: int) -> int:
-    count = -1  # the salt is no token
-    while prefix:
-        prefix, count = prefix // BASE, count + 1
-    return count
+    return len(read_prefix(prefix)[1])
 
 
 def writes(row: Row, scope: Scope) -> list[int]:
@@ -157,12 +154,12 @@ def s49(m: Move) -> bool:
         if row.request not in m.hits:
             continue
         request = m.before.requests[row.request]
-        names, expected = prefixes(request.salt, request.tokens), 0
+        own, expected = names(request), 0
         if request.reads_cache:
-            for end in range(m.scope.block_size, len(names), m.scope.block_size):
-                if names[end - 1] not in cached:
+            for end in range(m.scope.block_size, len(own), m.scope.block_size):
+                if own[end - 1] not in cached:
                     break
-                if end % m.scope.interval == 0 and names[end - 1] in index:
+                if end % m.scope.interval == 0 and own[end - 1] in index:
                     expected = end
         if row.start != expected:
             return False

@@ -12,7 +12,7 @@ that nobody holds; or free. Without recurrent layers there are no slots, and not
 from __future__ import annotations
 
 from .pool import Pool, ceil_div
-from .state import EMPTY, NO_SLOT, Request, extend, root
+from .state import EMPTY, NO_SLOT, Request, contents_by_position, extend, root
 
 
 class StateSlots(Pool):
@@ -170,8 +170,10 @@ class StateSlots(Pool):
             return
         request, interval = self.requests[r], self.scope.interval
         state = self.state_before(request, start)
+        contents = contents_by_position(request.segments)
         for position in range(start, min(start + n, len(ids))):
-            state = extend(state, ids[position]) if state != EMPTY else EMPTY
+            if state != EMPTY:
+                state = extend(state, ids[position], contents.get(position))
             if (position + 1) % interval == 0 or position + 1 == start + n:
                 self.write_state(request, position // interval, state)
 

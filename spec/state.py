@@ -11,36 +11,119 @@ NEVER = 1 << 62  # the first part of a rank that was not given yet
 NO_SLOT = -1  # an entry of a state table whose slot was given up
 
 # --------------------------------------------------------------------------- exact prefixes
-# A prefix (salt, t0, t1, ...) is named by one integer, digit by digit: exact, not a hash. The
-# digits are never 0, so two prefixes have the same name only if they are the same prefix.
+# A prefix (salt, p0, p1, ...) is named by one integer, digit by digit: exact, not a hash. A token
+# is one digit, never 0. A position of other content has five: its placeholder token, three of
+# content hash and offset, and CONTENT. Read from the last digit on, a name has one meaning.
 BASE = 8
+CONTENT = 7  # no token has this digit
+MAX_LENGTH = 64  # of a segment with content, so that hash and offset fit three digits
+
+
+class Segment(NamedTuple):
+    """``length`` consecutive positions of a prompt. Of a token segment ``content_hash`` is None:
+    the tokens are themselves the content. A content segment (the embeddings of an image) has
+    placeholder tokens; its hash (1 to 7, where prefixes are named) stands for one content."""
+
+    length: int
+    content_hash: int | None = None
+
+
+Segments = tuple[Segment, ...]
+
+
+class Piece(NamedTuple):
+    """What a range of positions has of a content segment: ``count`` positions from ``place`` in the
+    range on, the first of which is position ``offset`` of the segment."""
+
+    place: int
+    count: int
+    content_hash: int
+    offset: int
+
+
+def pieces(segments: Segments, begin: int, end: int) -> tuple[Piece, ...]:
+    """The content in positions [begin, end) of a prompt, in order."""
+    found, at = [], 0
+    for length, content_hash in segments:
+        first, last = max(begin, at), min(end, at + length)
+        if content_hash is not None and first < last:
+            found.append(Piece(first - begin, last - first, content_hash, first - at))
+        at += length
+    return tuple(found)
+
+
+def is_inside(segments: Segments, position: int) -> bool:
+    """Whether a content segment begins before ``position`` and goes on there."""
+    return position > 0 and any(piece.offset for piece in pieces(segments, position, position + 1))
+
+
+@cache
+def contents_by_position(segments: Segments) -> dict[int, tuple[int, int]]:
+    """(content hash, offset) of each position that is no token's."""
+    return {
+        place + i: (content_hash, i)
+        for place, count, content_hash, _ in pieces(segments, 0, sum(s.length for s in segments))
+        for i in range(count)
+    }
 
 
 def root(salt: int) -> int:
     return salt + 1
 
 
-def extend(prefix: int, token: int) -> int:
-    return prefix * BASE + token + 1
+def extend(prefix: int, token: int, content: tuple[int, int] | None = None) -> int:
+    """The name of a prefix with one position more."""
+    prefix = prefix * BASE + token + 1
+    if content is None:
+        return prefix
+    content_hash, offset = content
+    return (prefix * BASE**3 + content_hash * MAX_LENGTH + offset) * BASE + CONTENT
+
+
+def without_last(prefix: int) -> int:
+    """The name of a prefix with one position less."""
+    return prefix // (BASE**5 if prefix % BASE == CONTENT else BASE)
 
 
 @cache
-def prefixes(salt: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Entry p names the prefix of p + 1 tokens: what the KV of position p stands for."""
-    names, prefix = [], root(salt)
-    for token in tokens:
-        prefix = extend(prefix, token)
+def prefixes(salt: int, tokens: tuple[int, ...], segments: Segments) -> tuple[int, ...]:
+    """Entry p names the prefix of p + 1 positions: what the KV of position p stands for."""
+    names, prefix, contents = [], root(salt), contents_by_position(segments)
+    for position, token in enumerate(tokens):
+        prefix = extend(prefix, token, contents.get(position))
         names.append(prefix)
     return tuple(names)
 
 
+Position = tuple[int, int | None, int]
+"""(token, content hash or None, offset in the segment)"""
+
+
+@cache
+def read_prefix(prefix: int) -> tuple[int, tuple[Position, ...]]:
+    """The salt and the positions that a name stands for."""
+    positions: list[Position] = []
+    while prefix >= BASE:
+        if prefix % BASE == CONTENT:
+            content_hash, offset = divmod(prefix // BASE % BASE**3, MAX_LENGTH)
+            positions.append((prefix // BASE**4 % BASE - 1, content_hash, offset))
+        else:
+            positions.append((prefix % BASE - 1, None, 0))
+        prefix = without_last(prefix)
+    return prefix - 1, tuple(reversed(positions))
+
+
 def spell(prefix: int) -> str:
-    """A prefix in words, for traces: '0|011' is salt 0, tokens 0 1 1."""
-    digits = []
-    while prefix:
-        prefix, digit = divmod(prefix, BASE)
-        digits.append(str(digit - 1))
-    return "".join([*digits[-1:], "|", *reversed(digits[:-1])]) if digits else "-"
+    """A prefix in words, for traces: '0|01<3+0>' is salt 0, token 0, placeholder 1 at offset 0 of
+    content 3."""
+    if prefix == EMPTY:
+        return "-"
+    salt, positions = read_prefix(prefix)
+    texts = [
+        str(token) if content_hash is None else f"{token}<{content_hash}+{offset}>"
+        for token, content_hash, offset in positions
+    ]
+    return f"{salt}|{''.join(texts)}"
 
 
 # --------------------------------------------------------------------------- the world
@@ -49,7 +132,9 @@ class Template(NamedTuple):
     ``needs_history``: the runner has to know all its tokens, as penalties and grammars do.
     ``settled_only``: its rows compute settled tokens only, as the mask of a grammar needs them.
     ``n``: so many continuations, each a request: a leader and n - 1 siblings.
-    ``owner``: on whose share it is served under the policy "fair"."""
+    ``owner``: on whose share it is served under the policy "fair".
+    ``segments``: of the prompt, whose tokens are placeholders where a segment has other content;
+    empty: one segment of tokens."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -60,6 +145,7 @@ class Template(NamedTuple):
     settled_only: bool = False
     n: int = 1
     owner: int = 0
+    segments: Segments = ()
 
 
 class Scope(NamedTuple):
@@ -106,7 +192,7 @@ class Request(NamedTuple):
     the length at which it ends. ``published`` counts leading blocks that are hits or were offered
     to the index.
     ``leader`` is -1 of a request that is no sibling. ``states`` is the state table: a slot, or
-    NO_SLOT, for each interval that it has begun.
+    NO_SLOT, for each interval that it has begun. ``segments`` are those of the prompt.
     """
 
     tokens: tuple[int, ...]
@@ -128,10 +214,16 @@ class Request(NamedTuple):
     owner: int = 0
     charge: int = 0
     turn: int = -1
+    segments: Segments = ()
 
     @property
     def in_flight(self) -> int:
         return self.dispatched - self.computed
+
+
+def names(request: Request, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The prefixes of a request's positions. ``ids``: its tokens, if other than the settled."""
+    return prefixes(request.salt, request.tokens if ids is None else ids, request.segments)
 
 
 class Row(NamedTuple):

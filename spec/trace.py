@@ -16,6 +16,7 @@ from .state import (
     ResetCache,
     Schedule,
     Scope,
+    Segments,
     Settle,
     State,
     spell,
@@ -36,6 +37,8 @@ def label_text(label: Label, plan: Plan | None) -> str:
         extra += ", computes all" * (not t.reads_cache) + ", tells all" * t.needs_history
         extra += ", settled only" * t.settled_only + f", owner {t.owner}" * bool(t.owner)
         prompt = tokens_text(t.prompt)
+        if t.segments:
+            prompt += f" = {segments_text(t.segments)}"
         return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
     if isinstance(label, Settle):
         return f"Settle the oldest step; sampled [{tokens_text(label.tokens)}]"
@@ -47,6 +50,16 @@ def label_text(label: Label, plan: Plan | None) -> str:
         return "Fail: an operation raised or was interrupted"
     verb = {Abort: "Abort", Pause: "Pause"}.get(type(label), "Resume")
     return f"{verb} r{label.request}"
+
+
+def segments_text(segments: Segments) -> str:
+    """'1 token, 3 of content 2'"""
+    return ", ".join(
+        f"{length} token{'s' * (length > 1)}"
+        if content is None
+        else f"{length} of content {content}"
+        for length, content in segments
+    )
 
 
 def plan_text(plan: Plan | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from . import model, progress, share_properties, slot_properties
+from . import model, progress, segment_properties, share_properties, slot_properties
 from .move import Move
 from .properties import owners, s32, s39
 from .slot_properties import all_tokens
@@ -20,7 +20,7 @@ from .state import (
     Resume,
     Schedule,
     Settle,
-    prefixes,
+    names,
 )
 
 HIDDEN = 6  # a token that no request ever has
@@ -56,9 +56,9 @@ def s12(m: Move) -> bool:
         if r in m.forked:
             continue  # S33
         request = m.after.requests[r]
-        names = prefixes(request.salt, request.tokens)
+        own = names(request)
         if request.table[: len(hits)] != hits or any(
-            m.after.keys[block] != names[(i + 1) * m.scope.block_size - 1]
+            m.after.keys[block] != own[(i + 1) * m.scope.block_size - 1]
             for i, block in enumerate(hits)
         ):
             return False
@@ -91,14 +91,12 @@ def s16(m: Move) -> bool:
     size = m.scope.block_size
     for row in m.plan.rows:
         request = m.after.requests[row.request]
-        own = all_tokens(m.after, row.request)
-        own = own[: row.start + row.n] + row.drafts if row.drafts else own
-        names, end = prefixes(request.salt, own), row.end
-        if end > len(names) or end > len(request.table) * size:
+        ids = all_tokens(m.after, row.request)
+        ids = ids[: row.start + row.n] + row.drafts if row.drafts else ids
+        own, end = names(request, ids), row.end
+        if end > len(own) or end > len(request.table) * size:
             return False
-        if any(
-            m.after.contents[request.table[p // size]][p % size] != names[p] for p in range(end)
-        ):
+        if any(m.after.contents[request.table[p // size]][p % size] != own[p] for p in range(end)):
             return False
     return True
 
@@ -228,16 +226,16 @@ def s33(m: Move) -> bool:
         if source not in m.after.running:
             return False
         new, table = m.after.requests[r], m.after.requests[source].table
-        names = prefixes(new.salt, new.tokens)[: new.num_prompt - 1]
-        slots = [(table[p // size], p % size) for p in range(len(names))]
+        shared = names(new)[: new.num_prompt - 1]
+        slots = [(table[p // size], p % size) for p in range(len(shared))]
         if unsettled.intersection(slots):
             return False
-        if any(m.before.contents[b][s] != name for (b, s), name in zip(slots, names, strict=True)):
+        if any(m.before.contents[b][s] != name for (b, s), name in zip(slots, shared, strict=True)):
             return False
-        whole = len(names) // size
+        whole = len(shared) // size
         if new.table[:whole] != table[:whole]:
             return False
-        if len(names) % size:
+        if len(shared) % size:
             copies.append((table[whole], new.table[whole]))
             if own[new.table[whole]] != 1 or m.after.keys[new.table[whole]] is not None:
                 return False
@@ -432,6 +430,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "S39": lambda m: s39(m.after, m.scope),
     "S42": s42,
     "S56": s56,
+    "S61": segment_properties.s61,
     "L3": progress.l3,
     "L5": progress.l5,
     "L6": progress.l6,
@@ -449,6 +448,7 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S41": ((ResetCache,), s41),
     "S55": (ANY, share_properties.s55),
     "S58": ((Settle,), s58),
+    "S62": (ANY, segment_properties.s62),
     "L4": ((Schedule, Settle), progress.l4),
     "L10": ((Settle,), progress.l10),
 }

@@ -14,11 +14,37 @@ from . import model
 from .checker import successors, unfinished
 from .move import Move
 from .properties import STATE_PROPERTIES
-from .state import Abort, Fail, Label, Pause, ResetCache, Schedule, Scope, Settle, Template
+from .state import (
+    Abort,
+    Fail,
+    Label,
+    Pause,
+    ResetCache,
+    Schedule,
+    Scope,
+    Segment,
+    Settle,
+    Template,
+    contents_by_position,
+)
 from .trace import render
 from .transitions import TRANSITION_PROPERTIES
 
 PROMPTS = ((0,), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1, 0))
+
+
+def with_contents(template: Template, rng: random.Random) -> Template:
+    """The template, half of the time with segments of tokens and of three contents, of which all
+    placeholders are alike."""
+    if rng.random() < 0.5:
+        return template
+    segments, rest = [], len(template.prompt)
+    while rest:
+        segments.append(Segment(rng.randint(1, rest), rng.choice([None, 1, 1, 2, 3])))
+        rest -= segments[-1].length
+    contents = contents_by_position(tuple(segments))
+    prompt = tuple(0 if p in contents else token for p, token in enumerate(template.prompt))
+    return template._replace(prompt=prompt, segments=tuple(segments))
 
 
 def random_scope(rng: random.Random) -> Scope:
@@ -40,6 +66,8 @@ def random_scope(rng: random.Random) -> Scope:
     )
     block_size = rng.randint(1, 3)
     drafts = random.Random(rng.random())  # their own, so that they change no other draw
+    contents = random.Random(f"segments of {templates}")
+    templates = tuple(with_contents(template, contents) for template in templates)
     return Scope(
         "walk",
         templates,

@@ -172,8 +172,10 @@ class LLM:
         """Continue each prompt. Results come in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, a dict ``{"prompt": text}`` or
-                ``{"prompt_token_ids": [...]}``, or a list of those. A dict may also have
+            prompts: a text, a list of token ids, a dict ``{"prompt": text}``,
+                ``{"prompt_token_ids": [...]}`` or ``{"segments": [{"prompt_token_ids": [...]},
+                ...]}``, or a list of those. Segments of other content than tokens are refused for
+                now. A dict may also have
                 ``"cache_salt"``, text: the prefix cache is not shared across salts; and
                 ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
                 one of p lets those of 0 among the next 16 p arrivals go first; and ``"owner"``,

@@ -2,7 +2,7 @@
 taken from real engines (the row of docs/real_bugs.md). A property that no defect can break says
 nothing."""
 
-from . import drafts, life, liveness, plan, pool, shares, siblings, states, step
+from . import drafts, life, liveness, plan, pool, segments, shares, siblings, states, step
 from .registry import DEFECTS, Defect
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "liveness",
     "plan",
     "pool",
+    "segments",
     "shares",
     "siblings",
     "states",

@@ -450,6 +450,9 @@ def _id_lists(params: SamplingParams) -> tuple[Sequence[int] | None, ...]:
 def _num_chars(prompt: Any) -> int:
     """Of a text that is to be tokenised, or as many as take the time to check token ids."""
     if isinstance(prompt, Mapping):
+        segments = prompt.get("segments")
+        if is_list(segments):
+            return sum(_num_chars(segment) for segment in segments if isinstance(segment, Mapping))
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, str):
         return len(prompt)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import xxhash
 
 from .request import Request
+from .segments import content_key
 from .state_slots import StateSlots
 
 
@@ -28,8 +29,9 @@ class OutOfBlocksError(RuntimeError):
 
 
 def block_key(parent_key: bytes, tokens: bytes) -> bytes:
-    """Key of a full block: xxh3-128 over its parent's key and its token ids (4 bytes each), so
-    that a key stands for the whole prefix up to and including the block."""
+    """Key of a full block: xxh3-128 over its parent's key and what it holds, so that a key stands
+    for the whole prefix up to and including the block. ``tokens``: its token ids (4 bytes each),
+    then its part of content segments (see ``segments.content_key``)."""
     return xxhash.xxh3_128_digest(parent_key + tokens)
 
 
@@ -85,8 +87,8 @@ class BlockManager:
         self.lru_blocks: OrderedDict[int, None] = OrderedDict()
         self.keys: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
-        # Token ids of each published block: a look-up compares them, so that two different
-        # blocks whose keys collide are never taken for one another.
+        # What each published block holds: a look-up compares it, so that two different blocks
+        # whose keys collide are never taken for one another.
         self._contents: list[bytes | None] = [None] * num_blocks
         if self.states is not None:
             self.states.reset()
@@ -231,7 +233,11 @@ class BlockManager:
         token_ids = request.token_ids[num_known * size : num_full_blocks * size]
         tokens = array("i", token_ids).tobytes()
         num_bytes = len(tokens) // (num_full_blocks - num_known)
+        contents = request.contents
         for begin in range(0, len(tokens), num_bytes):
             chunk = tokens[begin : begin + num_bytes]
+            if contents:
+                first = len(keys) * size
+                chunk += content_key(contents, first, first + size)
             parent = block_key(parent, chunk)
             keys.append((parent, chunk))

@@ -21,6 +21,7 @@ from .record import Owner, Records, error_of
 from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
+from .segments import refuse_contents
 from .trace import TraceWriter
 
 _T = TypeVar("_T")
@@ -39,6 +40,8 @@ class Engine:
         runner: computes plans; a model runner, or any fake that meets the protocol.
         pace: chooses how many tokens a step may compute; None: as many as the scheduler allows.
         trace: a file to write the step trace to (see ``engine.trace``).
+        takes_contents: whether the runner computes content segments of prompts. Requests that have
+            some are refused otherwise.
         check_invariants: check the structural properties after every step, and raise
             InvariantError at the first that fails.
     """
@@ -50,6 +53,7 @@ class Engine:
         *,
         pace: StepPace | None = None,
         trace: str | os.PathLike[str] | None = None,
+        takes_contents: bool = False,
         check_invariants: bool = False,
     ) -> None:
         if scheduler.pipeline_depth != runner.pipeline_depth:
@@ -66,6 +70,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self._pace = pace
+        self._takes_contents = takes_contents
         self._begun: deque[float] = deque()  # when each step in flight was dispatched
         self._last_end = 0.0
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
@@ -93,7 +98,7 @@ class Engine:
         owner: Owner | None = None,
     ) -> None:
         """Admit a request, and its siblings with it. Raises InvalidInputError if it can never be
-        served; see Scheduler.add.
+        served, or has a content segment, which the runner does not compute; see Scheduler.add.
 
         Args:
             caller: an object that lives as long as somebody waits for the request, which is
@@ -233,6 +238,8 @@ class Engine:
         siblings: Sequence[Request],
         owner: Owner | None,
     ) -> None:
+        if not self._takes_contents:
+            refuse_contents(request.info.segments)
         arrivals = (request, *siblings)
         leases = self._records.leases(arrivals, caller)
         self.scheduler.add(request, siblings)

@@ -22,7 +22,11 @@ _MAX_CHARS_PER_TOKEN = 8
 _PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
 # Where a piece may end if tokens may swallow the white space beside them: little is there.
 _CUT = re.compile(r"\S\s{0,8}(?=\S)")
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority", "owner"}
+_PROMPT_FORMS = ("prompt", "prompt_token_ids", "segments")
+_PROMPT_KEYS = {*_PROMPT_FORMS, "cache_salt", "priority", "owner"}
+# Other content than tokens, as vLLM's prompts have it.
+_CONTENT_KEYS = ("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs")
+_NO_CONTENT = "is not supported: a prompt has tokens only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,24 @@ def _checked_owner(field: str, owner: Any) -> str:
         raise InvalidInputError(f"{field}.owner", owner, "must be text")
     require_unicode(f"{field}.owner", owner)
     return owner
+
+
+def _tokens_of_segments(field: str, segments: Any) -> list[Any]:
+    """The tokens of a list of token segments, which are joined: where one ends has no meaning."""
+    if not is_list(segments) or not segments:
+        limit = "must be a list of {'prompt_token_ids': ...}, at least one"
+        raise InvalidInputError(field, segments, limit)
+    token_ids: list[Any] = []
+    for i, segment in enumerate(segments):
+        place = f"{field}[{i}]"
+        if not isinstance(segment, Mapping) or set(segment) != {"prompt_token_ids"}:
+            limit = "must be {'prompt_token_ids': ...}: other content than tokens is not supported"
+            raise InvalidInputError(place, segment, limit)
+        if not is_list(segment["prompt_token_ids"]) or not segment["prompt_token_ids"]:
+            limit = "must be a list of token ids, at least one"
+            raise InvalidInputError(f"{place}.prompt_token_ids", segment["prompt_token_ids"], limit)
+        token_ids += segment["prompt_token_ids"]
+    return token_ids
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -164,12 +186,15 @@ class PromptReader:
         """
         cache_salt, priority, owner = b"", 0, ""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - _PROMPT_KEYS
-            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            for key in _CONTENT_KEYS:
+                if prompt.get(key) is not None:
+                    raise InvalidInputError(f"{field}.{key}", prompt[key], _NO_CONTENT)
+            unknown = set(prompt) - _PROMPT_KEYS - set(_CONTENT_KEYS)
+            if unknown or sum(form in prompt for form in _PROMPT_FORMS) != 1:
                 raise InvalidInputError(
                     field,
                     dict(prompt),
-                    "must have either 'prompt' or 'prompt_token_ids', "
+                    "must have either 'prompt' or 'prompt_token_ids' or 'segments', "
                     "and at most 'cache_salt', 'priority' and 'owner' besides",
                 )
             cache_salt = _checked_salt(field, prompt.get("cache_salt", ""))
@@ -180,6 +205,8 @@ class PromptReader:
                 if not isinstance(prompt, str):
                     limit = "must be text; token ids go into 'prompt_token_ids'"
                     raise InvalidInputError(f"{field}.prompt", prompt, limit)
+            elif "segments" in prompt:
+                prompt = _tokens_of_segments(f"{field}.segments", prompt["segments"])
             else:
                 prompt = prompt["prompt_token_ids"]
                 if not is_list(prompt):

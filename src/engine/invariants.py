@@ -33,8 +33,9 @@ def _require(condition: bool, property_id: str, detail: str, *values: object) ->
 
 def check_state(scheduler: Scheduler) -> None:
     """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
-    S24, S27, S28, S33, S40, S43, S44, S46, S47, S50 or S53."""
+    S24, S27, S28, S33, S40, S43, S44, S46, S47, S50, S53, S59 or S60."""
     _check_pool(scheduler)
+    _check_content(scheduler)
     if scheduler.blocks.states is not None:
         _check_state_slots(scheduler, scheduler.blocks.states)
     _check_requests(scheduler)
@@ -71,6 +72,35 @@ def _check_pool(scheduler: Scheduler) -> None:
     if not scheduler.requests and not scheduler.in_flight:
         num_idle = len(blocks.free_blocks) + len(blocks.lru_blocks)
         _require(num_idle == blocks.num_blocks, "S14", "{} blocks idle with no request", num_idle)
+
+
+def _check_content(scheduler: Scheduler) -> None:
+    """Compares what positions hold, and no keys."""
+    blocks = scheduler.blocks
+    size = blocks.block_size
+    first_owners: dict[int, Request] = {}
+    for request in (*scheduler.requests.values(), *scheduler.queues.draining):
+        total = sum(segment.length for segment in request.info.segments)
+        _require(total == request.num_prompt_tokens, "S59", "segments of {}", request)
+        for i, block in enumerate(request.block_table):
+            if blocks.ref_counts[block] < 2:
+                continue
+            other = first_owners.setdefault(block, request)
+            if other is not request:
+                begin, end = i * size, (i + 1) * size
+                is_same = other.token_ids[begin:end] == request.token_ids[begin:end]
+                if is_same and (other.contents or request.contents):
+                    is_same = _held(other, begin, end) == _held(request, begin, end)
+                _require(is_same, "S60", "{} shares block {} of other content", request, block)
+
+
+def _held(request: Request, begin: int, end: int) -> list[tuple[bytes, int] | None]:
+    """Of each of these positions its content's hash and its offset there; None of a token."""
+    held: list[tuple[bytes, int] | None] = [None] * (end - begin)
+    for content in request.contents:
+        for position in range(max(begin, content.begin), min(end, content.end)):
+            held[position - begin] = content.content_hash, position - content.begin
+    return held
 
 
 def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:

@@ -31,7 +31,9 @@ class StepPlan:
 
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
-        token_ids: the ids of all positions computed, row after row; a negative one, ``-(j + 1)``,
+        token_ids: the ids of all positions computed, row after row. Those of a content segment are
+            placeholders: what the row computes there follows from ``RequestInfo.segments``, the
+            content's hash and the position's offset in it. A negative one, ``-(j + 1)``,
             is the j-th token that the step before sampled, which its device knows first: sample
             after sample, row after row. (Beyond a pipeline depth of 1, j goes on into the steps
             before that, newest first.) A ``range`` if each row feeds the token that the same row of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -11,6 +11,7 @@ from .logit_edits import LogitEdits
 from .logprobs import RequestLogprobs
 from .reasoning import Reasoning
 from .sampling_params import SamplingParams
+from .segments import Content, Segment, contents_of
 
 
 class RequestState(enum.Enum):
@@ -41,6 +42,8 @@ class RequestInfo:
         edits: what is done to its logits; None for nothing.
         reasoning: what may come before content that a constraint is for; None for nothing.
         end_token_ids: end content that a constraint is for, beside the model's own end tokens.
+        segments: of its prompt, in order. Those of a row's positions name what the row computes
+            where its tokens are placeholders.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class RequestInfo:
     edits: LogitEdits | None = None
     reasoning: Reasoning | None = None
     end_token_ids: frozenset[int] = frozenset()
+    segments: tuple[Segment, ...] = ()
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
         """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
@@ -92,8 +96,9 @@ class Request:
             (smaller is elder), given once by the policy: at arrival, or at its turn.
         owner: on whose share it is served under the policy "fair". charge: what its owner was
             charged for it, in ticks.
-        block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
-            never changed.
+        contents: the content segments of its prompt, in order; none of tokens alone.
+        block_keys: of its full blocks (chained prefix key, what the block holds as bytes: token ids
+            and other content), computed on demand, never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
         state_table: a state slot, or -1 for one that was given up, for each interval that it has
@@ -109,6 +114,7 @@ class Request:
         "block_keys",
         "block_table",
         "charge",
+        "contents",
         "finish_reason",
         "info",
         "leader",
@@ -158,7 +164,12 @@ class Request:
         reasoning: Reasoning | None = None,
         end_token_ids: frozenset[int] = frozenset(),
         scores_prompt: bool = True,
+        segments: Sequence[Segment] | None = None,
     ) -> None:
+        """``segments``: of the prompt; None: tokens alone. ``prompt_token_ids`` has placeholders
+        where a segment has other content."""
+        if segments is None:
+            segments = (Segment(len(prompt_token_ids)),)
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
         self.info = RequestInfo(
             request_id,
@@ -173,7 +184,9 @@ class Request:
             edits,
             reasoning,
             end_token_ids,
+            tuple(segments),
         )
+        self.contents: tuple[Content, ...] = contents_of(segments)
         self.logprobs: RequestLogprobs | None = None
         if is_scored or sampling_params.logprobs is not None:
             self.logprobs = RequestLogprobs()
@@ -229,6 +242,7 @@ class Request:
             reasoning=info.reasoning,
             end_token_ids=info.end_token_ids,
             scores_prompt=False,
+            segments=info.segments,
         )
         sibling.leader = self
         return sibling

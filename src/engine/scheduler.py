@@ -23,6 +23,7 @@ from .planner import Planner
 from .policy import Policy
 from .queues import Queues
 from .request import Request, RequestState
+from .segments import check_segments
 
 _RUNNING = RequestState.RUNNING
 
@@ -107,8 +108,9 @@ class Scheduler:
                 of its own, which wait once it has computed that.
 
         Raises:
-            InvalidInputError: an id is in use, its prompt leaves no room for an output, or it
-                could not fit the whole pool even alone (S30); nothing was changed.
+            InvalidInputError: an id is in use, its segments are not its prompt (S59), that leaves
+                no room for an output, or it could not fit the whole pool even alone (S30); nothing
+                was changed.
         """
         for arrival in (request, *siblings):
             if arrival.request_id in self.requests:
@@ -119,6 +121,7 @@ class Scheduler:
                 f"{request.num_prompt_tokens} tokens",
                 f"must have 1 to {request.max_num_tokens - 1} tokens",
             )
+        check_segments(request.info.segments, request.num_prompt_tokens)
         # The last token is sampled but never fed back, so its KV needs no slot.
         num_blocks = self.blocks.num_blocks_for(request.max_num_tokens - 1)
         if num_blocks > self.blocks.num_blocks:

@@ -7,7 +7,8 @@ event      fields besides ``t`` (seconds since the trace began)
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
            priority; since version 3 reads_cache, needs_history, siblings (ids); since version 5
-           settled_only; since version 7 owner (a number)
+           settled_only; since version 7 owner (a number); since version 9 segments ``[length,
+           content hash (hex)]`` of the prompt, null of a token segment
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
            ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
@@ -59,7 +60,7 @@ from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 8
+TRACE_VERSION = 9
 
 
 class TraceWriter:
@@ -148,6 +149,10 @@ class TraceWriter:
             needs_history=request.info.needs_history,
             settled_only=request.settled_only,
             siblings=[sibling.request_id for sibling in siblings],
+            segments=[
+                (length, None if content_hash is None else content_hash.hex())
+                for length, content_hash in request.info.segments
+            ],
         )
 
     def plan(self, plan: StepPlan, began: float, planned: float) -> None:

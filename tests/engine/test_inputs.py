@@ -29,7 +29,34 @@ SURROGATE = "a\ud800"  # JSON can spell it, UTF-8 cannot
         ("text", "no tokenizer"),
         (b"bytes", "must be text or a list"),
         ({}, "either 'prompt' or 'prompt_token_ids'"),
-        ({"prompt_token_ids": [1], "multi_modal_data": 1}, "at most 'cache_salt'"),
+        ({"prompt_token_ids": [1], "image": 1}, "at most 'cache_salt'"),
+        *(
+            ({"prompt_token_ids": [1], key: {"image": 1}}, f"^prompt.{key} = .*not supported")
+            for key in (
+                *("multi_modal_data", "prompt_embeds", "multi_modal_uuids"),
+                "mm_processor_kwargs",
+            )
+        ),
+        ({"segments": [{"prompt_token_ids": [1]}], "prompt": "a"}, "either 'prompt'"),
+        ({"segments": []}, r"^prompt.segments = \[\]: must be a list of {'prompt_token_ids'"),
+        ({"segments": "ab"}, "^prompt.segments = 'ab': must be a list of"),
+        ({"segments": {"prompt_token_ids": [1]}}, "^prompt.segments = {.*: must be a list of"),
+        ({"segments": [[1]]}, r"^prompt.segments\[0\] = \[1\]: .*than tokens is not supported"),
+        (
+            {"segments": [{"prompt_token_ids": [1]}, {"image": b"png"}]},
+            r"^prompt.segments\[1\] = .*image.*: .*other content than tokens is not supported",
+        ),
+        (
+            {"segments": [{"prompt_token_ids": [1], "content_hash": "a"}]},
+            r"^prompt.segments\[0\] = .*: .*other content than tokens is not supported",
+        ),
+        (
+            {"segments": [{"prompt_token_ids": []}, {"prompt_token_ids": [1]}]},
+            r"^prompt.segments\[0\].prompt_token_ids = \[\]: must be a list .*at least one",
+        ),
+        ({"segments": [{"prompt_token_ids": "ab"}]}, r"segments\[0\].prompt_token_ids = 'ab'"),
+        ({"segments": [{"prompt_token_ids": [1]}, {"prompt_token_ids": [10]}]}, "from 0 to 9"),
+        ({"segments": [{"prompt_token_ids": [1] * 3}] * 2}, "6 tokens.*at most 4"),
         ({"prompt": [1]}, r"^prompt.prompt = \[1\]: must be text"),
         ({"prompt": None}, "^prompt.prompt = None: must be text"),
         ({"prompt": b"a"}, "^prompt.prompt = b'a': must be text"),
@@ -48,6 +75,13 @@ SURROGATE = "a\ud800"  # JSON can spell it, UTF-8 cannot
 def test_prompts_are_checked(prompt: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         READER.read(prompt)
+
+
+def test_token_segments_are_joined() -> None:
+    segments = [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": (3,)}]
+    read = READER.read({"segments": segments, "cache_salt": "s", "multi_modal_data": None})
+    assert read == READER.read({"prompt_token_ids": [1, 2, 3], "cache_salt": "s"})
+    assert READER.read({"segments": segments}, truncate=2).token_ids == [2, 3]
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": [97]}, {"prompt_token_ids": "a"}])

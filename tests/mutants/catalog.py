@@ -20,6 +20,7 @@ _SIBLINGS = "engine/siblings.py"
 _ROW_TOKENS = "engine/row_tokens.py"
 _STATES = "engine/state_slots.py"
 _SHARES = "engine/shares.py"
+_SEGMENTS = "engine/segments.py"
 _RING = "runner/pinned_ring.py"
 
 
@@ -794,5 +795,82 @@ MUTANTS = [
         _CORE,
         "            trim_logprobs(step)\n",
         "            pass\n",
+    ),
+    Mutant(
+        34,
+        "a key of placeholders alone",
+        _BLOCKS,
+        "                chunk += content_key(contents, first, first + size)\n",
+        "",
+    ),
+    Mutant(
+        34,
+        "a key without the hash of its content",
+        _SEGMENTS,
+        "parts.append(head + content.content_hash)",
+        "parts.append(head)",
+    ),
+    Mutant(
+        34,
+        "a key without the offset in its content",
+        _SEGMENTS,
+        "count, offset = min(end, content.end) - first, first - content.begin",
+        "count, offset = min(end, content.end) - first, 0",
+    ),
+    Mutant(
+        34,
+        "a key does not say how far its content goes",
+        _SEGMENTS,
+        'struct.pack("<4q", first - begin, count, offset,',
+        'struct.pack("<4q", first - begin, 0, offset,',
+    ),
+    Mutant(
+        34,
+        "a key does not say where in the block its content begins",
+        _SEGMENTS,
+        'struct.pack("<4q", first - begin, count,',
+        'struct.pack("<4q", 0, count,',
+    ),
+    Mutant(
+        34,
+        "a key sees the first content of its block alone",
+        _SEGMENTS,
+        "        parts.append(head + content.content_hash)\n",
+        "        return head + content.content_hash\n",
+    ),
+    Mutant(
+        34,
+        "content counts from the first block whose key is new",
+        _BLOCKS,
+        "first = len(keys) * size",
+        "first = begin // num_bytes * size",
+    ),
+    Mutant(
+        0,
+        "a key names the content behind its block",
+        _SEGMENTS,
+        "        if content.begin >= end:\n            break\n",
+        "        if content.begin > end:\n            break\n",
+    ),
+    Mutant(
+        0,
+        "a sibling has tokens alone",
+        _REQUEST,
+        "            segments=info.segments,\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "segments need not cover the prompt",
+        _SEGMENTS,
+        "    if total != num_tokens:\n",
+        "    if total > num_tokens:\n",
+    ),
+    Mutant(
+        0,
+        "an engine admits content that its runner does not compute",
+        _CORE,
+        "        if not self._takes_contents:\n",
+        "        if False:\n",
     ),
 ]

@@ -19,7 +19,7 @@ NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = (
     *("block_manager", "drafts", "pace", "planner", "policy", "preemption", "scheduler", "shares"),
-    *("siblings", "state_slots"),
+    *("segments", "siblings", "state_slots"),
 )
 RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
 

@@ -22,6 +22,7 @@ from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.segments import Segment
 from pagespec.errors import EngineError
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
@@ -82,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
             return dispatch(plan)
 
         self.runner.dispatch = checked_dispatch
-        self.engine = Engine(self.scheduler, self.runner)
+        self.engine = Engine(self.scheduler, self.runner, takes_contents=True)
         self.capacity = num_blocks * block_size + 1
         self.all: list[Request] = []
         self.ended: dict[Request, str] = {}
@@ -97,6 +98,10 @@ class EngineMachine(RuleBasedStateMachine):
         needs_history=st.booleans(),
         settled_only=st.sampled_from([False, False, True]),
         num_siblings=st.sampled_from([0, 0, 1, 3]),
+        segments=st.just([])
+        | st.lists(
+            st.tuples(st.integers(1, 9), st.sampled_from([None, b"a", b"a", b"b"])), max_size=4
+        ),
     )
     def add(
         self,
@@ -109,8 +114,18 @@ class EngineMachine(RuleBasedStateMachine):
         needs_history: bool,
         settled_only: bool,
         num_siblings: int,
+        segments: list[tuple[int, bytes | None]],
     ) -> None:
         prompt = [token * TOKEN_STRIDE for token in prompt[: self.capacity - 1]]
+        parts, rest = [], len(prompt)
+        for length, content_hash in segments:
+            if rest:
+                parts.append(Segment(min(length, rest), content_hash))
+                rest -= parts[-1].length
+        if rest:
+            parts.append(Segment(rest))
+        if segments:  # placeholders are alike
+            prompt = [0] * len(prompt)
         request = Request(
             str(len(self.all)),
             prompt,
@@ -124,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
             reads_cache=reads_cache,
             needs_history=needs_history,
             settled_only=settled_only,
+            segments=parts,
         )
         number = len(self.all)
         siblings = [
@@ -199,6 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
                 stop_token_ids=request.stop_token_ids,
                 salt=int.from_bytes(request.cache_salt, "little"),
                 needs_history=request.info.needs_history,
+                segments=request.info.segments,
             )
             assert outputs == alone[: len(outputs)], f"T1: {request}"
             if request.finish_reason in ("stop", "length"):

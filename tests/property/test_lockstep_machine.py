@@ -9,9 +9,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagespec.engine.invariants import check_state
 from spec import model
-from spec.state import Abort, Add, Fail, Pause, ResetCache, Resume, Schedule, Scope, Template
+from spec.state import (
+    Abort,
+    Add,
+    Fail,
+    Pause,
+    ResetCache,
+    Resume,
+    Schedule,
+    Scope,
+    Segment,
+    Template,
+    contents_by_position,
+)
 from tests.support.packers import CpuPacker
 from tests.support.refinement import Packer, Pair
+
+
+def segments_of(cuts: list[tuple[int, int | None]], length: int) -> tuple[Segment, ...]:
+    """Segments of a prompt: as many of the drawn (length, content) as there is room for; then a
+    token segment."""
+    segments: list[Segment] = []
+    for most, content in cuts:
+        if length:
+            segments.append(Segment(min(most, length), content))
+            length -= segments[-1].length
+    return (*segments, Segment(length)) if length else tuple(segments)
 
 
 class LockstepMachine(RuleBasedStateMachine):
@@ -97,6 +120,11 @@ class LockstepMachine(RuleBasedStateMachine):
         settled_only=st.sampled_from([False, False, True]),
         n=st.sampled_from([1, 1, 2, 3]),
         owner=st.integers(0, 2),
+        cuts=st.just([])
+        | st.lists(
+            st.tuples(st.integers(1, 9), st.sampled_from([None, 1, 1, 2])), min_size=1, max_size=5
+        ),
+        changes_contents=st.booleans(),
     )
     def add(
         self,
@@ -110,12 +138,21 @@ class LockstepMachine(RuleBasedStateMachine):
         settled_only: bool,
         n: int,
         owner: int,
+        cuts: list[tuple[int, int | None]],
+        changes_contents: bool,
     ) -> None:
         if self.state.requests:  # begin as an earlier request did, so that the cache is met
-            old = self.state.requests[shared % len(self.state.requests)].tokens
+            earlier = self.state.requests[shared % len(self.state.requests)]
+            old = earlier.tokens
             prompt = list(old[: shared % (len(old) + 1)]) + prompt
+            if not changes_contents:
+                cuts = [*earlier.segments, *cuts]
+        segments = segments_of(cuts, len(prompt))
+        contents = contents_by_position(segments)
+        if changes_contents:  # other content, at the places of an earlier request's perhaps
+            prompt = [0 if p in contents else token for p, token in enumerate(prompt)]
         flags = reads_cache, needs_history, settled_only
-        template = Template(tuple(prompt), max_tokens, salt, priority, *flags, n, owner)
+        template = Template(tuple(prompt), max_tokens, salt, priority, *flags, n, owner, segments)
         self.pair.apply(Add(len(self.state.requests), template))
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from pagespec.engine.core import Engine
 from pagespec.engine.pace import StepPace
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.queues import Queues
@@ -25,7 +24,7 @@ from spec.events import read_events
 from spec.state import REFUSALS
 from tests.support.content_runner import TOKEN_STRIDE
 from tests.support.scenario import Scenario
-from tests.support.traces import in_full
+from tests.support.traces import in_full, write_trace
 
 NUM_SCENARIOS = 60
 
@@ -33,7 +32,7 @@ NUM_SCENARIOS = 60
 def written_by(scenario: Scenario) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.jsonl"
-        scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+        scenario.engine = scenario.new_engine(trace=path)
         scenario.run()
         return path.read_text().splitlines()
 
@@ -51,7 +50,9 @@ def trace_of(seed: int, *, has_states: bool | None = None) -> list[str]:
 @functools.cache
 def trace_in_full(seed: int) -> tuple[str, ...]:
     """Told as a version would that knows neither of states nor of who is settled-only."""
-    scenario = Scenario(seed, has_states=False, may_be_fair=False, has_drafts=False)
+    scenario = Scenario(
+        seed, has_states=False, may_be_fair=False, has_drafts=False, has_contents=False
+    )
     scenario.has_settled_only = False
     return tuple(in_full(written_by(scenario)))
 
@@ -254,9 +255,7 @@ def paced_trace(seed: int) -> list[str]:
     scenario = Scenario(seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.jsonl"
-        scenario.engine = Engine(
-            scenario.scheduler, scenario.runner, pace=AnyBudget(seed), trace=path
-        )
+        scenario.engine = scenario.new_engine(pace=AnyBudget(seed), trace=path)
         scenario.run()
         return path.read_text().splitlines()
 
@@ -282,13 +281,16 @@ def test_steps_of_any_budget_are_accepted_and_told() -> None:
     assert num_refused > 5
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
     """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
     nothing of reasons and times, version 4 nothing of who is settled-only, version 5 nothing of
-    state slots, version 6 nothing of owners, version 7 nothing of draft tokens; nothing is missed.
-    Before version 5 every row of every plan is told, and before version 8 whether it is sampled."""
-    removed = ["max_draft_tokens", "drafts", "accepted"]
+    state slots, version 6 nothing of owners, version 7 nothing of draft tokens, version 8 nothing
+    of segments; nothing is missed. Before version 5 every row of every plan is told, and before
+    version 8 whether it is sampled."""
+    removed = ["segments"]
+    if version < 8:
+        removed += ["max_draft_tokens", "drafts", "accepted"]
     if version < 7:
         removed += ["credit", "ticks_per_token", "reply_tokens", "owner", "budget"]
     if version < 6:
@@ -301,7 +303,13 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
         removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
     # Without a reset of the cache, which came with version 4.
-    scenario = Scenario(4, has_states=False, may_be_fair=version >= 7, has_drafts=False)
+    scenario = Scenario(
+        4,
+        has_states=False,
+        may_be_fair=version >= 7,
+        has_drafts=version >= 8,
+        has_contents=False,
+    )
     scenario.has_settled_only = version >= 5
     if version < 3:
         scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
@@ -313,7 +321,7 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
             event["version"] = version
         for field in removed:
             event.pop(field, None)
-        if version >= 5 and event.get("rows"):
+        if 5 <= version < 8 and event.get("rows"):
             for row in event["rows"]["unusual"]:
                 row[2] = bool(row[2])
         old.append(json.dumps(event))
@@ -391,7 +399,7 @@ def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> N
             return len(seen) == last
 
         path = tmp_path / f"{seed}.jsonl"
-        engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+        engine = scenario.new_engine(trace=path)
         limit = min(9, scenario.capacity)
         request = Request(
             "text",
@@ -410,6 +418,69 @@ def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> N
         ends.update((request.finish_reason, n) for _, n in result["accepted"])
         assert seen == request.output_token_ids
     assert {reason for reason, n in ends if n} >= {"stop"}
+
+
+@functools.cache
+def trace_with_contents(seed: int) -> tuple[str, ...]:
+    return tuple(written_by(Scenario(seed, has_contents=True)))
+
+
+def test_traces_with_content_segments_are_accepted() -> None:
+    verdicts = [replay.check(trace_with_contents(seed)) for seed in range(NUM_SCENARIOS)]
+    assert [v for v in verdicts if v.property_id] == []
+    assert sum(v.num_hit_blocks for v in verdicts) > 10
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize("told", ["ff", None])
+def test_a_hit_of_other_content_is_refused(
+    tmp_path: Path, pipeline_depth: int, told: str | None
+) -> None:
+    """A request that finds an image, also a part of one, had no such hit with another, or with
+    tokens alone."""
+    path = tmp_path / "t.jsonl"
+    lines = write_trace(path, pipeline_depth=pipeline_depth, has_contents=True)
+    assert not replay.check(lines).property_id
+    events = [json.loads(line) for line in lines]
+    added = {event["id"]: i for i, event in enumerate(events) if event["event"] == "add"}
+    hits = [hit for event in events for hit in event.get("hits", ())]
+    first_hits = dict(reversed(hits))
+    num_inside = 0
+    for name, num_tokens in first_hits.items():
+        event = events[added[name]]
+        (before, _), (length, content), *rest = event["segments"]
+        num_inside += before < num_tokens < before + length
+        altered = {**event, "segments": [[before, None], [length, told], *rest]}
+        i = added[name]
+        verdict = replay.check([*lines[:i], json.dumps(altered), *lines[i + 1 :]])
+        assert verdict.property_id in {"S2", "S5", "S17", "S31", "S32"}, (content, verdict)
+    assert len(first_hits) >= num_inside >= 3
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda told: [*told, [1, None]],
+        lambda told: [[told[0][0] + 1, told[0][1]], *told[1:]],
+        lambda told: [*told, [1, "ab"]],
+    ],
+)
+def test_segments_that_are_not_the_prompt_are_refused(alter: Callable[[Any], Any]) -> None:
+    lines = trace_of(0)
+    event = json.loads(lines[1])
+    altered = json.dumps({**event, "segments": alter(event["segments"])})
+    verdict = replay.check([lines[0], altered, *lines[2:]])
+    assert (verdict.property_id, verdict.line) == ("S59", 2)
+
+
+@pytest.mark.parametrize(
+    "told", [[], None, [[0, None]], [[1, ""]], [[1, "AB"]], [[1, "abc"]], [[1]], [[True, None]]]
+)
+def test_segments_that_cannot_be_read_make_it_no_trace(told: object) -> None:
+    lines = trace_of(0)
+    altered = json.dumps({**json.loads(lines[1]), "segments": told})
+    with pytest.raises(replay.TraceError, match=r"^line 2: add has segments"):
+        replay.check([lines[0], altered, *lines[2:]])
 
 
 @pytest.mark.parametrize(
@@ -507,7 +578,7 @@ def test_a_failure_may_lack_the_event_of_its_own_operation() -> None:
 def test_a_trace_that_cannot_be_written_fails_one_operation_and_ends(tmp_path: Path) -> None:
     scenario = Scenario(1)
     path = tmp_path / "t.jsonl"
-    engine = scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+    engine = scenario.engine = scenario.new_engine(trace=path)
     scenario.add()
     engine.step()
     engine._trace._file.close()  # as good as a full disk

@@ -6,7 +6,9 @@ import ast
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,17 @@ from spec.canonical import digest
 from spec.checker import ALL_PROPERTIES, Report, explore
 from spec.defects import DEFECTS
 from spec.scopes import CI, SCOPES, SEEDED
-from spec.state import Schedule, State
+from spec.state import (
+    Schedule,
+    Segment,
+    Segments,
+    State,
+    prefixes,
+    read_prefix,
+    root,
+    spell,
+    without_last,
+)
 from spec.trace import render
 from spec.walk import random_scope, walk
 
@@ -37,10 +49,11 @@ def test_no_property_is_violated_in_a_ci_scope(name: str) -> None:
 
 
 def test_ci_scopes_exercise_every_kind_of_plan() -> None:
-    reports = map(ci_report, ("ci-hold", "ci-states-depth-2", "ci-drafts-overlap"))
+    names = ("ci-hold", "ci-states-depth-2", "ci-drafts-overlap", "ci-segments")
+    reports = map(ci_report, names)
     seen = sum((report.seen for report in reports), Counter())
     plans = ("preempt", "hold", "hit", "evict", "chunk", "draft", "mixed", "flight 2", "flight 3")
-    for event in plans:
+    for event in (*plans, "chunk in segment", "hit in segment"):
         assert seen[event] > 0, event
 
 
@@ -62,6 +75,37 @@ def test_the_scope_of_a_defect_is_clean_without_it(name: str) -> None:
 def test_no_property_is_vacuous() -> None:
     broken = {prop for known in DEFECTS.values() for prop in known.violates}
     assert broken == set(ALL_PROPERTIES)
+
+
+def all_segments(length: int) -> Iterator[Segments]:
+    """All segments of a prompt of that length, of tokens and of two contents."""
+    if not length:
+        yield ()
+    for first, content in product(range(1, length + 1), (None, 1, 7)):
+        for rest in all_segments(length - first):
+            yield (Segment(first, content), *rest)
+
+
+def test_a_name_stands_for_one_prefix() -> None:
+    """Also of content segments: it can be read, position by position, and cut."""
+    held: dict[int, object] = {}
+    for segments in all_segments(4):
+        for salt, tokens in product((0, 1), product((0, 2), repeat=4)):
+            contents = [
+                (content, 0 if content is None else i)
+                for length, content in segments
+                for i in range(length)
+            ]
+            names = prefixes(salt, (*tokens, 1), segments)
+            positions = [(t, *c) for t, c in zip((*tokens, 1), [*contents, (None, 0)], strict=True)]
+            for end, name in enumerate(names, 1):
+                expected = salt, tuple(positions[:end])
+                assert read_prefix(name) == expected
+                assert held.setdefault(name, expected) == expected
+                assert without_last(name) == (names[end - 2] if end > 1 else root(salt))
+    assert (
+        spell(prefixes(0, (0, 1, 1), (Segment(1), Segment(1, 3), Segment(1)))[-1]) == "0|01<3+0>1"
+    )
 
 
 def reachable(max_depth: int) -> set[State]:

@@ -1,7 +1,8 @@
 """A runner without a model, whose tokens tell what its KV cache really held.
 
-The "KV" of a slot is a hash chained over the token written there and the KV of the slot before,
-read through the block table; the next token is a hash of every KV the row reads. An aliased block,
+The "KV" of a slot is a hash chained over the token written there (or the content, and which of its
+positions, where a segment of the prompt has some) and the KV of the slot before, read through the
+block table; the next token is a hash of every KV the row reads. An aliased block,
 a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables,
 tokens and histories are those that the plans add up to: it sees no live request, as a real runner
 does not. The next token of a request that needs its history depends on that as well.
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pagespec.engine.plan import StepPlan, StepResult
+from pagespec.engine.segments import Segment
 from tests.support.tables import HistoriesFromPlans, StateTablesFromPlans, TablesFromPlans
 
 _MODULUS = (1 << 61) - 1
@@ -25,6 +28,19 @@ TOKEN_STRIDE = 256
 
 def kv_of(token: int, previous_kv: int, position: int) -> int:
     return (previous_kv * 1_000_003 + token * 7_919 + position * 104_729 + 12_345) % _MODULUS
+
+
+@cache
+def embeddings(segments: tuple[Segment, ...]) -> dict[int, int]:
+    """What stands in place of the token at each position of a content segment."""
+    found, position = {}, 0
+    for length, content_hash in segments:
+        for offset in range(length):
+            if content_hash is not None:
+                number = int.from_bytes(content_hash, "little")
+                found[position] = (number * 611_953 + offset * 15_485_863 + 1_299_709) % _MODULUS
+            position += 1
+    return found
 
 
 def token_after(kvs: Sequence[int], seed: int, vocab_size: int, history: Sequence[int] = ()) -> int:
@@ -43,13 +59,16 @@ def stream_alone(
     stop_token_ids: frozenset[int] = frozenset(),
     salt: int = 0,
     needs_history: bool = False,
+    segments: tuple[Segment, ...] = (),
 ) -> list[int]:
     """The outputs of a request that no other ever met: no blocks, no schedule."""
+    in_place = embeddings(segments)
     tokens: list[int] = list(prompt)
     kvs: list[int] = []
     while len(tokens) < max_num_tokens:
         for position in range(len(kvs), len(tokens)):
-            kvs.append(kv_of(tokens[position], kvs[-1] if kvs else salt, position))
+            read = in_place.get(position, tokens[position])
+            kvs.append(kv_of(read, kvs[-1] if kvs else salt, position))
         history = tokens if needs_history else ()
         tokens.append(token_after(kvs, seed, vocab_size, history))
         if tokens[-1] in stop_token_ids:
@@ -129,8 +148,9 @@ class ContentRunner:
                 for p in range(start + num_tokens)
             ]
             kvs = [self.kv[slot] for slot in slots[:start]]
+            in_place = embeddings(request.segments)
             for position in range(start, start + num_tokens):
-                token = next(token_ids)
+                token = in_place.get(position, next(token_ids))
                 salt = int.from_bytes(request.cache_salt, "little")
                 kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
                 writes.append((slots[position], kvs[-1]))

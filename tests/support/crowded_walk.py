@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from spec import model
 from spec.state import Abort, Add, Pause, ResetCache, Schedule, Scope, Template
+from spec.walk import with_contents
 from tests.support.refinement import Packer, Pair
 
 NUM_ACTIONS = 50
@@ -43,6 +44,8 @@ def walk(
         )
         for _ in range(3)
     )
+    contents = random.Random(f"segments of {seed}")  # its own, so that the rest stays as it is
+    templates = tuple(with_contents(template, contents) for template in templates)
     drawn = random.Random(f"states of {seed}")  # its own, so that the rest stays as it is
     has_states = drawn.random() < 0.4
     scope = Scope(

@@ -24,6 +24,7 @@ from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestInfo, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.segments import Segment as RealSegment
 from pagespec.engine.shares import Shares
 from pagespec.engine.state_slots import StateSlots
 from pagespec.errors import InvalidInputError
@@ -42,9 +43,11 @@ from spec.state import (
     Row,
     Schedule,
     Scope,
+    Segment,
     Settle,
     Slots,
     State,
+    Template,
     prefixes,
 )
 from tests.support.tables import HistoriesFromPlans, RowSeen, StateTablesFromPlans, TablesFromPlans
@@ -130,6 +133,21 @@ def real_scheduler(scope: Scope) -> Scheduler:
             reply_tokens=scope.reply,
         ),
         drafter=OfferedDrafts(scope.max_drafts) if has_drafts else None,
+    )
+
+
+def _real_segments(template: Template) -> list[RealSegment] | None:
+    return [
+        RealSegment(length, None if content_hash is None else bytes([content_hash]))
+        for length, content_hash in template.segments
+    ] or None
+
+
+def _abstract_segments(request: RealRequest) -> tuple[Segment, ...]:
+    """What a runner is told of them."""
+    return tuple(
+        Segment(length, None if content_hash is None else content_hash[0])
+        for length, content_hash in request.info.segments
     )
 
 
@@ -219,6 +237,7 @@ class Pair:
                 reads_cache=template.reads_cache,
                 needs_history=template.needs_history,
                 settled_only=template.settled_only,
+                segments=_real_segments(template),
             )
             siblings = [
                 request.sibling(str(label.request + i), 0, None) for i in range(1, template.n)
@@ -299,7 +318,8 @@ def abstraction(pair: Pair) -> State:
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}
     for request in requests:
-        exact = prefixes(request.cache_salt[0], tuple(request.token_ids))
+        salt, segments = request.cache_salt[0], _abstract_segments(request)
+        exact = prefixes(salt, tuple(request.token_ids), segments)
         for i, (key, _) in enumerate(request.block_keys):
             names[key] = exact[(i + 1) * blocks.block_size - 1]
     return State(
@@ -381,6 +401,7 @@ def _abstract_request(request: RealRequest) -> Request:
         states=tuple(request.state_table),
         owner=int(request.owner),
         charge=request.charge,
+        segments=_abstract_segments(request),
     )
 
 

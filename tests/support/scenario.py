@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 from pagespec.engine.block_manager import BlockManager, OutOfBlocksError
 from pagespec.engine.core import Engine
@@ -18,6 +19,7 @@ from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.segments import Segment
 from pagespec.errors import EngineError, InvalidInputError
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
@@ -47,7 +49,8 @@ class Scenario:
     """Settings, requests and interventions drawn from one seed. ``has_states``: of a model with
     recurrent layers; None draws that, too. ``may_be_fair``: some have the policy "fair".
     ``has_drafts``: settled-only requests have draft tokens; None draws that, too, where there are
-    no recurrent layers."""
+    no recurrent layers. ``has_contents``: some prompts have segments of other content than tokens;
+    None draws that, too."""
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Scenario:
         has_states: bool | None = None,
         may_be_fair: bool = True,
         has_drafts: bool | None = None,
+        has_contents: bool | None = None,
     ) -> None:
         rng = self.rng = random.Random(seed)
         # Crowded: short prompts and long outputs in a small pool, so that running requests grow
@@ -102,7 +106,10 @@ class Scenario:
             max_draft_tokens=4,
             **states,
         )
-        self.engine = Engine(self.scheduler, self.runner)
+        self.contents = random.Random(f"segments of {seed}")
+        draws_contents = self.contents.random() < 0.5
+        self.has_contents = draws_contents if has_contents is None else has_contents
+        self.engine = self.new_engine()
         self.view = RunnerView()
         reset = self.runner.reset
         self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
@@ -115,6 +122,10 @@ class Scenario:
         self.reasons: dict[Request, str] = {}
         self.first_served: list[Request] = []
         self.has_intervened = False
+
+    def new_engine(self, **options: Any) -> Engine:
+        """Over the same scheduler and runner; ``options``: of ``Engine``."""
+        return Engine(self.scheduler, self.runner, takes_contents=self.has_contents, **options)
 
     def _forget_view(self, reset: Callable[[], None]) -> None:
         self.view = RunnerView()
@@ -142,14 +153,17 @@ class Scenario:
         rng = self.rng
         length = rng.randint(1, min(3 if self.is_crowded else 14, self.capacity - 1))
         prompt = [rng.randrange(2) * TOKEN_STRIDE for _ in range(length)]
+        origin = None  # begins alike
         if self.requests and rng.random() < 0.4:  # meet the cache, block for block
-            old = rng.choice(self.requests).token_ids
+            origin = rng.choice(self.requests)
+            old = origin.token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[: self.capacity - 1]
             if rng.random() < 0.5:
                 whole = len(prompt) // self.block_size * self.block_size
                 prompt = prompt[:whole] or prompt
         if self.prompts and rng.random() < 0.1:  # the very list object of an earlier request
             prompt = rng.choice(list(self.prompts.values()))
+        segments = self._segments(len(prompt), origin) if self.has_contents else None
         request = Request(
             str(len(self.requests)),
             prompt,
@@ -163,6 +177,7 @@ class Scenario:
             reads_cache=rng.random() < self.reads_cache,
             needs_history=rng.random() < 0.3,
             settled_only=self.has_settled_only and len(self.requests) % 3 == 0,
+            segments=segments,
         )
         siblings = [
             request.sibling(str(len(self.requests) + i), rng.randrange(2), None)
@@ -173,6 +188,25 @@ class Scenario:
             self.prompts[arrival] = prompt
             self.requests.append(arrival)
         self._refusals_change_nothing()
+
+    def _segments(self, length: int, origin: Request | None) -> list[Segment]:
+        """Of a prompt of so many positions: often those of an earlier request, as far as they go,
+        so that prompts have equal content, or other content in the same places."""
+        rng, segments = self.contents, []
+        if self.requests and rng.random() < 0.8:
+            segments = list((origin or rng.choice(self.requests)).info.segments)
+            if rng.random() < 0.3:
+                segments = [Segment(n, h and rng.choice([h, b"b"])) for n, h in segments]
+        kept = []
+        for segment in segments:
+            if segment.length <= length:
+                kept.append(segment)
+                length -= segment.length
+        while length:
+            content_hash = rng.choice([None, b"a", b"a", b"b", b"ab"])
+            kept.append(Segment(rng.randint(1, length), content_hash))
+            length -= kept[-1].length
+        return kept
 
     def _refusals_change_nothing(self) -> None:
         blocks = self.scheduler.blocks
@@ -354,6 +388,7 @@ def _alone(request: Request) -> list[int]:
         stop_token_ids=request.stop_token_ids,
         salt=int.from_bytes(request.cache_salt, "little"),
         needs_history=request.info.needs_history,
+        segments=request.info.segments,
     )
 
 

@@ -11,13 +11,24 @@ from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.segments import Segment
 from spec.events import read_events
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
 
 
-def write_trace(path: Path, *, pipeline_depth: int = 0, num_requests: int = 9) -> list[str]:
+def write_trace(
+    path: Path,
+    *,
+    pipeline_depth: int = 0,
+    num_requests: int = 9,
+    has_contents: bool = False,
+) -> list[str]:
     """A run with chunks, prefix hits, preemptions, evictions, a pause and an abort. Returns its
-    lines."""
+    lines.
+
+    Args:
+        has_contents: positions 2 to 9 of each prompt are one of two contents.
+    """
     scheduler = Scheduler(
         BlockManager(14, 4),
         max_num_seqs=5,
@@ -27,12 +38,24 @@ def write_trace(path: Path, *, pipeline_depth: int = 0, num_requests: int = 9) -
     runner = ContentRunner(
         num_blocks=14, block_size=4, vocab_size=50, pipeline_depth=pipeline_depth
     )
-    engine = Engine(scheduler, runner, trace=path)
+    engine = Engine(scheduler, runner, trace=path, takes_contents=has_contents)
     shared = [TOKEN_STRIDE * (i % 7) for i in range(8)]
     for i in range(num_requests):
         prompt = [*shared, *[TOKEN_STRIDE * (i + 1)] * (3 + 4 * (i % 4))]
         limit = len(prompt) + 6 + 3 * (i % 5)
-        engine.add(Request(f"request-{i}", prompt, SamplingParams(), max_num_tokens=limit, seed=i))
+        segments = None
+        if has_contents:
+            picture = Segment(8, [b"a picture", b"another"][i % 4 == 1])
+            segments = [Segment(2), picture, Segment(len(prompt) - 10)]
+        request = Request(
+            f"request-{i}",
+            prompt,
+            SamplingParams(),
+            max_num_tokens=limit,
+            seed=i,
+            segments=segments,
+        )
+        engine.add(request)
     for _ in range(4):
         engine.step()
     engine.pause("request-3")

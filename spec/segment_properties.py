@@ -1,0 +1,79 @@
+"""Predicates on the segments of prompts (S59 to S62), by the numbers of spec/README.md.
+
+They compare content itself, position by position, and no names or keys made of it."""
+
+from __future__ import annotations
+
+from .move import Move
+from .state import Position, Request, Scope, State, names, read_prefix
+
+
+def positions(request: Request, end: int) -> tuple[Position, ...]:
+    """What the first ``end`` settled positions of a request hold."""
+    places: list[tuple[int | None, int]] = []
+    for length, content_hash in request.segments:
+        is_content = content_hash is not None
+        places += [(content_hash, i if is_content else 0) for i in range(length)]
+    places += [(None, 0)] * (end - len(places))  # tokens that were sampled
+    return tuple(
+        (token, *place) for token, place in zip(request.tokens[:end], places, strict=False)
+    )
+
+
+def s59(state: State, _: Scope) -> bool:
+    """Segments, none of them empty, cover the prompt and nothing behind it."""
+    return all(
+        sum(segment.length for segment in request.segments) == request.num_prompt
+        and min(segment.length for segment in request.segments) >= 1
+        for request in state.requests
+    )
+
+
+def s60(state: State, scope: Scope) -> bool:
+    """The owners of a block have the same content up to its end."""
+    if max(state.refs, default=0) < 2:
+        return True
+    held: dict[int, tuple[int, tuple[Position, ...]]] = {}
+    for request in state.requests:
+        for i, block in enumerate(request.table):
+            if state.refs[block] > 1:
+                own = request.salt, positions(request, (i + 1) * scope.block_size)
+                if held.setdefault(block, own) != own:
+                    return False
+    return True
+
+
+def s61(m: Move) -> bool:
+    """The hits of an admission are the longest chain of published blocks that hold its own content:
+    no other content, and all of it, also where the chain ends inside a content segment. With state
+    slots the chain is cut (S49). (Nothing is published by a plan.)"""
+    if not m.plan.admitted:
+        return True
+    size, state = m.scope.block_size, m.after
+    held = {
+        read_prefix(state.contents[block][-1]): block
+        for block, key in enumerate(state.keys)
+        if key is not None
+    }
+    for r, hits in m.plan.admitted:
+        if r in m.forked:
+            continue  # S33
+        request, chain = m.before.requests[r], []
+        if m.scope.caching and request.reads_cache:
+            for end in range(size, len(request.tokens), size):
+                block = held.get((request.salt, positions(request, end)))
+                if block is None:
+                    break
+                chain.append(block)
+        if hits != tuple(chain[: len(hits)] if m.scope.num_states else chain):
+            return False
+    return True
+
+
+def s62(m: Move) -> bool:
+    """What a request's positions stand for, and so its keys, never change: not by a preemption, a
+    pause, or a reset of the cache."""
+    return all(
+        old is new or names(new)[: len(old.tokens)] == names(old)
+        for old, new in zip(m.before.requests, m.after.requests, strict=False)
+    )
