@@ -72,6 +72,9 @@ function describeLane(view, lane, place, step) {
   if (lanes.ended[lane] >= 0 && time >= lanes.ended[lane]) {
     const lines = [["after", milliseconds(lanes.ended[lane] - lanes.added[lane])]];
     lines.push(["prompt", lanes.numPrompt[lane] + " tokens"]);
+    for (const content of trace.contentsIn(lane, 0, lanes.numPrompt[lane])) {
+      lines.push(["content", contentText(content)]);
+    }
     return { title: `${title}: finished (${lanes.reason[lane]})`, lines, step };
   }
   const why = step >= 0 && time >= lanes.added[lane] ? trace.reason(lane, step) : "";
@@ -91,7 +94,12 @@ function describeRow(trace, lane, step) {
     ["device", milliseconds(trace.deviceEnd[step] - trace.deviceBegin[step])],
   ];
   if (row.drafts) lines.push(["draft tokens", draftsText(row.drafts)]);
+  const contents = trace.contentsIn(lane, row.start, row.start + row.numTokens);
+  for (const content of contents) lines.push(["content", contentText(content)]);
   if (row.hit) lines.push(["not computed: hit", row.hit + " tokens"]);
+  for (const content of trace.contentsIn(lane, 0, row.hit)) {
+    lines.push(["hit content", contentText(content)]);
+  }
   let note = "";
   if (trace.steps.collected[step] < 0) note = "In flight: the trace has no result of this step.";
   else if (isAgain) note = "It computes again what its preemption gave away.";
@@ -102,6 +110,12 @@ function describeRow(trace, lane, step) {
 function draftsText([numDrafted, numAccepted]) {
   if (numAccepted < 0) return `${numDrafted}, not settled`;
   return `${numDrafted}: ${numAccepted} accepted, ${numDrafted - numAccepted} wasted`;
+}
+
+// "positions 0 to 5 of 61207069…": a long hash is cut.
+function contentText([hash, first, last]) {
+  const name = hash.length > 12 ? hash.slice(0, 12) + "…" : hash;
+  return first === last ? `position ${first} of ${name}` : `positions ${first} to ${last} of ${name}`;
 }
 
 function element(tag, className, text) {
@@ -158,7 +172,9 @@ function showPanel(panel, view, step, onClose) {
   panel.append(element("h3", "", `Rows: ${rows.length}`));
   panel.append(table(["request", "positions", "tokens"], rows.slice(0, 400).map((row) => [
     trace.lanes.name[row.lane] + (row.hit ? `  (hit ${row.hit})` : "")
-      + (row.drafts ? `  (drafts ${draftsText(row.drafts)})` : ""),
+      + (row.drafts ? `  (drafts ${draftsText(row.drafts)})` : "")
+      + trace.contentsIn(row.lane, row.start, row.start + row.numTokens)
+        .map((content) => `  (${contentText(content)})`).join(""),
     `${row.start}–${row.start + row.numTokens - 1}${row.numSamples ? " ▸" : ""}`,
     row.numTokens, KIND_COLOURS[row.kind],
   ])));

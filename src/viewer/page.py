@@ -44,6 +44,7 @@ def _columns(timeline: Timeline, title: str, verdict: Verdict | None) -> dict[st
         "lanes": {
             "name": [lane.name for lane in timeline.lanes],
             "numPrompt": [lane.num_prompt for lane in timeline.lanes],
+            "contents": [lane.contents for lane in timeline.lanes],
             "priority": [lane.priority for lane in timeline.lanes],
             "owner": [lane.owner for lane in timeline.lanes],
             "added": [lane.added for lane in timeline.lanes],

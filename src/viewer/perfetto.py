@@ -139,6 +139,9 @@ def _lanes(timeline: Timeline) -> Iterator[Event]:
             if segment.kind >= PREFILL:
                 args = {"step": timeline.numbers[segment.step], "start": segment.start}
                 args["tokens"] = segment.num_steps * segment.num_tokens
+                contents = lane.contents_in(segment.start, segment.start + args["tokens"])
+                if contents:
+                    args["contents"] = [f"{name}: {a} to {b}" for name, a, b in contents]
                 if (segment.step, tid - 1) in drafts:
                     args["drafted"], args["accepted"] = drafts[segment.step, tid - 1]
             yield _slice(KINDS[segment.kind], _REQUESTS, tid, begin, last, **args)

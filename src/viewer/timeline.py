@@ -40,17 +40,37 @@ class Segment(NamedTuple):
     end: int = 0
 
 
+def _contents(segments: Iterable[list[Any]]) -> list[tuple[int, int, str]]:
+    found, begin = [], 0
+    for length, content_hash in segments:
+        if content_hash is not None:
+            found.append((begin, begin + length, content_hash))
+        begin += length
+    return found
+
+
 class Lane:
     """One request."""
 
     def __init__(self, name: str, event: dict[str, Any], added: int) -> None:
         self.name = name
         self.num_prompt = len(event.get("prompt", ()))
+        # (begin, end, content hash) of each content segment of the prompt.
+        self.contents = _contents(event.get("segments", ()))
         self.priority, self.owner = event.get("priority", 0), event.get("owner", 0)
         self.added, self.ended, self.reason = added, NEVER, ""
         self.segments: list[Segment] = []
         self.state, self.since, self.since_step = WAITING, added, 0
         self.siblings: list[Lane] = []
+
+    def contents_in(self, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """(content hash, first and last offset in it) of what positions [begin, end) have of
+        content segments."""
+        return [
+            (content_hash, max(begin, first) - first, min(end, last) - 1 - first)
+            for first, last, content_hash in self.contents
+            if max(begin, first) < min(end, last)
+        ]
 
     def add_row(self, step: int, start: int, num_tokens: int, num_samples: int) -> int:
         """Put a row into the last segment if it goes on there; returns what it is. A row with draft

@@ -168,6 +168,15 @@ class Trace {
     };
   }
 
+  // [content hash, first and last offset in it] of what positions [begin, end) of a lane's prompt
+  // have of content segments.
+  contentsIn(lane, begin, end) {
+    return this.lanes.contents[lane]
+      .filter(([first, last]) => Math.max(begin, first) < Math.min(end, last))
+      .map(([first, last, hash]) =>
+        [hash, Math.max(begin, first) - first, Math.min(end, last) - 1 - first]);
+  }
+
   rowsOf(step) {
     const rows = [];
     for (let lane = 0; lane < this.numLanes; lane++) {

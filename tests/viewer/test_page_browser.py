@@ -109,6 +109,44 @@ def test_hovering_a_slice_tells_the_numbers_of_its_row(page: Page, lines: list[s
             assert f"step\n{plan['step']}" in said
 
 
+def test_hovering_a_row_tells_its_content(browser: Browser, tmp_path: Path) -> None:
+    """As does the panel of its step: which positions of which content it computes, or found."""
+    lines = write_trace(tmp_path / "t.jsonl", has_contents=True)
+    contents = {
+        event["id"]: event["segments"][1][1]
+        for event in map(json.loads, lines)
+        if event["event"] == "add"
+    }
+    num_told = num_found = 0
+    with open_page(browser, write_page(tmp_path, lines), theme="light") as page:
+        page.wait_for_function("window.viewer")
+        page.keyboard.press("t")
+        page.evaluate("viewer.paintNow()")
+        names = page.evaluate("viewer.trace.lanes.name")
+        for step, plan in enumerate(plans_of(lines)[:12]):
+            hits = dict(map(tuple, plan["hits"]))
+            for name, start, num_tokens, _ in plan["rows"]:
+                first, last = max(start, 2), min(start + num_tokens, 10) - 1
+                x, y = page.evaluate(PLACE_OF_ROW, [names.index(name), step])
+                page.mouse.move(x, y)
+                said = page.locator("#tip").inner_text()
+                part = f"positions {first - 2} to {last - 2} of {contents[name][:12]}"
+                if first < last:
+                    assert f"\ncontent\n{part}" in said
+                    num_told += 1
+                elif first > last:
+                    assert "\ncontent\n" not in said
+                if hits.get(name, 0) > 3:
+                    end = min(hits[name], 10) - 3
+                    found = f"positions 0 to {end} of {contents[name][:12]}"
+                    assert f"\nhit content\n{found}" in said
+                    num_found += 1
+        page.mouse.click(*page.evaluate(PLACE_OF_ROW, [0, 0]))
+        assert "positions 0 to 7 of" in page.locator("#panel").inner_text()
+    assert num_told > 3
+    assert num_found > 0
+
+
 def test_one_that_waits_says_why(page: Page, lines: list[str]) -> None:
     page.keyboard.press("t")
     page.evaluate("viewer.paintNow()")

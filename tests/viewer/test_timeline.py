@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,53 @@ def test_a_timeline_tells_the_draft_tokens_of_each_row(seed: int) -> None:
         assert {entry[3] for entry in read_timeline(lines[: first + 1]).drafts} == {NEVER}
 
 
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+def test_a_timeline_tells_the_content_of_each_row(tmp_path: Path, pipeline_depth: int) -> None:
+    """Of each position of a prompt that is no token's, once for each time it is computed."""
+    lines = write_trace(tmp_path / "t.jsonl", pipeline_depth=pipeline_depth, has_contents=True)
+    events = [json.loads(line) for line in in_full(lines)]
+    held = {
+        event["id"]: [
+            None if content_hash is None else (content_hash, offset)
+            for length, content_hash in event["segments"]
+            for offset in range(length)
+        ]
+        for event in events
+        if event["event"] == "add"
+    }
+    rows = [row for event in events if event["event"] == "plan" for row in event["rows"]]
+    expected = Counter(
+        part
+        for name, start, num_tokens, _ in rows
+        for part in held[name][start : start + num_tokens]
+        if part
+    )
+    assert len({content_hash for content_hash, _ in expected}) == 2
+    timeline = read_timeline(lines)
+    told = [
+        part
+        for lane in timeline.lanes
+        for s in lane.segments
+        if s.kind in (PREFILL, DECODE)
+        for part in lane.contents_in(s.start, s.start + s.num_steps * s.num_tokens)
+    ]
+    assert expected == Counter((h, i) for h, first, last in told for i in range(first, last + 1))
+    assert any(first for _, first, _ in told), "no row starts inside a content segment"
+    slices = [e.get("args", {}) for e in chrome_trace(timeline, "t", None)["traceEvents"]]
+    shown = [text for args in slices for text in args.get("contents", ())]
+    assert sorted(shown) == sorted(f"{h}: {first} to {last}" for h, first, last in told)
+
+
+def test_a_prompt_of_tokens_has_no_content(tmp_path: Path) -> None:
+    timeline = read_timeline(write_trace(tmp_path / "t.jsonl"))
+    assert [lane.contents for lane in timeline.lanes] == [[]] * len(timeline.lanes)
+    slices = [e.get("args", {}) for e in chrome_trace(timeline, "t", None)["traceEvents"]]
+    assert not any("contents" in args for args in slices)
+
+
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
-    removed = ["settled_only", "num_state_slots", "state_interval"]
+    removed = ["settled_only", "num_state_slots", "state_interval", "segments"]
     removed += ["credit", "ticks_per_token", "reply_tokens", "owner"]
     removed += ["max_draft_tokens", "drafts", "accepted"]
     removed += ["askers", "hits", "evicted", "refused", "times"] * (version < 4)
