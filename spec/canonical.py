@@ -67,10 +67,9 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         group = groups.setdefault(r if q.leader < 0 else q.leader, number[r])
         if scope.policy == "fair":
             ranked = rank_from_clock(state, q), q.owner, q.charge, r in state.queued
-        name = q[:4], q[5:9], q[10:14], group, ranked, table, place
+        requests.append((q[:4], q[5:9], q[10:14], group, ranked, table, place))
         if q.segments != (Segment(q.num_prompt),):
-            name = (*name, [tuple(segment) for segment in q.segments])
-        requests.append(name)
+            requests.append([tuple(segment) for segment in q.segments])
     flight = [
         [(number[w.request], w.start, w.n, w.samples, w.stale, w.drafts) for w in step]
         for step in state.flight

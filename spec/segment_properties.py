@@ -4,8 +4,10 @@ They compare content itself, position by position, and no names or keys made of 
 
 from __future__ import annotations
 
+from functools import cache
+
 from .move import Move
-from .state import Position, Request, Scope, State, names, read_prefix
+from .state import Position, Request, Scope, Segments, State, names, read_prefix
 
 
 def positions(request: Request, end: int) -> tuple[Position, ...]:
@@ -22,11 +24,13 @@ def positions(request: Request, end: int) -> tuple[Position, ...]:
 
 def s59(state: State, _: Scope) -> bool:
     """Segments, none of them empty, cover the prompt and nothing behind it."""
-    return all(
-        sum(segment.length for segment in request.segments) == request.num_prompt
-        and min(segment.length for segment in request.segments) >= 1
-        for request in state.requests
-    )
+    return all(are_whole(request.segments, request.num_prompt) for request in state.requests)
+
+
+@cache
+def are_whole(segments: Segments, num_prompt: int) -> bool:
+    lengths = [segment.length for segment in segments]
+    return sum(lengths) == num_prompt and min(lengths) >= 1
 
 
 def s60(state: State, scope: Scope) -> bool:
@@ -74,6 +78,12 @@ def s62(m: Move) -> bool:
     """What a request's positions stand for, and so its keys, never change: not by a preemption, a
     pause, or a reset of the cache."""
     return all(
-        old is new or names(new)[: len(old.tokens)] == names(old)
+        old is new or has_same_names(old, new)
         for old, new in zip(m.before.requests, m.after.requests, strict=False)
     )
+
+
+def has_same_names(old: Request, new: Request) -> bool:
+    if old.tokens is new.tokens and old.segments is new.segments and old.salt == new.salt:
+        return True
+    return names(new)[: len(old.tokens)] == names(old)

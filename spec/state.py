@@ -32,11 +32,11 @@ Segments = tuple[Segment, ...]
 
 
 class Piece(NamedTuple):
-    """What a range of positions has of a content segment: ``count`` positions from ``place`` in the
-    range on, the first of which is position ``offset`` of the segment."""
+    """What a range of positions has of a content segment: ``length`` positions, from ``place`` in
+    the range on, the first of which is position ``offset`` of the segment."""
 
     place: int
-    count: int
+    length: int
     content_hash: int
     offset: int
 
@@ -62,8 +62,8 @@ def contents_by_position(segments: Segments) -> dict[int, tuple[int, int]]:
     """(content hash, offset) of each position that is no token's."""
     return {
         place + i: (content_hash, i)
-        for place, count, content_hash, _ in pieces(segments, 0, sum(s.length for s in segments))
-        for i in range(count)
+        for place, length, content_hash, _ in pieces(segments, 0, sum(s.length for s in segments))
+        for i in range(length)
     }
 
 

@@ -150,6 +150,13 @@ class PreemptedRequestLosesItsContent(Machine):
         self.update(r, segments=(Segment(self.requests[r].num_prompt),))
 
 
+@defect("resumed-request-loses-its-content", "S62", **_ALIKE)
+class ResumedRequestLosesItsContent(Machine):
+    def resume(self, r: int) -> None:
+        super().resume(r)
+        self.update(r, segments=(Segment(self.requests[r].num_prompt),))
+
+
 @defect(
     "sibling-without-content",
     "S60 S33",

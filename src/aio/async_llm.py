@@ -452,7 +452,9 @@ def _num_chars(prompt: Any) -> int:
     if isinstance(prompt, Mapping):
         segments = prompt.get("segments")
         if is_list(segments):
-            return sum(_num_chars(segment) for segment in segments if isinstance(segment, Mapping))
+            parts = [s.get("prompt_token_ids") for s in segments if isinstance(s, Mapping)]
+            num_ids = len(segments) + sum(len(ids) for ids in parts if is_list(ids))
+            return num_ids // _NUM_IDS_PER_CHAR
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, str):
         return len(prompt)

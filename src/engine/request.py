@@ -168,8 +168,11 @@ class Request:
     ) -> None:
         """``segments``: of the prompt; None: tokens alone. ``prompt_token_ids`` has placeholders
         where a segment has other content."""
+        contents: tuple[Content, ...] = ()
         if segments is None:
             segments = (Segment(len(prompt_token_ids)),)
+        else:
+            contents = contents_of(segments)
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
         self.info = RequestInfo(
             request_id,
@@ -186,7 +189,7 @@ class Request:
             end_token_ids,
             tuple(segments),
         )
-        self.contents: tuple[Content, ...] = contents_of(segments)
+        self.contents = contents
         self.logprobs: RequestLogprobs | None = None
         if is_scored or sampling_params.logprobs is not None:
             self.logprobs = RequestLogprobs()

@@ -220,6 +220,36 @@ def test_the_loop_does_not_wait_for_who_encodes_a_long_text() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("form", ["list", "prompt_token_ids", "segments", "many segments"])
+def test_long_lists_of_ids_are_not_checked_on_the_loop(form: str) -> None:
+    """In whatever form a prompt has them; a short one is."""
+
+    def prompt_of(ids: list[int]) -> Any:
+        if form == "list":
+            return ids
+        if form == "prompt_token_ids":
+            return {"prompt_token_ids": ids}
+        size = 1 if form == "many segments" else len(ids) // 2
+        parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+        return {"segments": [{"prompt_token_ids": part} for part in parts]}
+
+    async def test(engine: AsyncLLM) -> None:
+        make, threads = engine._make, []
+
+        def recorded(*given: Any) -> Any:
+            threads.append(threading.get_ident())
+            return make(*given)
+
+        engine._make = recorded  # type: ignore[method-assign]
+        await (await engine.submit(prompt_of([1, 2, 3, 4]), LONG)).result()
+        with pytest.raises(InvalidInputError, match="40000 tokens"):
+            await engine.submit(prompt_of([1] * 40_000), LONG)
+        loop = threading.get_ident()
+        assert [thread == loop for thread in threads] == [True, False]
+
+    run(test)
+
+
 def test_an_observer_that_raises_holds_nobody_back() -> None:
     class Raising:
         def __getattr__(self, name: str) -> Any:
