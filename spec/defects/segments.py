@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..model import Machine
 from ..state import BASE, Request, Segment, Segments, Template, names, prefixes
 from .registry import A, defect
@@ -15,8 +17,10 @@ def _prompt(*segments: Segment) -> Template:
 
 
 _TOKEN, _ONE, _OTHER = Segment(1), Segment(2, 1), Segment(2, 2)
-_ALIKE = {"templates": (_prompt(_TOKEN, _ONE, _TOKEN), _prompt(_TOKEN, _OTHER, _TOKEN))}
-_WORLD = _ALIKE | {"num_blocks": 4}
+_ALIKE: dict[str, Any] = {
+    "templates": (_prompt(_TOKEN, _ONE, _TOKEN), _prompt(_TOKEN, _OTHER, _TOKEN))
+}
+_WORLD: dict[str, Any] = _ALIKE | {"num_blocks": 4}
 
 
 class KeyOf(Machine):

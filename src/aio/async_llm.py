@@ -447,14 +447,16 @@ def _id_lists(params: SamplingParams) -> tuple[Sequence[int] | None, ...]:
     return params.allowed_token_ids, params.stop_token_ids
 
 
+def _num_ids(segment: Any) -> int:
+    ids = segment.get("prompt_token_ids", ()) if isinstance(segment, Mapping) else ()
+    return 1 + (len(ids) if is_list(ids) else 0)
+
+
 def _num_chars(prompt: Any) -> int:
     """Of a text that is to be tokenised, or as many as take the time to check token ids."""
     if isinstance(prompt, Mapping):
-        segments = prompt.get("segments")
-        if is_list(segments):
-            parts = [s.get("prompt_token_ids") for s in segments if isinstance(s, Mapping)]
-            num_ids = len(segments) + sum(len(ids) for ids in parts if is_list(ids))
-            return num_ids // _NUM_IDS_PER_CHAR
+        if is_list(prompt.get("segments")):
+            return sum(map(_num_ids, prompt["segments"])) // _NUM_IDS_PER_CHAR
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, str):
         return len(prompt)
