@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class StepInputs:
             ``block_tables`` of each row. The last five as in :mod:`.ops`.
         state_tables: int32 ``[B, N]``, N at least ``MIN_SIZE``, of a model with recurrent calls
             (:class:`RecurrentStates`).
+        more: other inputs by name, ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]`` each.
     """
 
     input_ids: Tensor
@@ -56,6 +57,21 @@ class StepInputs:
     block_tables: Tensor
     table_rows: Tensor
     state_tables: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Inputs by name, token ids and positions flat, ``[T]``."""
+        own = {name: tensors[name] for name in (*INPUT_NAMES, STATE_TABLES) if name in tensors}
+        for name in ("input_ids", "position_ids"):
+            own[name] = own[name].unsqueeze(0)
+        more = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return cls(**own, more=more)
+
+    def tensor(self, name: str) -> Tensor:
+        """The input of that name."""
+        found: Tensor = self.more[name] if name in self.more else getattr(self, name)
+        return found
 
 
 class StepOutputs(NamedTuple):
@@ -67,7 +83,7 @@ class StepOutputs(NamedTuple):
 
 
 STATE_TABLES = "state_tables"
-INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name != STATE_TABLES)
+INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name not in (STATE_TABLES, "more"))
 """Of the inputs that every model has."""
 # Distinct, so that no size of the example step is taken for another.
 EXAMPLE_SIZES = {"T": 11, "B": 5, "R": 8, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
@@ -113,9 +129,9 @@ class BoundGraph:
         """The results of a step; writes its KV into the caches, and its states."""
         arguments = self._arguments.copy()
         for slot, name in self._input_slots:
-            arguments[slot] = getattr(inputs, name)
+            arguments[slot] = inputs.tensor(name)
         for slot, name, dim in self._size_slots:
-            arguments[slot] = getattr(inputs, name).shape[dim]
+            arguments[slot] = inputs.tensor(name).shape[dim]
         logits, *hidden = self._function(*arguments)
         return StepOutputs(logits[0], hidden[0][0] if hidden else None)
 

@@ -1,6 +1,7 @@
 """The model runners: compute the engine's plans, on a CPU or with CUDA graphs on a GPU.
 
-Read in this order: ``cpu_runner`` and ``cpu_pack`` (the whole way of a step, in its simplest form);
+Read in this order: ``layout`` (the fields of a step); ``cpu_runner`` and ``cpu_pack`` (the whole
+way of a step, in its simplest form);
 ``gpu_runner``, ``gpu_pack``, ``row_params``, ``pinned_ring``, ``block_tables`` (what is sent),
 ``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``step_shapes``, ``cuda_graphs``;
 ``gpu_sampler`` (the order of what is sampled, in the graph and behind it);

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from .pinned_ring import IntArray
@@ -52,9 +54,10 @@ class BlockTableStore:
         self._has_states, self._null_state_slot = state_width > 0, null_state_slot
         self._last_requests: tuple[RequestInfo, ...] = ()
         self.rows: list[int] = []
+        self.row_array: IntArray = np.empty(0, np.int32)
 
     def place(self, plan: StepPlan) -> None:
-        """Find the store row of each of the plan's rows; ``rows`` is the list of them.
+        """Find the store row of each of the plan's rows: ``rows``, and ``row_array`` of int32.
 
         Raises:
             RuntimeError: the plan releases a request that was not admitted since the last reset.
@@ -68,6 +71,7 @@ class BlockTableStore:
             rows_of[plan.requests[row].request_id] = self._free_rows.pop()
         if plan.tables or plan.requests != self._last_requests:
             self.rows = [rows_of[request.request_id] for request in plan.requests]
+            self.row_array = np.array(self.rows, np.int32)
             self._last_requests = plan.requests
 
     def pending_writes(

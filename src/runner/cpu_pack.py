@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, StepInputs
+from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, STATE_TABLES, StepInputs
 from ..engine.plan import Blocks, StepPlan
 from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .cpu_logprobs import LogprobInputs
+from .layout import LAYOUT, Layout, PlanArrays, Sizes
 from .logprob_fields import prompt_fields, sampled_fields
 
 _INITIAL_BLOCKS = 16
@@ -110,7 +110,8 @@ class PackedStep:
 
     def to_arrays(self) -> list[NDArray[Any]]:
         """All of it, for another process."""
-        arrays = [getattr(self.inputs, name).numpy() for name in INPUT_NAMES]
+        names = (*INPUT_NAMES, *self.inputs.more)
+        arrays = [self.inputs.tensor(name).numpy() for name in names]
         arrays.append(np.array([self.num_sampled, *chain(*self.copies)], np.int64))
         arrays += [self.logprobs.sampled, self.logprobs.prompt]
         if self.sampling is not None:
@@ -118,14 +119,17 @@ class PackedStep:
         return arrays
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[NDArray[Any]]) -> PackedStep:
-        """What :meth:`to_arrays` gave."""
+    def from_arrays(cls, arrays: Sequence[NDArray[Any]], layout: Layout = LAYOUT) -> PackedStep:
+        """What :meth:`to_arrays` gave, of a packer with that layout."""
         tensors = list(map(torch.from_numpy, arrays))
-        num_inputs = len(INPUT_NAMES)
+        others = [n for n in layout.input_names("host") if n not in INPUT_NAMES]
+        named = dict(zip((*INPUT_NAMES, *others), tensors, strict=False))
+        inputs = {name: named.pop(name) for name in INPUT_NAMES}
+        num_inputs = len(INPUT_NAMES) + len(others)
         sampling = tensors[num_inputs + 3 :]
         num_sampled, *blocks = arrays[num_inputs].tolist()
         return cls(
-            StepInputs(*tensors[:num_inputs]),
+            StepInputs(**inputs, more=named),
             num_sampled,
             SamplingInputs.from_tensors(*sampling) if sampling else None,
             LogprobInputs(*arrays[num_inputs + 1 : num_inputs + 3]),
@@ -139,6 +143,7 @@ class CpuStepPacker:
     Args:
         num_state_slots: 0 of models without recurrent layers, which have no state tables.
         state_interval: tokens of an entry of a state table.
+        layout: of the steps.
     """
 
     def __init__(
@@ -149,7 +154,9 @@ class CpuStepPacker:
         device: torch.device,
         num_state_slots: int = 0,
         state_interval: int = 0,
+        layout: Layout = LAYOUT,
     ) -> None:
+        self._layout = layout
         self._num_state_slots, self._state_interval = num_state_slots, state_interval
         self._block_size = block_size
         self._null_slot = num_blocks * block_size
@@ -175,64 +182,42 @@ class CpuStepPacker:
             RuntimeError: the plan releases a request that was not admitted since the last reset.
         """
         num_rows = len(plan)
-        lengths = np.array(plan.num_tokens, np.int64)
-        starts = np.array(plan.starts, np.int64)
-        num_tokens = int(lengths.sum())
-        padded_tokens = max(num_tokens, MIN_SIZE)
-        padded_rows = max(num_rows, MIN_SIZE)
+        step = PlanArrays(plan, table_rows=np.arange(num_rows, dtype=np.int32))
+        num_tokens, num_sampled = plan.total_num_tokens, step.counts["sample"]
+        padded = (max(n, MIN_SIZE) for n in (num_tokens, num_rows, num_sampled))
+        sizes = Sizes("host", *padded)
+        array = np.empty(self._layout.num_words(sizes), np.int32)
+        self._layout.pack(step, sizes, array)
+        packed = self._layout.views(torch.from_numpy(array), sizes)
 
-        query_starts = np.zeros(padded_rows + 1, np.int32)
-        np.cumsum(lengths, out=query_starts[1 : num_rows + 1])
-        query_starts[num_rows + 1 :] = num_tokens
-        context_lens = np.zeros(padded_rows, np.int32)
-        context_lens[:num_rows] = starts + lengths
-
-        ids = np.zeros((1, padded_tokens), np.int64)
-        ids[0, :num_tokens] = plan.token_ids
-        fed = np.flatnonzero(ids[0] < 0)
-        ids[0, fed] = self._sampled[-1 - ids[0, fed]]
-        rows = np.repeat(np.arange(num_rows), lengths)
-        positions = np.zeros((1, padded_tokens), np.int64)
-        positions[0, :num_tokens] = (
-            np.arange(num_tokens) - query_starts[:num_rows][rows] + starts[rows]
-        )
-        tables = self._block_tables(plan, padded_rows)
-        slots = np.full(padded_tokens, self._null_slot, np.int64)
-        blocks, offsets = np.divmod(positions[0, :num_tokens], self._block_size)
+        ids = packed["token_ids"].numpy().astype(np.int64)
+        fed = np.flatnonzero(ids < 0)
+        ids[fed] = self._sampled[-1 - ids[fed]]
+        positions = packed["positions"].numpy().astype(np.int64)
+        tables = self._block_tables(plan, sizes.num_rows)
+        slots = np.full(sizes.num_tokens, self._null_slot, np.int64)
+        blocks, offsets = np.divmod(positions[:num_tokens], self._block_size)
+        rows = np.repeat(np.arange(num_rows), step.lengths)
         slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
 
-        num_samples = np.array(plan.num_samples, np.int64)
-        sampled = np.repeat(np.arange(num_rows), num_samples)  # the row of each sample
-        ends = np.cumsum(num_samples)[sampled]
-        num_behind = ends - 1 - np.arange(len(sampled))  # samples of its row that follow it
-        kept = np.zeros(max(len(sampled), MIN_SIZE), np.int64)
-        kept[: len(sampled)] = query_starts[sampled + 1] - 1 - num_behind
-        if 0 < len(sampled) < MIN_SIZE:
-            kept[len(sampled) :] = kept[0]
-        inputs = StepInputs(
-            input_ids=self._to_device(ids),
-            position_ids=self._to_device(positions),
-            logits_to_keep=self._to_device(kept),
-            slot_mapping=self._to_device(slots),
-            query_starts=self._to_device(query_starts),
-            context_lens=self._to_device(context_lens),
-            block_tables=self._to_device(tables),
-            table_rows=self._to_device(np.arange(padded_rows, dtype=np.int32)),
-            state_tables=self._to_device(self._tables_of_states(plan, padded_rows))
-            if self._num_state_slots
-            else None,
-        )
+        derived = {
+            "input_ids": torch.from_numpy(ids),
+            "position_ids": torch.from_numpy(positions),
+            "slot_mapping": torch.from_numpy(slots),
+        }
+        tensors = self._layout.inputs(packed, derived, sizes)
+        tensors["block_tables"] = torch.from_numpy(tables)
+        if self._num_state_slots:
+            tensors[STATE_TABLES] = torch.from_numpy(self._tables_of_states(plan, sizes.num_rows))
+        inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})
+        sampled = step.sampled_rows.tolist()
         logprobs = LogprobInputs(
             sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
         )
         # A sample will sit one past the position that it is sampled from.
-        positions_of_samples = (starts + lengths)[sampled] - num_behind
-        sampling = self._sampling(plan, sampled.tolist(), positions_of_samples.tolist())
-        return PackedStep(inputs, len(sampled), sampling, logprobs, plan.copies)
-
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+        kept = packed["logits_to_keep"].numpy()[:num_sampled]
+        sampling = self._sampling(plan, sampled, (positions[kept] + 1).tolist())
+        return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies)
 
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
         rows = _taken_in(self._tables, plan, plan.tables, plan.new_blocks)

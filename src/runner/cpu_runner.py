@@ -17,6 +17,7 @@ from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..errors import InvalidInputError
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Masks, Matchers
@@ -24,6 +25,7 @@ from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
+from .layout import LAYOUT, Sizes
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -218,9 +220,12 @@ class ModelRunner:
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8 + 3 * 4, 7 * 8 + 5 * 4
-        tables = self._max_num_rows * self._max_num_blocks * 4
-        return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
+        num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
+        inputs = LAYOUT.num_input_bytes(Sizes("host", num_tokens, num_rows, num_rows))
+        sampling = num_rows * 6 * 8
+        logprobs = (num_tokens + num_rows) * LOGPROB_FIELDS * 4
+        tables = num_rows * self._max_num_blocks * 4
+        return inputs + sampling + logprobs + tables + 4096
 
     def stage(self, plan: StepPlan) -> list[NDArray[Any]]:
         """The step as arrays, for :meth:`launch` on every rank."""

@@ -13,17 +13,8 @@ from ..compile.step_inputs import MIN_SIZE, StepInputs
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
 from .gpu_logprobs import max_logprob_rows
-
-DECODE_FIELDS = 7
-"""int32 fields a row in the staged form of a decode step, each an array ``[bucket]``: token id,
-position, row of the table store (-1: padding), new block id (-1: none), seed (low word, high word),
-bits of the float32 temperature. Two more words follow: the number of rows that are no padding, and
-where the step's tokens are to go."""
-
-
-def decode_size(bucket: int) -> int:
-    """int32 elements of the staged form of a decode step."""
-    return DECODE_FIELDS * bucket + 2
+from .layout import LAYOUT, Layout, Sizes
+from .step_shapes import StepShape
 
 
 class StepBuffers:
@@ -34,12 +25,14 @@ class StepBuffers:
         max_num_blocks: most blocks of a request.
         max_num_intervals: most entries of a request's state table; 0 of a model without states.
         staging_elements: int32 elements a step may stage.
+        layout: of the steps.
 
     Attributes:
+        num_tokens, num_rows: most of a step, at least ``MIN_SIZE``.
+        derived: the fields that kernels derive, by name (:meth:`.Layout.allocate`).
         table_store: int32 ``[rows, M]``, the block table of a running request per row.
         state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
         stored_tables: int32, flat: the one, then the other.
-        table_rows: int32 ``[rows]``, the row of ``table_store`` of each row of the step.
         state_tables: int32 ``[rows, N]``, where the step looks at them; None without states.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
@@ -55,22 +48,19 @@ class StepBuffers:
         staging_elements: int,
         device: torch.device,
         max_num_intervals: int = 0,
+        layout: Layout = LAYOUT,
     ) -> None:
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
+        self.layout, self.num_tokens, self.num_rows = layout, num_tokens, num_rows
         width = max(max_num_blocks, MIN_SIZE)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.input_ids = zeros(num_tokens)
-        self.position_ids = zeros(num_tokens)
-        self.slot_mapping = zeros(num_tokens)
-        self.logit_rows = zeros(num_rows)
-        # What a graph captured for decode keeps: all tokens, in order.
-        self.all_tokens = torch.arange(num_rows, device=device)
-        self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
-        self.context_lens = zeros(num_rows, dtype=torch.int32)
-        self.table_rows = zeros(num_rows, dtype=torch.int32)
+        largest = Sizes.of(StepShape(num_tokens, num_rows, False))
+        self.derived = layout.allocate(largest, device)
+        # Decode steps keep the logits of all tokens, in order.
+        self.derived["logits_to_keep"].copy_(torch.arange(num_rows))
         state_width = max(max_num_intervals, MIN_SIZE) if max_num_intervals else 0
         self.stored_tables = zeros(num_rows * (width + state_width), dtype=torch.int32)
         self.table_store = self.stored_tables[: num_rows * width].view(num_rows, width)
@@ -88,38 +78,24 @@ class StepBuffers:
         self.result_row = zeros(1, dtype=torch.int32)
         self.width, self.state_width = width, state_width
 
-    def decode_inputs(self, bucket: int) -> StepInputs:
-        """Of a decode step of ``bucket`` rows."""
-        return StepInputs(
-            input_ids=self.input_ids[:bucket].unsqueeze(0),
-            position_ids=self.position_ids[:bucket].unsqueeze(0),
-            logits_to_keep=self.all_tokens[:bucket],
-            slot_mapping=self.slot_mapping[:bucket],
-            query_starts=self.query_starts[: bucket + 1],
-            context_lens=self.context_lens[:bucket],
-            block_tables=self.table_store,
-            table_rows=self.table_rows[:bucket],
-            state_tables=None if self.state_tables is None else self.state_tables[:bucket],
-        )
+    def packed(self, shape: StepShape) -> dict[str, Tensor]:
+        """The fields that the host sent of a step of this shape, by name."""
+        return self.layout.views(self.staged, Sizes.of(shape))
 
-    def mixed_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
-        """Of any step; logits are kept for as many tokens as there are rows."""
-        return StepInputs(
-            input_ids=self.input_ids[:num_tokens].unsqueeze(0),
-            position_ids=self.position_ids[:num_tokens].unsqueeze(0),
-            logits_to_keep=self.logit_rows[:num_rows],
-            slot_mapping=self.slot_mapping[:num_tokens],
-            query_starts=self.query_starts[: num_rows + 1],
-            context_lens=self.context_lens[:num_rows],
-            block_tables=self.table_store,
-            table_rows=self.table_rows[:num_rows],
-            state_tables=None if self.state_tables is None else self.state_tables[:num_rows],
-        )
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows."""
+        tensors = self.layout.inputs(self.packed(shape), self.derived, Sizes.of(shape))
+        tensors["block_tables"] = self.table_store
+        if self.state_tables is not None:
+            tensors["state_tables"] = self.state_tables[: shape.num_rows]
+        return StepInputs.of(tensors)
 
     @staticmethod
-    def elements_to_stage(max_num_tokens: int, max_num_rows: int) -> int:
-        """int32 elements that any step of these sizes stages."""
+    def elements_to_stage(max_num_tokens: int, max_num_rows: int, layout: Layout = LAYOUT) -> int:
+        """int32 elements that any step of these sizes stages, besides writes and copies."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
-        mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows + 1
+        decode = StepShape(num_rows, num_rows, True)
+        shapes = (StepShape(num_tokens, num_rows, False), decode)
+        fields = max(layout.num_words(Sizes.of(shape)) for shape in shapes)
         asked = LOGPROB_FIELDS * max_logprob_rows(num_tokens, num_rows)
-        return max(mixed, decode_size(num_rows)) + TRUNCATED_FIELDS * num_rows + asked
+        return fields + TRUNCATED_FIELDS * num_rows + asked

@@ -119,15 +119,15 @@ class GpuEdits:
                 length = len(plan.prefixes[row])
                 self.history[history_rows[row], :length].copy_(sent[at : at + length])
                 at += length
-        self._keep_inputs(shape)
+        self._keep_inputs(shape, plan.total_num_tokens)
 
-    def _keep_inputs(self, shape: StepShape) -> None:
-        # Staged steps of either kind begin with token ids, positions and rows of the store.
-        staged, num_tokens = self._buffers.staged, shape.num_tokens
+    def _keep_inputs(self, shape: StepShape, num_tokens: int) -> None:
+        b = self._buffers
+        packed = b.packed(shape)
         keep_history(
-            self._buffers.input_ids,
-            staged[2 * num_tokens : 3 * num_tokens],
-            staged[num_tokens : 2 * num_tokens],
+            b.derived["input_ids"],
+            packed["table_rows" if shape.is_decode else "token_rows"][:num_tokens],
+            packed["positions"],
             self.history,
         )
 
@@ -232,7 +232,7 @@ class GpuEdits:
 
     def run_worst_case(self, shape: StepShape, logits: Tensor) -> None:
         """Launch every kernel there is over as many rows as there can be."""
-        self._keep_inputs(shape)
+        self._keep_inputs(shape, shape.num_tokens)
         num_rows = min(len(self._tokens), CHUNK)
         fields = np.zeros((EDIT_FIELDS, num_rows), np.int32)
         fields[4] = np.float32(2).view(np.int32)  # a repetition penalty

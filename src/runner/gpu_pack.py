@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
-from ..engine.request import RequestInfo
 from .block_tables import BlockTableStore
-from .device_buffers import DECODE_FIELDS, StepBuffers, decode_size
+from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions
+from .layout import LAYOUT, Layout, PlanArrays, Sizes
 from .logprob_fields import prompt_fields
 from .pinned_ring import IntArray, PinnedRing
 from .row_params import RowParams
@@ -64,19 +64,18 @@ class StagedStep:
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
-        shape = self.shape
-        fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
-        counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
-        asked = (self.num_logprobs, self.num_prompt_logprobs, self.is_edited)
-        return np.array([*fields, *counts, self.num_writes, self.num_copies, *asked], np.int32)
+        rest = [getattr(self, f.name) for f in fields(self)[1:]]
+        return np.array([*astuple(self.shape), *rest], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """What :meth:`to_array` gave."""
-        num_tokens, num_rows, is_decode, is_captured, *counts = array[:-1].tolist()
-        shape = StepShape(num_tokens, num_rows, bool(is_decode))
-        staged = cls(shape, bool(is_captured), *counts)
-        return replace(staged, is_edited=bool(array[-1]))
+        num_tokens, num_rows, is_decode, *rest = array.tolist()
+        values: list[Any] = [
+            bool(value) if f.type == "bool" else value
+            for f, value in zip(fields(cls)[1:], rest, strict=True)
+        ]
+        return cls(StepShape(num_tokens, num_rows, bool(is_decode)), *values)
 
 
 class GpuStepPacker:
@@ -85,12 +84,18 @@ class GpuStepPacker:
     Args:
         num_rows: most requests of a step. width: most blocks of a request.
         state_width, null_state_slot: as of :class:`.BlockTableStore`.
+        layout: of the steps.
     """
 
     def __init__(
-        self, num_rows: int, width: int, state_width: int = 0, null_state_slot: int = 0
+        self,
+        num_rows: int,
+        width: int,
+        state_width: int = 0,
+        null_state_slot: int = 0,
+        layout: Layout = LAYOUT,
     ) -> None:
-        self._size = num_rows, width, state_width, null_state_slot
+        self._size, self._layout = (num_rows, width, state_width, null_state_slot), layout
         self._params = LastTwoBatches[RowParams]()
         self.reset()
 
@@ -118,106 +123,52 @@ class GpuStepPacker:
             What was written, and where: ``array``, or a longer one that did not fit.
         """
         self._tables.place(plan)
-        if shape is not None and shape.is_decode:
-            num_step, params, writes = self._pack_decode(plan, shape.num_rows, result_row, array)
-            packed_shape = shape
-        else:
-            num_tokens, num_rows = plan.total_num_tokens, len(plan)
-            packed_shape = shape or StepShape(
-                max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
-            )
-            num_step, params, writes = self._pack_mixed(plan, packed_shape, result_row, array)
-        truncated, logprobs = params.truncated.reshape(-1), params.logprobs
+        num_rows = len(plan)
+        packed_shape = shape or StepShape(
+            max(plan.total_num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
+        )
+        is_growing = packed_shape.is_decode and bool(plan.new_blocks)
+        new_blocks = np.full(num_rows, -1, np.int32) if is_growing else None
+        writes = self._tables.pending_writes(plan, new_blocks)
+        step = PlanArrays(
+            plan,
+            table_rows=self._tables.row_array,
+            new_blocks=-1 if new_blocks is None else new_blocks,
+            result_row=result_row,
+            num_padding_rows=packed_shape.num_rows - num_rows,
+        )
+        step.params = params = self._row_params(step)
+        num_step = self._layout.pack(step, Sizes.of(packed_shape), array)
         # No position of a decode step lies in front of a token of a prompt.
-        prompt = None if plan.is_decode_only else pad_positions(prompt_fields(plan))
+        prompt = () if plan.is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
+        copies = np.array(plan.copies, np.int32).T.ravel() if plan.copies else ()
+        parts = (params.truncated.reshape(-1), params.logprobs, prompt, *writes, copies)
         staged = StagedStep(
             packed_shape,
             shape is not None,
             result_row,
-            plan.num_sampled,
+            step.counts["sample"],
             num_step,
-            truncated.size,
-            len(writes[0]),
-            len(plan.copies),
-            logprobs.size,
-            0 if prompt is None else prompt.size,
-            is_edited,
+            num_truncated=len(parts[0]),
+            num_writes=len(writes[0]),
+            num_copies=len(plan.copies),
+            num_logprobs=len(params.logprobs),
+            num_prompt_logprobs=len(prompt),
+            is_edited=is_edited,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
-        end = staged.num_before_writes
-        array[num_step : num_step + truncated.size] = truncated
-        if logprobs.size:
-            begin = num_step + truncated.size
-            array[begin : begin + logprobs.size] = logprobs
-        if staged.num_prompt_logprobs and prompt is not None:
-            array[end - prompt.size : end] = prompt.reshape(-1)
-        array[end : end + len(writes[0])] = writes[0]
-        end += len(writes[0])
-        array[end : end + len(writes[1])] = writes[1]
-        if plan.copies:
-            array[end + len(writes[1]) : staged.num_elements] = np.array(plan.copies).T.ravel()
+        end = num_step
+        for part in parts:
+            if len(part):
+                begin, end = end, end + len(part)
+                array[begin:end] = part
         return staged, array
 
-    def _pack_decode(
-        self, plan: StepPlan, bucket: int, result_row: int, array: IntArray
-    ) -> tuple[int, RowParams, tuple[list[int], list[int]]]:
-        num_rows = len(plan)
-        size = decode_size(bucket)
-        fields = array[: DECODE_FIELDS * bucket].reshape(DECODE_FIELDS, bucket)
-        fields[:, num_rows:] = 0
-        fields[2, num_rows:] = -1
-        fields[3] = -1
-        fields[0, :num_rows] = _as_array(plan.token_ids)
-        fields[1, :num_rows] = plan.starts
-        fields[2, :num_rows] = self._tables.rows
-        writes = self._tables.pending_writes(plan, fields[3])
-        params = self._row_params(plan.requests)
-        fields[4:6, :num_rows] = params.seeds
-        fields[6, :num_rows] = params.temperature_bits
-        array[fields.size : size] = num_rows, result_row
-        return size, params, writes
-
-    def _pack_mixed(
-        self, plan: StepPlan, shape: StepShape, result_row: int, array: IntArray
-    ) -> tuple[int, RowParams, tuple[list[int], list[int]]]:
-        num_rows, num_sampled = len(plan), plan.num_sampled
-        lengths = np.array(plan.num_tokens, np.int32)
-        starts = np.array(plan.starts, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int32)
-        num_tokens = int(ends[-1])
-        padded_tokens, padded_rows = shape.num_tokens, shape.num_rows
-
-        tokens = array[: 3 * padded_tokens].reshape(3, padded_tokens)
-        tokens[:, num_tokens:] = 0
-        tokens[2, num_tokens:] = -1
-        tokens[0, :num_tokens] = _as_array(plan.token_ids)
-        tokens[1, :num_tokens] = np.arange(num_tokens) - np.repeat(ends - lengths - starts, lengths)
-        store_rows = np.array(self._tables.rows, np.int32)
-        tokens[2, :num_tokens] = np.repeat(store_rows, lengths)
-        writes = self._tables.pending_writes(plan)
-        at = 3 * padded_tokens
-        array[at] = 0
-        array[at + 1 : at + 1 + num_rows] = ends
-        array[at + 1 + num_rows : at + 1 + padded_rows] = num_tokens
-        at += padded_rows + 1
-        rows = array[at : at + 2 * padded_rows].reshape(2, padded_rows)
-        rows[:] = 0
-        rows[0, :num_rows] = starts + lengths
-        rows[1, :num_rows] = store_rows
-        at += 2 * padded_rows
-        sampled_rows = np.flatnonzero(np.array(plan.num_samples, bool))
-        kept = array[at : at + 4 * padded_rows].reshape(4, padded_rows)
-        kept[:] = 0
-        params = RowParams.of([plan.requests[row] for row in sampled_rows])
-        kept[0, :num_sampled] = ends[sampled_rows] - 1
-        kept[1:3, :num_sampled] = params.seeds
-        kept[3, :num_sampled] = params.temperature_bits
-        at += 4 * padded_rows
-        array[at] = result_row
-        return at + 1, params, writes
-
-    def _row_params(self, requests: tuple[RequestInfo, ...]) -> RowParams:
+    def _row_params(self, step: PlanArrays) -> RowParams:
+        requests = step.plan.requests
+        if not step.plan.is_decode_only:
+            return RowParams.of([requests[row] for row in step.sampled_rows])
         return self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
 
 
@@ -248,10 +199,3 @@ def send(
     update_tables(writes, b.stored_tables, staged.num_writes)
     truncated = b.staged[begin : begin + staged.num_truncated]
     return truncated, writes[2 * staged.num_writes :]
-
-
-def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:
-    """The range of a step that feeds all its rows as an array, which is quicker to copy."""
-    if isinstance(token_ids, range):
-        return np.arange(token_ids.start, token_ids.stop, token_ids.step, dtype=np.int32)
-    return token_ids

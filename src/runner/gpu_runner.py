@@ -243,11 +243,11 @@ class GpuRunner:
         """Run an empty step, of which any kernel may be missing: no other may then find positions
         and lengths of another shape in the inputs."""
         b = self.buffers
-        for tensor in (
-            *(b.input_ids, b.position_ids, b.slot_mapping, b.logit_rows),
-            *(b.query_starts, b.context_lens, b.table_rows),
-        ):
-            tensor.zero_()
+        b.staged.zero_()
+        b.table_store.zero_()
+        for name, tensor in b.derived.items():
+            if name != "logits_to_keep":
+                tensor.zero_()
         self.run_staged(shape)
 
     def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
@@ -262,23 +262,27 @@ class GpuRunner:
     def run_worst_case(self) -> None:
         """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
         b = self.buffers
-        num_tokens, num_rows = len(b.input_ids), len(b.context_lens)
+        num_tokens, num_rows = b.num_tokens, b.num_rows
+        shape = StepShape(num_tokens, num_rows, False)
         with self.step_context():
-            for tensor in (b.input_ids, b.position_ids, b.logit_rows, b.temperatures):
-                tensor.zero_()
-            b.slot_mapping.fill_(self.num_blocks * self.block_size)
             self._copier.copy(b.staged[:2].fill_(self.num_blocks))
             update_tables(b.staged[:2].zero_(), b.stored_tables, 1)
+            b.staged.zero_()
+            for tensor in (b.derived["input_ids"], b.derived["position_ids"], b.temperatures):
+                tensor.zero_()
+            inputs = b.inputs(shape)
+            inputs.slot_mapping.fill_(self.num_blocks * self.block_size)
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
-            b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
-            b.context_lens.fill_(length)
+            inputs.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
+            inputs.context_lens.fill_(length)
             b.table_store.fill_(self.num_blocks)
             if b.state_tables is not None:
                 b.state_tables.fill_(self.num_state_slots)
-            outputs = self._forward(b.mixed_inputs(num_tokens, num_rows))
-            self._sampler.run_worst_case(outputs, StepShape(num_tokens, num_rows, False))
+            outputs = self._forward(inputs)
+            b.staged.zero_()
+            self._sampler.run_worst_case(outputs, shape)
             torch.cuda.synchronize()
 
     def run_prompt_chunk(self) -> None:

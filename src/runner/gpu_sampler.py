@@ -99,7 +99,7 @@ class GpuStepSampler:
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
-        num_tokens, num_rows = len(buffers.input_ids), len(buffers.context_lens)
+        num_tokens, num_rows = buffers.num_tokens, buffers.num_rows
         self._captured, self._buffers, self._on_logits = captured, buffers, on_logits
         self._ring = PinnedRing(num_results, num_rows, torch.int64)
         self._results = Results(self._ring.tensor, buffers.result_row)

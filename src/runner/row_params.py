@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
@@ -22,15 +23,15 @@ class RowParams:
     """Sampling parameters of the sampled rows of a plan, in the form they are sent.
 
     Attributes:
-        seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
+        seeds: int64 ``[S]``. temperatures: float32 ``[S]``.
         truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
             ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists, the place and then the parameters
             that are declared with the stage "cut", in that order.
         logprobs: what :func:`.sampled_fields` makes of them, flat.
     """
 
-    seeds: IntArray
-    temperature_bits: IntArray
+    seeds: NDArray[np.int64]
+    temperatures: NDArray[np.float32]
     truncated: IntArray
     logprobs: IntArray
 
@@ -39,8 +40,8 @@ class RowParams:
         params = [request.sampling_params for request in requests]
         seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], np.uint64)
         return cls(
-            np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
-            np.array([p.temperature for p in params], np.float32).view(np.int32),
+            seeds.view(np.int64),
+            np.array([p.temperature for p in params], np.float32),
             truncated_fields([_params_in_step(request) for request in requests]),
             sampled_fields(requests).reshape(-1),
         )

@@ -43,39 +43,36 @@ def update_tables(staged: Tensor, tables: Tensor, num_updates: int) -> None:
 
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    staged, sampled, table_store, input_ids, position_ids, slot_mapping, query_starts, context_lens,
-    table_rows, temperatures, seeds, sample_positions, result_row, null_slot,
+    token_ids, positions, table_rows, new_blocks, packed_seeds, packed_temperatures,
+    num_padding_rows, packed_result_row,
+    sampled, table_store, input_ids, position_ids, slot_mapping,
+    temperatures, seeds, sample_positions, result_row, null_slot,
     width,  # blocks of a row of table_store
+    query_starts, context_lens,
     BUCKET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Staged as :data:`.device_buffers.DECODE_FIELDS` says. Grid: ``(BUCKET,)``."""
+    """The first two lines are fields as the host packed them. Grid: ``(BUCKET,)``."""
     row = tl.program_id(0)
-    token_id = tl.load(staged + row)
-    position = tl.load(staged + BUCKET + row)
-    store_row = tl.load(staged + 2 * BUCKET + row)
-    new_block = tl.load(staged + 3 * BUCKET + row)
-    low = tl.load(staged + 4 * BUCKET + row).to(tl.int64) & 0xFFFFFFFF
-    high = tl.load(staged + 5 * BUCKET + row).to(tl.int64)
-    temperature = tl.load(staged + 6 * BUCKET + row).to(tl.float32, bitcast=True)
-    num_rows = tl.load(staged + 7 * BUCKET)
-    is_real = store_row >= 0
+    token_id = tl.load(token_ids + row)
+    position = tl.load(positions + row)
+    new_block = tl.load(new_blocks + row)
+    num_rows = BUCKET - tl.load(num_padding_rows)
+    is_real = row < num_rows
 
     fed = tl.load(sampled + tl.maximum(-1 - token_id, 0))
     tl.store(input_ids + row, tl.where(token_id < 0, fed, token_id.to(tl.int64)))
     tl.store(position_ids + row, position.to(tl.int64))
     if row == 0:
         tl.store(query_starts, 0)
-        tl.store(result_row, tl.load(staged + 7 * BUCKET + 1))
+        tl.store(result_row, tl.load(packed_result_row))
     tl.store(query_starts + row + 1, tl.where(is_real, row + 1, num_rows))
     tl.store(context_lens + row, tl.where(is_real, position + 1, 0))
-    tl.store(temperatures + row, temperature)
-    tl.store(seeds + row, low | (high << 32))
+    tl.store(temperatures + row, tl.load(packed_temperatures + row))
+    tl.store(seeds + row, tl.load(packed_seeds + row))
     tl.store(sample_positions + row, (position + 1).to(tl.int64))
 
-    # Padding, too, has a row that can be read.
-    table_row = tl.maximum(store_row, 0)
-    tl.store(table_rows + row, table_row)
+    table_row = tl.load(table_rows + row)
     table = table_store + table_row.to(tl.int64) * width
     last = position // BLOCK_SIZE
     current = tl.load(table + last)
@@ -86,64 +83,48 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(slot_mapping + row, tl.where(is_real, slot, null_slot))
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_rows"],
-    do_not_specialize_on_alignment=["staged"],
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _mixed_kernel(  # type: ignore[no-untyped-def]
-    staged, sampled, table_store, input_ids, position_ids, slot_mapping, query_starts, context_lens,
-    table_rows, temperatures, seeds, sample_positions, result_row, null_slot, width,
-    logit_rows, num_tokens, num_rows,
+    token_ids, positions, token_rows, logits_to_keep, packed_seeds, packed_temperatures,
+    packed_result_row,
+    sampled, table_store, input_ids, position_ids, slot_mapping,
+    temperatures, seeds, sample_positions, result_row, null_slot, width,
+    num_tokens, num_rows,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Staged one behind the other: token ids, positions and rows of the table store (-1: padding),
-    ``[num_tokens]`` each; query starts ``[num_rows + 1]``; context lengths, rows of the table
-    store, tokens to keep, low and high words of the seeds and bits of the temperatures
-    ``[num_rows]``; where the step's tokens are to go.
+    """The first two lines are fields as the host packed them.
 
-    Grid: chunks of the longest of these, by 3.
+    Grid: chunks of the longest of these, by 2.
     """
     part = tl.program_id(1)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    rows_at = staged + 3 * num_tokens
-    kept_at = rows_at + 3 * num_rows + 1
     if part == 0:
         mask = i < num_tokens
-        token_id = tl.load(staged + i, mask=mask, other=0)
-        position = tl.load(staged + num_tokens + i, mask=mask, other=0)
-        store_row = tl.load(staged + 2 * num_tokens + i, mask=mask, other=-1)
-        is_real = store_row >= 0
+        token_id = tl.load(token_ids + i, mask=mask, other=0)
+        position = tl.load(positions + i, mask=mask, other=0)
+        table_row = tl.load(token_rows + i, mask=mask, other=-1)
+        is_real = table_row >= 0
         fed = tl.load(sampled + tl.maximum(-1 - token_id, 0), mask=mask, other=0)
         tl.store(input_ids + i, tl.where(token_id < 0, fed, token_id.to(tl.int64)), mask=mask)
         tl.store(position_ids + i, position.to(tl.int64), mask=mask)
         block_id = tl.load(
-            table_store + store_row.to(tl.int64) * width + position // BLOCK_SIZE,
+            table_store + table_row.to(tl.int64) * width + position // BLOCK_SIZE,
             mask=mask & is_real,
             other=0,
         )
         slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         tl.store(slot_mapping + i, tl.where(is_real, slot, null_slot), mask=mask)
-    elif part == 1:
-        mask = i < num_rows + 1
-        tl.store(query_starts + i, tl.load(rows_at + i, mask=mask, other=0), mask=mask)
-        mask = i < num_rows
-        lengths = tl.load(rows_at + num_rows + 1 + i, mask=mask, other=0)
-        tl.store(context_lens + i, lengths, mask=mask)
-        store_row = tl.load(rows_at + 2 * num_rows + 1 + i, mask=mask, other=0)
-        tl.store(table_rows + i, store_row, mask=mask)
     else:
         if tl.program_id(0) == 0:
-            tl.store(result_row, tl.load(kept_at + 4 * num_rows))
+            tl.store(result_row, tl.load(packed_result_row))
         mask = i < num_rows
-        kept = tl.load(kept_at + i, mask=mask, other=0)
-        tl.store(logit_rows + i, kept.to(tl.int64), mask=mask)
-        low = tl.load(kept_at + num_rows + i, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(kept_at + 2 * num_rows + i, mask=mask, other=0).to(tl.int64)
-        tl.store(seeds + i, low | (high << 32), mask=mask)
-        temperature = tl.load(kept_at + 3 * num_rows + i, mask=mask, other=0)
-        tl.store(temperatures + i, temperature.to(tl.float32, bitcast=True), mask=mask)
-        position = tl.load(staged + num_tokens + kept, mask=mask, other=0)
+        seed = tl.load(packed_seeds + i, mask=mask, other=0)
+        tl.store(seeds + i, seed, mask=mask)
+        temperature = tl.load(packed_temperatures + i, mask=mask, other=0.0)
+        tl.store(temperatures + i, temperature, mask=mask)
+        kept = tl.load(logits_to_keep + i, mask=mask, other=0)
+        position = tl.load(positions + kept, mask=mask, other=0)
         tl.store(sample_positions + i, (position + 1).to(tl.int64), mask=mask)
 
 
@@ -182,29 +163,37 @@ def unpack(
         null_slot: the slot padding writes its KV to.
         state_interval: tokens of an entry of a state table, where ``b`` has such tables.
     """
-    tensors = (
-        b.staged, b.sampled, b.table_store, b.input_ids, b.position_ids, b.slot_mapping,
-        b.query_starts, b.context_lens, b.table_rows, b.temperatures, b.seeds, b.sample_positions,
-        b.result_row, null_slot, b.width,
+    packed, inputs = b.packed(shape), b.inputs(shape)
+    targets = (
+        b.sampled, b.table_store, b.derived["input_ids"], b.derived["position_ids"],
+        b.derived["slot_mapping"], b.temperatures, b.seeds, b.sample_positions, b.result_row,
+        null_slot, b.width,
     )  # fmt: skip
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
     if shape.is_decode:
-        _decode_kernel[(num_rows,)](*tensors, BUCKET=num_rows, BLOCK_SIZE=block_size)
-        _take_state_tables(b, num_rows, state_interval)
-        return b.decode_inputs(num_rows)
-    num_chunks = triton.cdiv(max(num_tokens, num_rows + 1), _BLOCK)
-    _mixed_kernel[(num_chunks, 3)](
-        *tensors, b.logit_rows, num_tokens, num_rows, BLOCK_SIZE=block_size, CHUNK=_BLOCK
-    )
-    _take_state_tables(b, num_rows, state_interval)
-    return b.mixed_inputs(num_tokens, num_rows)
-
-
-def _take_state_tables(b: StepBuffers, num_rows: int, interval: int) -> None:
-    """After the other inputs of the step, which it reads."""
-    if b.state_store is not None:
+        names: tuple[str, ...] = (
+            "token_ids", "positions", "table_rows", "new_blocks", "seeds", "temperatures",
+            "num_padding_rows", "result_row",
+        )  # fmt: skip
+        _decode_kernel[(num_rows,)](
+            *(packed[name] for name in names),
+            *(*targets, inputs.query_starts, inputs.context_lens),
+            BUCKET=num_rows, BLOCK_SIZE=block_size,
+        )  # fmt: skip
+    else:
+        names = (
+            "token_ids", "positions", "token_rows", "logits_to_keep", "seeds", "temperatures",
+            "result_row",
+        )  # fmt: skip
+        num_chunks = triton.cdiv(max(num_tokens, num_rows), _BLOCK)
+        _mixed_kernel[(num_chunks, 2)](
+            *(packed[name] for name in names), *(*targets, num_tokens, num_rows),
+            BLOCK_SIZE=block_size, CHUNK=_BLOCK,
+        )  # fmt: skip
+    if b.state_store is not None:  # behind the other inputs, which it reads
         _state_tables_kernel[(num_rows,)](
-            *(b.table_rows, b.query_starts, b.context_lens, b.state_store, b.state_tables),
-            *(interval, b.state_width),
+            *(packed["table_rows"], inputs.query_starts, inputs.context_lens),
+            *(b.state_store, b.state_tables, state_interval, b.state_width),
             CHUNK=16,
         )
+    return inputs

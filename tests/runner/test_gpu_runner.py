@@ -212,9 +212,9 @@ def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.Monk
 
     def run(shape: StepShape) -> None:
         b = runner.buffers
-        inputs = b.decode_inputs(shape.num_rows) if shape.is_decode else b.mixed_inputs(8, 2)
+        inputs = b.inputs(shape)
         for tensor in (getattr(inputs, name) for name in INPUT_NAMES):
-            if tensor.data_ptr() != b.all_tokens.data_ptr():
+            if tensor.data_ptr() != b.derived["logits_to_keep"].data_ptr():
                 assert not tensor.any()
                 tensor.fill_(9)  # as of a larger step
         seen.append(shape)

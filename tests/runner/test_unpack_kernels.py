@@ -15,7 +15,7 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner import unpack_kernels
 from pagespec.runner.block_tables import BlockTableStore
 from pagespec.runner.cpu_pack import CpuStepPacker
-from pagespec.runner.device_buffers import DECODE_FIELDS, StepBuffers
+from pagespec.runner.device_buffers import StepBuffers
 from pagespec.runner.row_params import RowParams
 from pagespec.runner.step_shapes import StepShape
 
@@ -40,10 +40,17 @@ def buffers(
         device=torch.device("cpu"),
         max_num_intervals=max_num_intervals,
     )
-    for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.logit_rows):
-        tensor.fill_(-77)
-    made.table_rows.fill_(-77)
+    for name in ("input_ids", "position_ids", "slot_mapping"):
+        made.derived[name].fill_(-77)
     return made
+
+
+def stage(b: StepBuffers, shape: StepShape, **values: Any) -> None:
+    """Values of the packed fields, in front of zeros."""
+    packed = b.packed(shape)
+    for name, given in values.items():
+        array = torch.from_numpy(np.atleast_1d(np.asarray(given)))
+        packed[name].zero_()[: len(array)] = array
 
 
 def store_tables(b: StepBuffers, tables: list[list[int]]) -> None:
@@ -83,13 +90,20 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     b = buffers()
     store_tables(b, tables)
     params = RowParams.of([requests[0], requests[2]])
-    positions = [*range(2, 9), 0, 5]
-    staged = [*ids, *positions, *[0] * 7, 1, 2]
-    staged += [0, 7, 8, 9, 9, 1, 6, 0, 1, 2]  # query starts, context lengths, store rows
-    for kept in ([6, 8], *params.seeds, params.temperature_bits):
-        staged += [*kept, 0]  # a row that is not sampled
-    staged.append(5)
-    b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
+    stage(
+        b,
+        StepShape(9, 3, False),
+        token_ids=ids,
+        positions=[*range(2, 9), 0, 5],
+        token_rows=[*[0] * 7, 1, 2],
+        table_rows=[0, 1, 2],
+        query_starts=[0, 7, 8, 9],
+        context_lens=[9, 1, 6],
+        logits_to_keep=[6, 8],  # and of a row that is not sampled
+        seeds=params.seeds,
+        temperatures=params.temperatures,
+        result_row=5,
+    )
     made = unpack_kernels.unpack(b, StepShape(9, 3, False), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
     assert torch.equal(made.input_ids, expected.input_ids)
     assert torch.equal(made.position_ids, expected.position_ids)
@@ -112,24 +126,28 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     b.table_store[5, :3] = torch.tensor([21, 22, -9], dtype=torch.int32)
     b.sampled[1] = 1234
     bucket = 4
-    fields = np.zeros((DECODE_FIELDS, bucket), np.int32)
-    fields[0, :2] = [77, -2]  # known; the second token the last step sampled
-    fields[1, :2] = [6, 8]
-    fields[2] = [3, 5, -1, -1]
-    fields[3] = [-1, 23, -1, -1]
-    seeds = RowParams.of([request("a", 1, seed=-2).info, request("b", 1, seed=3).info])
-    fields[4:6, :2] = seeds.seeds
-    fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
-    b.staged[: fields.size] = torch.from_numpy(fields.ravel())
-    b.staged[fields.size : fields.size + 2] = torch.tensor([2, 7])
-    unpack_kernels.unpack(b, StepShape(bucket, bucket, True), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
-    assert b.input_ids[:2].tolist() == [77, 1234]
-    assert b.position_ids[:2].tolist() == [6, 8]
+    params = RowParams.of([request("a", 1, seed=-2).info, request("b", 1, seed=3).info])
+    stage(
+        b,
+        StepShape(bucket, bucket, True),
+        token_ids=[77, -2],  # known; the second token the last step sampled
+        positions=[6, 8],
+        table_rows=[3, 5],
+        new_blocks=[-1, 23, -1, -1],
+        seeds=params.seeds,
+        temperatures=[0.5, 0.0],
+        num_padding_rows=2,
+        result_row=7,
+    )
     null_slot = NUM_BLOCKS * BLOCK_SIZE
-    assert b.slot_mapping[:bucket].tolist() == [12 * 4 + 2, 23 * 4, null_slot, null_slot]
-    assert b.query_starts[: bucket + 1].tolist() == [0, 1, 2, 2, 2]
-    assert b.context_lens[:bucket].tolist() == [7, 9, 0, 0]
-    assert b.table_rows[:bucket].tolist() == [3, 5, 0, 0]
+    shape = StepShape(bucket, bucket, True)
+    made = unpack_kernels.unpack(b, shape, BLOCK_SIZE, null_slot)
+    assert made.input_ids[0, :2].tolist() == [77, 1234]
+    assert made.position_ids[0, :2].tolist() == [6, 8]
+    assert made.slot_mapping.tolist() == [12 * 4 + 2, 23 * 4, null_slot, null_slot]
+    assert made.query_starts.tolist() == [0, 1, 2, 2, 2]
+    assert made.context_lens.tolist() == [7, 9, 0, 0]
+    assert made.table_rows.tolist() == [3, 5, 0, 0]
     assert b.table_store[3, :2].tolist() == [11, 12]
     assert b.table_store[5, :3].tolist() == [21, 22, 23]
     assert b.seeds[:2].tolist() == [-2, 3]
@@ -141,17 +159,19 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
 def test_state_tables_have_what_a_step_looks_at() -> None:
     """Of each row the entry before its first position, to that of its last one."""
     interval = 4
-    b = buffers(max_num_intervals=20)
+    b = buffers(max_num_tokens=80, max_num_intervals=20)
     assert b.state_store is not None
     assert b.state_tables is not None
     b.state_store.copy_(torch.arange(b.state_store.numel()).view_as(b.state_store))
     b.state_tables.fill_(-77)
-    fields = np.zeros((DECODE_FIELDS, 4), np.int32)
-    fields[1, :3] = [0, 7, 8]
-    fields[2] = [3, 5, 1, -1]
-    fields[3] = -1
-    b.staged[: fields.size] = torch.from_numpy(fields.ravel())
-    b.staged[fields.size] = 3
+    stage(
+        b,
+        StepShape(4, 4, True),
+        positions=[0, 7, 8],
+        table_rows=[3, 5, 1],
+        new_blocks=[-1] * 4,
+        num_padding_rows=1,
+    )
     step = unpack_kernels.unpack(b, StepShape(4, 4, True), BLOCK_SIZE, 0, interval)
     expected = torch.full((4, 20), -77, dtype=torch.int32)
     expected[0, 0] = 60
@@ -162,13 +182,14 @@ def test_state_tables_have_what_a_step_looks_at() -> None:
     b.state_tables.fill_(-77)
     starts, ends = (3, 8, 0), (71, 9, 4)
     lengths = np.subtract(ends, starts)
-    num_tokens, num_rows = int(lengths.sum()), 4
-    head = [0] * 3 * num_tokens
-    rows = [0, *lengths.cumsum(), num_tokens, *ends, 0, 2, 0, 4, 0]
-    staged = [*head, *rows, *[0] * (4 * num_rows + 1)]
-    b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
-    big = StepShape(num_tokens, num_rows, False)
-    b.input_ids, b.position_ids, b.slot_mapping = (torch.zeros(num_tokens, dtype=torch.int64),) * 3
+    big = StepShape(int(lengths.sum()), 4, False)
+    stage(
+        b,
+        big,
+        query_starts=[0, *lengths.cumsum(), lengths.sum()],
+        context_lens=ends,
+        table_rows=[2, 0, 4],
+    )
     step = unpack_kernels.unpack(b, big, BLOCK_SIZE, 0, interval)
     expected.fill_(-77)
     expected[0, :18] = torch.arange(40, 58)
