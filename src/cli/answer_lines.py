@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from .make_llm import sampling_defaults
 from .prompts import conversation_prompt, user_message
 
 if TYPE_CHECKING:
+    from ..engine.inputs import PromptInput
     from ..engine.outputs import CompletionOutput
     from ..engine.sampling_params import SamplingParams
     from ..llm import LLM
@@ -90,7 +91,7 @@ class _Answering:
         if self._pending:
             raise PagespecError(f"the engine left {len(self._pending)} lines unanswered")
 
-    def _requests(self, lines: Iterable[Line]) -> Iterator[tuple[dict[str, Any], SamplingParams]]:
+    def _requests(self, lines: Iterable[Line]) -> Iterator[tuple[Any, SamplingParams]]:
         for line in lines:
             job = _Job(line)
             self._pending.append(job)
@@ -105,15 +106,13 @@ class _Answering:
             else:
                 yield prompt, params
 
-    def _prompt(self, question: Question) -> dict[str, Any]:
-        prompt: Mapping[str, Any]
+    def _prompt(self, question: Question) -> dict[str, Any] | PromptInput:
         if question.kind == "messages":
-            prompt = conversation_prompt(self._llm, question.content)
-        elif question.kind == "prompt" and self._fingerprint.chat:
-            prompt = conversation_prompt(self._llm, user_message(question.content))
-        else:
-            prompt = {question.kind: question.content}
-        return {**prompt, **question.options}
+            return conversation_prompt(self._llm, question.content, **question.options)
+        if question.kind == "prompt" and self._fingerprint.chat:
+            messages = user_message(question.content)
+            return conversation_prompt(self._llm, messages, **question.options)
+        return {question.kind: question.content, **question.options}
 
     def _errors(self) -> Iterator[Row]:
         """The error rows that are next in line."""

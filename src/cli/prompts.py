@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..engine.inputs import PromptInput
     from ..llm import LLM
 
 Message = Mapping[str, Any]
@@ -19,10 +20,15 @@ def user_message(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def conversation_prompt(llm: LLM, messages: Sequence[Message]) -> dict[str, list[int]]:
-    """The conversation as token ids, ready for the assistant's answer.
+def conversation_prompt(llm: LLM, messages: Sequence[Message], **options: Any) -> PromptInput:
+    """The conversation as ``LLM.chat`` reads it: its answer ends with the template's end of turn,
+    and stop strings and constraints count from where its content begins.
+
+    Args:
+        options: of a prompt: ``cache_salt``, ``priority``, ``owner``.
 
     Raises:
-        InvalidInputError: the model has no template, or the template refuses the messages.
+        InvalidInputError: the model has no template, the template refuses the messages, or an
+            option is refused.
     """
-    return {"prompt_token_ids": llm.read_messages(messages).token_ids}
+    return llm.reader.marked(llm.read_messages(messages), **options)

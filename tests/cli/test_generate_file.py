@@ -221,7 +221,7 @@ def test_a_priority_goes_with_its_prompt(desk: Desk) -> None:
     assert desk.run_file().exit_code == 0
     first, second, third = (prompt for prompt, _ in desk.llm.seen)
     assert first == {"prompt": "a", "priority": 3, "cache_salt": "s"}
-    assert second["priority"] == 0
+    assert second.priority == 0
     assert third == {"prompt": "c"}
 
 

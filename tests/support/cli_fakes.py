@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from pagespec.chat.reader import ChatReader
 from pagespec.cli import make_llm
 from pagespec.cli.main import app
-from pagespec.engine.inputs import PromptReader
+from pagespec.engine.inputs import PromptInput, PromptReader
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
@@ -36,7 +36,11 @@ class FakeTokenizer:
 
 
 def chat_reader(tokenizer: Any) -> ChatReader:
-    return ChatReader(PromptReader(tokenizer, 1 << 21, 1000), tokenizer)
+    return ChatReader(prompt_reader(tokenizer), tokenizer)
+
+
+def prompt_reader(tokenizer: Any) -> PromptReader:
+    return PromptReader(tokenizer, 1 << 21, 1000)
 
 
 class FakeLLM:
@@ -49,6 +53,7 @@ class FakeLLM:
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.read_messages = chat_reader(tokenizer).read
+        self.reader = prompt_reader(tokenizer)
         self.seen: list[tuple[Any, Any]] = []
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -71,8 +76,12 @@ class FakeLLM:
             yield self._answer(prompt, params)
 
     def _answer(self, prompt: Any, params: Any) -> RequestOutput | Exception:
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        ids = prompt["prompt_token_ids"] if text is None else [ord(c) for c in text]
+        text: str | None
+        if isinstance(prompt, PromptInput):
+            text, ids = prompt.text, prompt.token_ids
+        else:
+            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            ids = prompt["prompt_token_ids"] if text is None else [ord(c) for c in text]
         if not ids:
             return InvalidInputError("prompt", text, "must not be empty")
         answer = "".join(chr(i) for i in ids).upper()[: params.max_tokens]
