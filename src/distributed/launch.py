@@ -16,6 +16,7 @@ from ..compile.load.load import check_shared
 from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
+from ..runner.cpu_threads import rank_threads, torchs_number
 from ..validation import path_of
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store
@@ -50,6 +51,10 @@ def build_distributed(
     devices = _devices(config, num_ranks)
     has_peer_access = _has_peer_access(devices)
     check_shared(name, num_ranks)
+    num_threads = torchs_number()
+    if devices[0].type == "cpu":
+        num_threads = rank_threads(config.threads, num_ranks)
+        torch.set_num_threads(num_threads)
     channel = Channel(num_ranks)
     store = make_store(num_ranks)
     workers = Workers(channel, num_ranks)
@@ -61,7 +66,7 @@ def build_distributed(
                 "devices": [str(device) for device in devices],
                 "has_peer_access": has_peer_access,
                 "port": store.port,
-                "num_threads": torch.get_num_threads(),
+                "num_threads": num_threads,
                 "num_slots": _NUM_SLOTS,
                 "has_on_logits": on_logits is not None,
             }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from ..compile.captured_model import CapturedModel
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock
@@ -13,7 +11,7 @@ from ..kernels.attention.cpu_invariant import TILE
 from ..kernels.device import MKL_ROW_UNIT
 from ..kernels.row_trial import keeps_batched_bits
 from .cpu_runner import ModelRunner, OnLogits
-from .cpu_threads import FixedThreads, StepThreads
+from .cpu_threads import StepThreads
 from .kv_budget import fitting_length, num_cpu_blocks, num_cpu_state_slots
 
 logger = logging.getLogger("pagespec")
@@ -57,14 +55,16 @@ def make_cpu_runner(
 
 
 def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
-    """The same, or the present number for every step, where bits of the matmuls of recurrent states
+    """The same, or one number for every step, where bits of the matmuls of recurrent states
     or of an indexer follow the number. These have no recipes to choose from."""
     shapes = _states(captured) | _indexes(captured)
     if all(keeps_batched_bits(*shape, threads.numbers) for shape in sorted(shapes)):
         return threads
-    number = torch.get_num_threads()
-    logger.info("CPU threads: %d, which stays: bits of this model follow the number", number)
-    return FixedThreads(number)
+    fixed = threads.fixed()
+    logger.info(
+        "CPU threads: %d, which stays: bits of this model follow the number", *fixed.numbers
+    )
+    return fixed
 
 
 _Shape = tuple[int, int, int, tuple[int, ...]]

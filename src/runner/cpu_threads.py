@@ -61,6 +61,10 @@ class StepThreads(Protocol):
         """Count the seconds that a step took."""
         ...
 
+    def fixed(self) -> FixedThreads:
+        """One number for every step of an engine that starts now."""
+        ...
+
 
 class FixedThreads:
     """The same number for every step."""
@@ -73,6 +77,9 @@ class FixedThreads:
 
     def add(self, step_s: float) -> None:
         """Nothing follows the time of steps."""
+
+    def fixed(self) -> FixedThreads:
+        return self
 
 
 class AdaptiveThreads:
@@ -117,6 +124,11 @@ class AdaptiveThreads:
     def add(self, step_s: float) -> None:
         self._step_s += step_s
 
+    def fixed(self) -> FixedThreads:
+        """The quickest number as the machine is now. The number in use may have fallen while
+        another engine served, and an engine that keeps its number would keep that."""
+        return FixedThreads(_quickest(self.numbers, self._measure)[0])
+
     def _measure_again(self) -> None:
         self._step_s = 0.0
         at = self.numbers.index(self.number)
@@ -154,7 +166,8 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
 
     Args:
         threads: the number; None: as measured.
-        num_ranks: of the group; ranks compute with the number that torch has, which is rank 0's.
+        num_ranks: of the group; ranks compute with the number that torch has, see
+            :func:`rank_threads`.
         is_eager: whether the module itself runs: the bits of torch's own matmuls may follow the
             number, so that it stays what it is at start.
     """
@@ -166,10 +179,25 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
     shared = shared_threads()
     if not is_eager or len(shared.numbers) == 1:
         return shared
+    fixed = shared.fixed()
     logger.info(
-        "CPU threads: %d, which stays: bits of compile='eager' may follow the number", shared.number
+        "CPU threads: %d, which stays: bits of compile='eager' may follow the number",
+        *fixed.numbers,
     )
-    return FixedThreads(shared.number)
+    return fixed
+
+
+def rank_threads(threads: int | None, num_ranks: int) -> int:
+    """The number for all ranks of a group that starts now on the CPU: rank 0 chooses it.
+
+    Args:
+        threads: the number; None: the quickest now, of those for which each rank has cores.
+    """
+    given = torchs_number()
+    if threads is not None:
+        return threads
+    most = max(1, min(given, usable_cores() // num_ranks))
+    return quickest(halvings(most), most, measured)
 
 
 @cache
@@ -198,12 +226,7 @@ def halvings(most: int) -> tuple[int, ...]:
 def quickest(numbers: Sequence[int], given: int, measure: Callable[[int], float]) -> int:
     """The number of threads with the quickest matmuls. The log names it if it is below ``given``,
     which torch would use."""
-    before = torch.get_num_threads()
-    try:
-        seconds = {n: measure(n) for n in numbers}
-    finally:
-        torch.set_num_threads(before)
-    best = min(seconds, key=lambda n: (seconds[n], -n))
+    best, seconds = _quickest(numbers, measure)
     if best < given:
         logger.warning(
             "CPU threads: %d, where torch would use %d (%d usable cores; a matmul by number of "
@@ -211,6 +234,18 @@ def quickest(numbers: Sequence[int], given: int, measure: Callable[[int], float]
             *(best, given, usable_cores(), _times(seconds)),
         )
     return best
+
+
+def _quickest(
+    numbers: Sequence[int], measure: Callable[[int], float]
+) -> tuple[int, dict[int, float]]:
+    """The quickest number, the most of equals, and the seconds of each; torch keeps its own."""
+    before = torch.get_num_threads()
+    try:
+        seconds = {n: measure(n) for n in numbers}
+    finally:
+        torch.set_num_threads(before)
+    return min(seconds, key=lambda n: (seconds[n], -n)), seconds
 
 
 def _times(seconds: dict[int, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 from pagespec import LLM, InvalidInputError, UnsupportedModelError
 from pagespec.distributed import launch
+from pagespec.distributed.workers import Workers
 from pagespec.engine.config import EngineConfig
 from pagespec.kernels.collectives import boxes
+from pagespec.runner import cpu_threads
 from tests.support.models import tiny_model
 
 
@@ -60,6 +63,44 @@ def test_heads_are_not_looked_at_where_they_stay_whole(
     tiny_model(arch).config.save_pretrained(tmp_path)
     with pytest.raises(AssertionError, match="started"):
         LLM(tmp_path, device="cpu", tensor_parallel_size=size)
+
+
+def test_ranks_are_sent_the_number_that_the_machine_has_now(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the number to which an engine before has lowered this process."""
+    before = torch.get_num_threads()
+    cpu_threads.torchs_number.cache_clear()
+    cpu_threads.shared_threads.cache_clear()
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "measured", lambda number: 1.0 / number)
+    sent: list[dict[str, Any]] = []
+
+    class Started(Exception):
+        """The ranks have what they are to build."""
+
+    def send(_: Workers, settings: dict[str, Any]) -> None:
+        sent.append(settings)
+        raise Started
+
+    monkeypatch.setattr(launch, "make_store", lambda _: SimpleNamespace(port=1))
+    monkeypatch.setattr(Workers, "__init__", lambda *_: None)
+    monkeypatch.setattr(Workers, "send_settings", send)
+    monkeypatch.setattr(Workers, "reason_of", lambda _, error: error)
+    monkeypatch.setattr(Workers, "end", lambda _: None)
+    try:
+        torch.set_num_threads(6)
+        cpu_threads.step_threads(None)
+        for fallen, given in ((1, None), (6, None), (1, 3)):
+            torch.set_num_threads(fallen)
+            with pytest.raises(Started):
+                LLM(folder, device="cpu", tensor_parallel_size=2, threads=given)
+            assert torch.get_num_threads() == sent[-1]["num_threads"]
+    finally:
+        torch.set_num_threads(before)
+        cpu_threads.torchs_number.cache_clear()
+        cpu_threads.shared_threads.cache_clear()
+    assert [settings["num_threads"] for settings in sent] == [4, 4, 3]
 
 
 def test_a_model_in_memory() -> None:

@@ -23,13 +23,20 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.recurrent.spec import RecurrentSpec
-from pagespec.runner import cpu_threads
+from pagespec.runner import cpu_startup, cpu_threads
 from pagespec.runner.cpu_runner import ModelRunner
 from pagespec.runner.cpu_startup import steady
 from pagespec.runner.cpu_threads import AdaptiveThreads, FixedThreads, halvings, step_threads
 from tests.support.captures import capture_once, graph_cache
 from tests.support.driving import drive, make_requests
 from tests.support.models import save_word_model, tiny_model
+
+
+def _captured(index_dim: int, *recurrent: RecurrentSpec) -> Any:
+    """What of a captured model says which of its matmuls have no recipes."""
+    loaded = SimpleNamespace(recurrent=recurrent)
+    return SimpleNamespace(loaded=loaded, specs=[SimpleNamespace(index_dim=index_dim)])
+
 
 QUIET, BUSY = {4: 1.0, 2: 1.9, 1: 3.7}, {4: 9.0, 2: 6.0, 1: 3.7}
 
@@ -147,6 +154,48 @@ def test_ranks_and_eager_models_keep_a_number() -> None:
         kept.add(1e6)
         kept.apply()
         assert torch.get_num_threads() == number
+
+
+@pytest.fixture
+def fallen(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A process with an engine whose number fell to 1 on a busy machine, which is quiet again."""
+    machine = Machine(BUSY)
+    monkeypatch.setattr(cpu_threads, "measured", machine.measure)
+    monkeypatch.setattr(cpu_threads, "measured_again", machine.measure)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 4)
+    torch.set_num_threads(4)
+    shared = step_threads(None)
+    shared.apply()
+    assert torch.get_num_threads() == 1
+    machine.load = QUIET
+    return machine
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(2, 2), (3, 1), (4, 1), (5, 1)])
+def test_ranks_start_with_what_the_machine_has_now(
+    fallen: Machine, num_ranks: int, expected: int
+) -> None:
+    """Not with the number of an engine before; each rank has its share of the cores."""
+    assert cpu_threads.rank_threads(None, num_ranks) == expected
+    assert cpu_threads.rank_threads(3, num_ranks) == 3
+    fallen.load = BUSY
+    assert cpu_threads.rank_threads(None, num_ranks) == 1
+    assert step_threads(None).numbers == (4, 2, 1)
+
+
+def test_engines_that_keep_their_number_start_with_what_the_machine_has_now(
+    fallen: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    assert step_threads(None, is_eager=True).numbers == (4,)
+    monkeypatch.setattr(cpu_startup, "keeps_batched_bits", lambda *_: False)
+    assert steady(step_threads(None), _captured(16)).numbers == (4,)
+    assert torch.get_num_threads() == before
+    fallen.load = BUSY
+    assert step_threads(None, is_eager=True).numbers == (1,)
+    shared = step_threads(None)
+    assert isinstance(shared, AdaptiveThreads)
+    assert shared.number == 1  # it follows its own measurements
 
 
 # Between steps ----------------------------------------------------------------------------------
@@ -384,9 +433,7 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
 ) -> None:
     """Matmuls that have no trial of their own: of states, and of an indexer."""
     caplog.set_level(logging.INFO, "pagespec")
-    made: Any = SimpleNamespace(
-        loaded=SimpleNamespace(recurrent=recurrent), specs=[SimpleNamespace(index_dim=index_dim)]
-    )
+    made = _captured(index_dim, *recurrent)
     threads = AdaptiveThreads((2, 1), 2, QUIET.__getitem__)
     torch.set_num_threads(2)
     assert steady(threads, made) is threads
