@@ -170,7 +170,8 @@ class AsyncLLM:
         Raises:
             InvalidInputError: the prompt or a parameter is refused, or more continuations than
                 ``max_num_requests`` are asked for at once.
-            EngineBusyError: ``max_num_requests`` are live.
+            EngineBusyError: ``max_num_requests`` are live, or so many of the owner's that the rest
+                is kept for others.
             EngineStoppedError: the engine is shutting down.
             EngineError: the engine has failed, and did so again when it checked itself.
         """
@@ -242,6 +243,11 @@ class AsyncLLM:
         if most is not None and num_new > most:
             limit = f"must be at most max_num_requests = {most}, counted over all prompts"
             raise InvalidInputError("n", num_new, limit)
+
+    def expect_several_owners(self) -> None:
+        """Keep room for owners with few requests from now on; otherwise it is kept once a second
+        owner has been seen. Without effect but under the policy "fair"."""
+        self._host.has_several_owners = True
 
     async def abort(self, request_id: str) -> None:
         """End a request now, with reason "abort"; nothing happens if it is not live."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ..engine.core import Engine
@@ -21,6 +21,8 @@ from .generation import Generation
 from .served import Loops, Observers, Served, tell
 
 logger = logging.getLogger("pagespec")
+
+_KEPT_SHARE = 8  # of max_num_requests, one in so many is kept for owners with few requests
 
 
 class Handle(weakref.ref[Generation]):
@@ -43,6 +45,9 @@ class RequestHost:
     (``on_ends``, ``on_step``), which the thread that steps the engine calls, one at a time. Its
     attributes may be read anywhere.
 
+    Under the policy "fair" the last eighth of ``max_num_requests`` is for owners with few requests:
+    one owner's flood leaves room for the others. It is for all as long as there is one owner.
+
     Args:
         max_num_requests: most that are live; None: any number.
         loops: are woken when there is news for callers.
@@ -51,6 +56,7 @@ class RequestHost:
     Attributes:
         failure: why the engine cannot compute; None if it can.
         is_in_doubt: a step failed, and it has not checked itself since.
+        has_several_owners: whether a second owner has been seen, or is expected.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class RequestHost:
         self._loops, self._wake = loops, wake
         self.failure: str | None = None
         self.is_in_doubt = False
+        self.has_several_owners = False
+        self._first_owner: str | None = None
         self._has_failed_step = False  # since it last began to check itself
         self._last_error: EngineError | None = None  # of what is aborted as the thread ends
         self._live: dict[Request, Served] = {}
@@ -93,13 +101,7 @@ class RequestHost:
             self._check_itself()
             if self.failure is not None:
                 raise EngineError(self.failure)
-        num_new = sum(len(served.requests) for served in made)
-        limit = self._max_num_requests
-        if limit is not None and len(self._live) + num_new > limit:
-            raise EngineBusyError(
-                f"{len(self._live)} requests are being served, {num_new} more are asked for, "
-                f"max_num_requests = {limit}"
-            )
+        self._check_room(made)
         names = [served.request_id for served in made]
         for name in names:
             if name in self._by_id or names.count(name) > 1:
@@ -117,6 +119,40 @@ class RequestHost:
                 self.abort(served)
                 self._discard(served)
             raise
+
+    def _check_room(self, made: Sequence[Served]) -> None:
+        """In the last eighth, an owner's requests may be no more than the places that are free.
+
+        Raises:
+            EngineBusyError: there is no room for all of them.
+        """
+        new: Counter[str] = Counter()
+        for served in made:
+            owner = served.prompt.owner
+            new[owner] += len(served.requests)
+            self._first_owner = owner if self._first_owner is None else self._first_owner
+            self.has_several_owners = self.has_several_owners or owner != self._first_owner
+        limit, num_new = self._max_num_requests, new.total()
+        if limit is None:
+            return
+        live = list(self._live)
+        if len(live) + num_new > limit:
+            raise EngineBusyError(
+                f"{len(live)} requests are being served, {num_new} more are asked for, "
+                f"max_num_requests = {limit}"
+            )
+        num_kept = max(1, limit // _KEPT_SHARE)
+        is_fair = self._engine.scheduler.policy.is_fair and self.has_several_owners
+        if not is_fair or len(live) + num_new <= limit - num_kept:
+            return
+        for owner, num_of_owner in new.items():
+            num_live = sum(request.owner == owner for request in live)
+            if num_live + num_of_owner > limit - len(live):
+                raise EngineBusyError(
+                    f"{num_live} requests of this client are being served, {num_of_owner} more are "
+                    f"asked for, and the last {num_kept} of max_num_requests = {limit} are for "
+                    "clients with fewer"
+                )
 
     def abort_id(self, request_id: str) -> None:
         """Abort a request by its name, if it is live."""

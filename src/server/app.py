@@ -42,6 +42,8 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         InvalidInputError: the engine's generation config has a value that is refused.
     """
     context = ServerContext(engine, config or ServerConfig(), SamplingDefaults.of(engine.llm))
+    if len(context.config.api_keys) > 1:
+        engine.expect_several_owners()
     # One text is never encoded in parallel. Threads that tokenizers share would be held by long
     # texts, and short ones wait.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
