@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _IDLE_S = 30.0
-_NUM_CPUS = os.cpu_count() or 1
+_HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+_NUM_CPUS = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
+# Of long work, where one thread of it would hold a large share of the processors.
+_REST = 1.0 if _NUM_CPUS <= 4 else 0.0
 
 
 class Lane:
@@ -116,12 +119,11 @@ class Lane:
 
 # Milliseconds each: a chat template, a text of some pages, an answer to be written.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
-# Texts of megabytes, one after the other. A tokenizer holds the interpreter for moments only: its
-# thread rests where it would hold a large share of the processors.
-LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=1.0 if _NUM_CPUS <= 4 else 0.0)
+# Texts of megabytes, one after the other. A tokenizer holds the interpreter for moments only.
+LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS = Lane("constraints", 2)
-LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4))
+LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
 
 LONG_BYTES = 1 << 18
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -96,3 +99,35 @@ def test_a_thread_rests_between_two_works_by_its_own_processor_time() -> None:
     asyncio.run(main())
     for (_, ended, used_s), (began, _, _) in pairwise(ran):
         assert began - ended >= 3.0 * used_s
+
+
+_SHARE = """
+import asyncio, json, os, sys, time
+os.sched_getaffinity = lambda _: set(range(int(sys.argv[2])))
+from pagespec.aio import lanes
+
+lane, ran = getattr(lanes, sys.argv[1]), []
+
+def work():
+    began, used = time.monotonic(), time.thread_time()
+    while time.thread_time() - used < 0.2:
+        pass
+    ran.append((began, time.monotonic(), time.thread_time() - used))
+
+async def main():
+    await asyncio.gather(*(lane.run(work) for _ in range(3)))
+
+asyncio.run(main())
+print(json.dumps(ran))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the affinity of processors is Linux's")
+@pytest.mark.parametrize("lane", ["LONG", "LARGE_CONSTRAINTS"])
+@pytest.mark.parametrize("num_cpus", [1, 2, 4])
+def test_long_work_leaves_half_of_few_processors_alone(lane: str, num_cpus: int) -> None:
+    """Its thread rests as long as it works, and it is one."""
+    command = [sys.executable, "-c", _SHARE, lane, str(num_cpus)]
+    ran = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    for (_, ended, used_s), (began, _, _) in pairwise(ran):
+        assert began - ended >= used_s
