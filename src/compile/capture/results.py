@@ -17,7 +17,11 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..fx.fake_tensors import Layout, expressions, meta_of
 
-_PRIMES = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121, 1000133, 1000151)
+_PRIMES = (
+    *(1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117),
+    *(1000121, 1000133, 1000151, 1000159, 1000171, 1000183, 1000187),
+    *(1000193, 1000199, 1000211, 1000213, 1000231, 1000249),
+)  # fmt: skip
 _OPERATIONS: dict[str, Callable[..., int]] = {
     "Add": lambda *parts: sum(parts),
     "Mul": lambda *parts: math.prod(parts),
@@ -124,8 +128,10 @@ class ResultReader:
         return self._sizes[key]
 
     def _make_symbols(self, symbols: Iterable[Any]) -> None:
-        for prime, (name, *_) in zip(_PRIMES, symbols, strict=False):
-            self._symbols[name] = prime
+        for number, (name, *_) in enumerate(symbols):
+            if number == len(_PRIMES):
+                raise NotSerializable(f"a graph with more than {number} sizes of a step")
+            self._symbols[name] = _PRIMES[number]
 
     def _new_size(self, size: Any) -> Any:
         if isinstance(size, list):
