@@ -318,8 +318,8 @@ def test_refused_on_a_gpu_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Where the kernels were not tried."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     for layout, named in (
-        ("gptq", "weights in int4 need a GPU of compute capability 9.x; this one has 8.0"),
-        ("fp8 blocks", "weights in fp8 need a GPU of compute capability 9.x; this one has 8.0"),
+        ("gptq", "weights in int4 are served on GPUs of sm90; this one is sm80"),
+        ("fp8 blocks", "weights in fp8 are served on GPUs of sm90; this one is sm80"),
     ):
         write_quantized(tmp_path, layout)
         with pytest.raises(InvalidInputError, match=named) as caught:

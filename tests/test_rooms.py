@@ -50,6 +50,9 @@ KERNELS = (
     ("collectives",),
     ("fused", "native", "row_trial"),
     ("arguments", "e4m3", "jit", "device", "fixed_order"),
+    ("registry",),
+    ("families",),
+    ("arch",),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.
 ABOVE_ENGINE = (

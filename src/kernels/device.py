@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .registry import CPU, Arch
+from .arch import CPU, Arch
 
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
 

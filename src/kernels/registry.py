@@ -11,77 +11,13 @@ Nothing is imported before it is used: Triton and its Gluon are not installed ev
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any
 
-import torch
-
-_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
-_NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Arch:
-    """An architecture that kernels are written for.
-
-    Attributes:
-        name: "sm" and the compute capability of an NVIDIA GPU, as "sm90"; else "cpu".
-        has_gluon: whether the installed Triton has the Gluon that our kernels are written in.
-    """
-
-    name: str
-    has_gluon: bool = False
-
-    @classmethod
-    def of(cls, device: torch.device) -> Arch:
-        if device.type != "cuda":
-            return CPU
-        major, minor = torch.cuda.get_device_capability(device)
-        return cls(f"sm{major}{minor}", is_gluon_known())
-
-
-CPU = Arch("cpu")
-
-
-@cache
-def is_gluon_known() -> bool:
-    """Whether the installed Triton has the Gluon that our kernels are written in."""
-    import triton
-
-    return str(triton.__version__).startswith(_GLUON_VERSIONS)
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """What serves an operation on some architectures.
-
-    Attributes:
-        operation: as callers name it. format: of weights, caches or rows; "" for any.
-        archs: names of :class:`Arch`.
-        functions: "module:function" by the name that callers use, modules counted from
-            ``pagespec.kernels``. None for formats of weights, which only say where they are served.
-        needs_gluon: whether the functions need Gluon.
-    """
-
-    operation: str
-    format: str
-    archs: tuple[str, ...]
-    functions: Mapping[str, str] = field(default_factory=lambda: _NO_FUNCTIONS, hash=False)
-    needs_gluon: bool = False
-
-    def serves(self, arch: Arch) -> bool:
-        return arch.name in self.archs and (arch.has_gluon or not self.needs_gluon)
-
-    def function(self, name: str) -> Callable[..., Any]:
-        """The function of that name; its module is imported at first use."""
-        module, _, attribute = self.functions[name].partition(":")
-        found: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), attribute)
-        return found
+from . import families
+from .arch import Arch, Implementation
 
 
 class Registry:
@@ -120,8 +56,6 @@ class Registry:
 
 
 def _all_families() -> tuple[Implementation, ...]:
-    from . import families
-
     found: list[Implementation] = []
     for module in sorted(pkgutil.iter_modules(families.__path__), key=lambda m: m.name):
         found += import_module(f"{families.__name__}.{module.name}").IMPLEMENTATIONS

@@ -316,6 +316,10 @@ class Layout:
                     target[..., num:] = target[..., num - 1 : num]
         return num_words
 
+    def __reduce__(self) -> Any:
+        """The layout of all steps by its name: sources of fields have none."""
+        return "LAYOUT" if self is LAYOUT else super().__reduce__()
+
     def views(self, words: Tensor, sizes: Sizes) -> dict[str, Tensor]:
         """The packed fields of a step by name, where they lie in ``words``."""
         found = {}

@@ -12,11 +12,12 @@ from torch import Tensor
 from pagespec.compile.load.quantized_load import check_capability
 from pagespec.errors import InvalidInputError
 from pagespec.kernels import ops
+from pagespec.kernels.arch import CPU, Arch, Implementation
 from pagespec.kernels.arguments import PagedKV
 from pagespec.kernels.attention import launch
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.linear import dispatch
-from pagespec.kernels.registry import CPU, Arch, Implementation, registry
+from pagespec.kernels.registry import registry
 from tests.support.paged import Shape, bundled, make_batch
 
 HOPPER = Arch("sm90", has_gluon=True)
@@ -133,7 +134,8 @@ def test_operations_can_be_left_out_and_come_back() -> None:
 def test_reading_the_table_imports_no_triton() -> None:
     program = (
         "import sys\n"
-        "from pagespec.kernels.registry import Arch, registry\n"
+        "from pagespec.kernels.arch import Arch\n"
+        "from pagespec.kernels.registry import registry\n"
         "assert registry().find('matmul', 'fp8', Arch('sm90', True))\n"
         "assert 'triton' not in sys.modules\n"
     )

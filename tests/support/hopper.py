@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagespec.kernels.registry import Arch
+from pagespec.kernels.arch import Arch
 
 
 def has_hopper_kernels() -> bool:

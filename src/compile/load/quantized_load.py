@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels.arch import Arch
 from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ...kernels.registry import Arch, registry
+from ...kernels.registry import registry
 from ..fx.stand_in import is_stand_in, stand_in
 from ..model.linear_weights import check_readers
 from ..model.loaded import Shard

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from .. import e4m3
+from ..arch import Arch
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import (
     count_sms,
@@ -27,7 +28,7 @@ from ..device import (
     vector_strides,
 )
 from ..fused.e4m3_groups import GROUP, SMALLEST_SCALE, QuantizedRows, empty_rows
-from ..registry import Arch, registry
+from ..registry import registry
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel

@@ -264,7 +264,7 @@ def launch(
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
     k_cache, v_cache, *metadata = kv
-    if not fits(query, k_cache, v_cache, shared, t):
+    if not (query.is_cuda and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
     page, num_kv_heads = k_cache.shape[1:3]

@@ -3,7 +3,7 @@ before the kernel in front has ended; and the formats of quantised weights that 
 
 from __future__ import annotations
 
-from ..registry import Implementation
+from ..arch import Implementation
 
 _SM90 = ("sm90",)
 

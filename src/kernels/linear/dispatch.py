@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arch import Implementation
 from ..device import Gpu
 from ..fused import dispatch as fused
 from ..jit.parallel_build import may_skip_launches
-from ..registry import Implementation, registry
+from ..registry import registry
 from .matmul import matmul, supports_tma
 from .tiles import choose_tile
 

@@ -14,10 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ..arch import Arch
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
 from ..device import Gpu, has_dependent_launch
-from ..registry import Arch, registry
+from ..registry import registry
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 

@@ -132,8 +132,8 @@ def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
 
 
 def is_served(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
-    """:func:`fits`, and the GPU has the shared memory."""
-    return Gpu.of(query.device).is_large and fits(query, cache, rank, block_n)
+    """:func:`fits`, on a GPU with the shared memory."""
+    return query.is_cuda and Gpu.of(query.device).is_large and fits(query, cache, rank, block_n)
 
 
 def serves_singles(num_heads: int) -> bool:

@@ -52,7 +52,7 @@ LEFT: list[dict[str, Any]] = [
 def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know(
     cases: list[dict[str, Any]],
 ) -> None:
-    from pagespec.kernels.registry import is_gluon_known
+    from pagespec.kernels.arch import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from pagespec.kernels.arch import Arch
 from pagespec.kernels.collectives import symmetric
 from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
@@ -27,6 +28,7 @@ from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.linear import row_parallel
 from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
+from pagespec.kernels.registry import registry
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
@@ -90,7 +92,8 @@ def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -
 
 def pushed(few: PeerCommunicator) -> list[str]:
     """The events of a matmul that pushes its results, and of the sum behind it."""
-    row_parallel._early_tile = lambda *_, **__: PrefetchTile(32, 4, 8)  # type: ignore
+    found = registry().find("few_rows_matmul", "bfloat16", Arch("sm90", has_gluon=True))
+    row_parallel.few_rows_kernel = lambda *_, **__: (found, PrefetchTile(32, 4, 8))  # type: ignore
     row_parallel.supports_tma = lambda _: True  # type: ignore
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
     row_parallel.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = """
 from pagespec.kernels.jit.counters import count_triton_variants
 from pagespec.kernels.attention import decode
-from pagespec.kernels.registry import is_gluon_known
+from pagespec.kernels.arch import is_gluon_known
 
 kernels = [decode.decode_kernel]
 if is_gluon_known():

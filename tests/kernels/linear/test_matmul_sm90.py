@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.kernels.registry import Arch
+from pagespec.kernels.arch import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -81,8 +81,8 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
+    from pagespec.kernels.arch import is_gluon_known
     from pagespec.kernels.linear.tuned_tiles import TUNED_PREFETCH
-    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -128,10 +128,10 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
 
 def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
+    from pagespec.kernels.arch import is_gluon_known
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import choose_prefetch_tile
     from pagespec.kernels.linear.tuned_tiles import PrefetchTile
-    from pagespec.kernels.registry import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")

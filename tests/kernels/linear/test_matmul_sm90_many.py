@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec.kernels.arch import Arch
 from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def test_it_is_not_taken_beyond_what_was_measured() -> None:
 
 def test_it_compiles_for_hopper_and_reads_nothing_before_it_waits() -> None:
     """Without spills, and without matmuls that wait for each other (ptxas's C7515 and the like)."""
-    from pagespec.kernels.registry import is_gluon_known
+    from pagespec.kernels.arch import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")

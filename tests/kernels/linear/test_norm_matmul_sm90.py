@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pagespec import kernels
+from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.linear import dispatch as gpu_linear
-from pagespec.kernels.registry import Arch
 
 N, K = 2048, 1024
 

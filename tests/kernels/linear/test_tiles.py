@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import _LARGE_SHARED_BYTES, Gpu
 from pagespec.kernels.linear.tiles import choose_prefetch_tile, choose_tile
-from pagespec.kernels.registry import Arch
 
 HOPPER = Gpu(132, _LARGE_SHARED_BYTES, Arch("sm90", has_gluon=True))
 # Of Qwen3-0.6B, 8B and 32B, whole and in halves, quarters and eighths.

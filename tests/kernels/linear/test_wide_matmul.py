@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
+from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.linear import wide_matmul as kernel
 from pagespec.kernels.linear.wide_matmul import WideTile, choose_wide_tile, wide_tiles
-from pagespec.kernels.registry import Arch
 from tests.support.apart import run_apart
 
 H200 = Gpu(num_sms=132, num_shared_bytes=227 << 10, arch=Arch("sm90", has_gluon=True))

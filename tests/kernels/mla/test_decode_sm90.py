@@ -29,7 +29,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_it_compiles_for_hopper() -> None:
-    from pagespec.kernels.registry import is_gluon_known
+    from pagespec.kernels.arch import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")

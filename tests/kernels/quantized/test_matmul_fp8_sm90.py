@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.kernels.registry import Arch
+from pagespec.kernels.arch import Arch
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,7 @@ ROWS = (1, 16, 17, 33, 64, 65, 256, 512, 8192)
 
 @pytest.fixture
 def _gluon() -> None:
-    from pagespec.kernels.registry import is_gluon_known
+    from pagespec.kernels.arch import is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
