@@ -146,13 +146,16 @@ def test_equal_scores_are_told_apart_without_the_schedule(
     assert bool(report.num_different) == is_control
 
 
-def _token_by_token(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """What transformers computes of a text that it is told one token after the other."""
-    cache, logits = DynamicCache(config=model.config), []
+def _token_by_token(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Tensor:
+    """Logits [num_tokens, vocabulary] of the likeliest continuation, by transformers, which is given
+    one token after the other."""
+    cache, text, logits = DynamicCache(config=model.config), list(prompt), []
     with torch.no_grad():
-        for token in prompt:
-            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            logits.append(out.logits[0, -1])
+        for place in range(len(prompt) + num_tokens - 1):
+            out = model(torch.tensor([[text[place]]]), past_key_values=cache, use_cache=True)
+            if place >= len(prompt) - 1:
+                logits.append(out.logits[0, -1])
+                text.append(int(logits[-1].argmax()))
     return torch.stack(logits)
 
 
@@ -175,15 +178,8 @@ def test_equal_scores_are_told_apart_as_transformers_decodes(
     judge = copy.deepcopy(model)
     judge.set_attn_implementation("eager")
     prompts = mixed_prompts([90, 64, 41], VOCAB_SIZE)
-    outputs, logits = [], []
-    for prompt in prompts:
-        text = list(prompt)
-        seen = [_token_by_token(judge, text)[-1]]
-        for _ in range(3):
-            text.append(int(seen[-1].argmax()))
-            seen.append(_token_by_token(judge, text)[-1])
-        outputs.append([int(x.argmax()) for x in seen])
-        logits.append(torch.stack(seen))
+    logits = [_token_by_token(judge, prompt, 4) for prompt in prompts]
+    outputs = [rows.argmax(-1).tolist() for rows in logits]
     reference = Reference(prompts, outputs, logits)
     condition = Condition("plain", {"max_num_batched_tokens": 32, "max_num_seqs": 16})
     check(Subject("ties", model, device="cpu").run(condition, reference), condition)

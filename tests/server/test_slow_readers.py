@@ -45,16 +45,20 @@ def load(server: Process) -> int:
     return int(httpx.get(f"{server.url}/load", timeout=20).json()["server_load"])
 
 
-def wait_until_stuck(server: Process) -> None:
-    """Until it has written all that is taken, some 80 KB: 250 chunks have more than 120 KB."""
-    time.sleep(5)
+def wait_until_stuck(server: Process, *, is_quick: bool = False) -> None:
+    """Until it has written all that is taken, some 80 KB: 250 chunks have more than 120 KB.
+
+    Args:
+        is_quick: whether its steps take 5 ms.
+    """
+    time.sleep(2 if is_quick else 5)
     assert load(server) >= 1, "the answer was taken whole: the test shows nothing"
 
 
 def test_a_client_that_never_reads_is_let_go(tmp_path: Path) -> None:
     options = ["--write-timeout", "2"]
     with (
-        server_process(tmp_path / "log", *options, is_narrow=True) as server,
+        server_process(tmp_path / "log", *options, is_narrow=True, step_s=0.002) as server,
         ExitStack() as stack,
     ):
         clients = [stack.enter_context(deaf_client(server.url, num_read=n)) for n in (0, 0, 5000)]
@@ -105,12 +109,12 @@ def test_the_drain_ends_in_time_whatever_clients_read(
 ) -> None:
     options = ["--drain-timeout", "1"]
     with (
-        server_process(tmp_path / "log", *options, is_narrow=True) as server,
+        server_process(tmp_path / "log", *options, is_narrow=True, step_s=0.005) as server,
         deaf_client(server.url),
         deaf_client(server.url, num_read=3000),
         deaf_client(server.url, {**BODY, "stream": False, "n": 4, "temperature": 1}),
     ):
-        wait_until_stuck(server)
+        wait_until_stuck(server, is_quick=True)
         stream = Stream(server, max_tokens=400)
         began = time.monotonic()
         server.process.send_signal(number)

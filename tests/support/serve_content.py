@@ -24,12 +24,12 @@ from tests.support.content_runner import ContentRunner
 ROOT = Path(__file__).resolve().parents[2]
 STEP_S = 0.02
 NUM_BLOCKS, BLOCK_SIZE = 256, 2
-_NARROW = "TEST_NARROW_SOCKETS"
+_NARROW, _STEP_S = "TEST_NARROW_SOCKETS", "TEST_STEP_S"
 
 
 class SlowRunner(ContentRunner):
     def dispatch(self, plan: Any) -> Any:
-        time.sleep(STEP_S)
+        time.sleep(float(os.environ.get(_STEP_S, STEP_S)))
         return super().dispatch(plan)
 
 
@@ -41,15 +41,16 @@ class Process(NamedTuple):
 
 @contextmanager
 def server_process(
-    log: Path, *options: str, is_narrow: bool = False, **settings: Any
+    log: Path, *options: str, is_narrow: bool = False, step_s: float = STEP_S, **settings: Any
 ) -> Iterator[Process]:
     """A server that runs; killed in the end if it has not ended by itself.
 
     Args:
         is_narrow: the kernel holds few bytes of an answer that is not read.
+        step_s: seconds that each step takes at least.
         settings: of ``Popen``.
     """
-    environment = {**os.environ, _NARROW: "1" if is_narrow else ""}
+    environment = {**os.environ, _NARROW: "1" if is_narrow else "", _STEP_S: str(step_s)}
     with log.open("w") as stderr:
         command = [sys.executable, "-m", __name__, "serve", "--model", "content", "--port", "0"]
         process = subprocess.Popen(
