@@ -147,7 +147,7 @@ def test_equal_scores_are_told_apart_without_the_schedule(
 
 
 def _token_by_token(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Tensor:
-    """Logits [num_tokens, vocabulary] of the likeliest continuation, by transformers, which is given
+    """Logits [num_tokens, vocabulary] of the likeliest continuation by transformers, which is fed
     one token after the other."""
     cache, text, logits = DynamicCache(config=model.config), list(prompt), []
     with torch.no_grad():
