@@ -31,7 +31,11 @@ class Arch:
     def of(cls, device: torch.device) -> Arch:
         if device.type != "cuda":
             return CPU
-        major, minor = torch.cuda.get_device_capability(device)
+        return cls.of_capability(*torch.cuda.get_device_capability(device))
+
+    @classmethod
+    def of_capability(cls, major: int, minor: int) -> Arch:
+        """Of an NVIDIA GPU of this compute capability."""
         return cls(f"sm{major}{minor}", is_gluon_known())
 
 

@@ -35,7 +35,8 @@ class Gpu:
             return cls(1, _LARGE_SHARED_BYTES)
         found = torch.cuda.get_device_properties(device)
         num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return cls(found.multi_processor_count, num_bytes, Arch.of(device))
+        arch = Arch.of_capability(found.major, found.minor)
+        return cls(found.multi_processor_count, num_bytes, arch)
 
     @property
     def is_large(self) -> bool:

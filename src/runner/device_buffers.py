@@ -6,6 +6,8 @@ every step: a step's inputs are written only after the step before has read its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -82,9 +84,14 @@ class StepBuffers:
         """The fields that the host sent of a step of this shape, by name."""
         return self.layout.views(self.staged, Sizes.of(shape))
 
-    def inputs(self, shape: StepShape) -> StepInputs:
-        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows."""
-        tensors = self.layout.inputs(self.packed(shape), self.derived, Sizes.of(shape))
+    def inputs(self, shape: StepShape, packed: Mapping[str, Tensor] | None = None) -> StepInputs:
+        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows.
+
+        Args:
+            packed: what :meth:`packed` returned for this shape, if it was called.
+        """
+        packed = self.packed(shape) if packed is None else packed
+        tensors = self.layout.inputs(packed, self.derived, Sizes.of(shape))
         tensors["block_tables"] = self.table_store
         if self.state_tables is not None:
             tensors["state_tables"] = self.state_tables[: shape.num_rows]
