@@ -9,15 +9,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, Mutant
+from tests.mutants.syntax import PatchError, patch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
+ROOMS = ("engine", "runner")
+
+
+def read_sources(package: Path) -> dict[Path, str]:
+    """The text of every file of the rooms that have mutants."""
+    return {path: path.read_text() for room in ROOMS for path in (package / room).rglob("*.py")}
+
+
+def mutate(mutant: Mutant, sources: Mapping[Path, str]) -> tuple[Path, str]:
+    """The changed file of a mutant. Raises SystemExit if the code has moved on."""
+    try:
+        return patch(sources, mutant.where, mutant.old, mutant.new)
+    except PatchError as error:
+        raise SystemExit(f"mutant {mutant.name!r}: {error}; update the catalog") from error
 
 
 @contextmanager
@@ -27,14 +42,8 @@ def mutated_sources(mutant: Mutant | None) -> Iterator[dict[str, str]]:
         package = Path(folder) / "pagespec"
         shutil.copytree(ROOT / "src", package, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
-            path = package / mutant.file
-            text = path.read_text()
-            if text.count(mutant.old) != 1:
-                raise SystemExit(
-                    f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
-                    f"{mutant.file}; bring the catalog up to date"
-                )
-            path.write_text(text.replace(mutant.old, mutant.new))
+            path, text = mutate(mutant, read_sources(package))
+            path.write_text(text)
         yield {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 

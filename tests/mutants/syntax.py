@@ -1,0 +1,140 @@
+"""Patches of syntax: a piece of code, found by its tree within one function, and what replaces it.
+
+Layout, comments and the file that a function is in make no difference, so that a patch outlives
+a refactoring that leaves the code itself as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+_Function = ast.FunctionDef | ast.ClassDef
+
+
+class PatchError(Exception):
+    """The code of a patch does not occur exactly once."""
+
+
+def patch(sources: Mapping[Path, str], where: str, old: str, new: str) -> tuple[Path, str]:
+    """The path and the new text of the one file whose code changes.
+
+    Args:
+        sources: the text of each file that is searched.
+        where: the qualified name of a function or class.
+        old: an expression, or statements that follow each other. ``...`` as the body of a compound
+            statement matches any body.
+        new: what ``old`` becomes; nothing deletes statements. ``...`` as a body is the body that
+            ``old`` matched.
+
+    Raises:
+        PatchError: ``old`` does not occur exactly once.
+    """
+    name = where.rpartition(".")[2]
+    trees = {path: ast.parse(text) for path, text in sources.items() if f" {name}" in text}
+    found = [
+        (path, place)
+        for path, tree in trees.items()
+        for scope in _scopes(tree, where)
+        for place in _places(scope, old)
+    ]
+    if len(found) != 1:
+        raise PatchError(f"{old!r} occurs {len(found)} times in {where}")
+    path, place = found[0]
+    place.replace(new)
+    return path, ast.unparse(trees[path]) + "\n"
+
+
+def _scopes(tree: ast.Module, where: str) -> Iterator[_Function]:
+    """The definitions of that qualified name."""
+    scopes: list[ast.Module | _Function] = [tree]
+    for name in where.split("."):
+        scopes = [
+            node
+            for scope in scopes
+            for node in scope.body
+            if isinstance(node, _Function) and node.name == name
+        ]
+    yield from scopes  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Code in a tree: ``size`` elements of a list, or the whole of a field if ``index`` is None."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+    size: int = 1
+
+    def replace(self, new: str) -> None:
+        if self.index is None:
+            setattr(self.parent, self.field, ast.parse(new, mode="eval").body)
+            return
+        nodes = getattr(self.parent, self.field)
+        end = self.index + self.size
+        if isinstance(nodes[self.index], ast.expr):
+            nodes[self.index : end] = [ast.parse(new, mode="eval").body]
+            return
+        body = [node for old in nodes[self.index : end] for node in getattr(old, "body", [])]
+        statements = ast.parse(dedent(new)).body
+        for statement in statements:
+            if _has_any_body(statement):
+                statement.body = body  # type: ignore[attr-defined]
+        nodes[self.index : end] = statements
+        if not nodes:
+            nodes.append(ast.Pass())
+
+
+def _places(scope: ast.AST, old: str) -> list[_Place]:
+    """The places of ``old`` in a scope; an expression as a statement counts as the statement."""
+    wanted = ast.parse(dedent(old)).body
+    found: list[_Place] = []
+    is_expression = len(wanted) == 1 and isinstance(wanted[0], ast.Expr)
+    expression = wanted[0].value if is_expression else None  # type: ignore[attr-defined]
+    for parent in ast.walk(scope):
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, list):
+                for index in range(len(value) - len(wanted) + 1):
+                    part = value[index : index + len(wanted)]
+                    if all(map(_is_equal, part, wanted)):
+                        found.append(_Place(parent, field, index, len(wanted)))
+                    elif expression is not None and _is_equal(value[index], expression):
+                        found.append(_Place(parent, field, index))
+            elif isinstance(parent, ast.Expr):
+                continue  # counted as the statement
+            elif expression is not None and _is_equal(value, expression):
+                found.append(_Place(parent, field, None))
+    return found
+
+
+def _is_equal(node: object, wanted: ast.AST) -> bool:
+    if type(node) is not type(wanted):
+        return False
+    assert isinstance(node, ast.AST)
+    ignored = {"ctx", "body"} if _has_any_body(wanted) else {"ctx"}
+    for field, value in ast.iter_fields(wanted):
+        if field in ignored:
+            continue
+        other = getattr(node, field)
+        if isinstance(value, list):
+            if len(other) != len(value) or not all(map(_is_same, other, value)):
+                return False
+        elif not _is_same(other, value):
+            return False
+    return True
+
+
+def _is_same(node: object, wanted: object) -> bool:
+    return _is_equal(node, wanted) if isinstance(wanted, ast.AST) else node == wanted
+
+
+def _has_any_body(node: ast.AST) -> bool:
+    body = getattr(node, "body", None)
+    if not isinstance(body, list) or len(body) != 1 or not isinstance(body[0], ast.Expr):
+        return False
+    value = body[0].value
+    return isinstance(value, ast.Constant) and value.value is Ellipsis
