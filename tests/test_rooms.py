@@ -49,7 +49,7 @@ KERNELS = (
     ("sampling",),
     ("collectives",),
     ("fused", "native", "row_trial"),
-    ("arguments", "e4m3", "jit", "device", "fixed_order"),
+    ("arguments", "custom_op", "e4m3", "jit", "device", "fixed_order"),
     ("registry",),
     ("families",),
     ("arch",),

@@ -46,6 +46,7 @@ _OWN_SOURCES = (
     "../model/recurrent.py",
     "../model/plain_scores.py",
     "../step_inputs.py",
+    "../../kernels/custom_op.py",
     "../../kernels/ops.py",
     "../../kernels/recurrent/ops.py",
 )

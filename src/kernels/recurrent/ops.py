@@ -15,127 +15,25 @@ from the next one keeps the state at the end of its interval: a checkpoint.
 
 All ops are batch-invariant and schedule transparent: the output of a token and the state after it
 have the same bits however positions are cut into steps and whatever other rows do. On a GPU they
-are Triton kernels, elsewhere torch's operations.
+are Triton kernels, which are imported at the first call, elsewhere torch's operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from . import cpu_linear_state, cpu_selective_scan, cpu_short_conv
 from .cpu_short_conv import ACTIVATIONS as ACTIVATIONS
 from .walk import StepRows
 
-# As in kernels/ops.py; a fragment, as the namespace is theirs.
-_LIBRARY = torch.library.Library("pagespec", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_KEY = "CompositeExplicitAutograd"
 
-_ROWS = "Tensor query_starts, Tensor context_lens, Tensor state_tables, int interval"
-_LIBRARY.define(
-    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) states, "
-    f"{_ROWS}, str activation) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
-    f"Tensor(a!) states, {_ROWS}, float scale, bool l2norm) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "ssd_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, "
-    f"Tensor(a!) states, {_ROWS}, bool dt_softplus, float dt_min, float dt_max) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    f"Tensor? dt_bias, Tensor(a!) states, {_ROWS}, bool dt_softplus) -> Tensor",
-    tags=_TAGS,
-)
-
-
-def _bundled(function: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
-    """``function`` for arguments of which four, from ``place`` on, are :class:`.walk.StepRows`."""
-
-    def call(*arguments: Any) -> Tensor:
-        rows = StepRows(*arguments[place : place + 4])
-        return function(*arguments[:place], rows, *arguments[place + 4 :])
-
-    return call
-
-
-_LIBRARY.impl("short_conv", _bundled(cpu_short_conv.short_conv, 4), _KEY)
-_LIBRARY.impl("delta_rule", _bundled(cpu_linear_state.delta_rule, 6), _KEY)
-_LIBRARY.impl("ssd_scan", _bundled(cpu_linear_state.ssd_scan, 8), _KEY)
-_LIBRARY.impl("selective_scan", _bundled(cpu_selective_scan.selective_scan, 9), _KEY)
-
-
-# Triton is only there on machines with a GPU, so its modules are imported at the first call.
-def _short_conv_cuda(*arguments: Any) -> Tensor:
-    from .short_conv import short_conv as kernel
-
-    return _bundled(kernel, 4)(*arguments)
-
-
-def _delta_rule_cuda(*arguments: Any) -> Tensor:
-    from . import chunked, walked_delta_rule
-
-    has_channels = arguments[3].dim() == 3
-    kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
-    return _bundled(kernel, 6)(*arguments)
-
-
-def _ssd_scan_cuda(*arguments: Any) -> Tensor:
-    from .chunked import ssd_scan as kernel
-
-    return _bundled(kernel, 8)(*arguments)
-
-
-def _selective_scan_cuda(*arguments: Any) -> Tensor:
-    from .selective_scan import selective_scan as kernel
-
-    return _bundled(kernel, 9)(*arguments)
-
-
-_LIBRARY.impl("short_conv", _short_conv_cuda, "CUDA")
-_LIBRARY.impl("delta_rule", _delta_rule_cuda, "CUDA")
-_LIBRARY.impl("ssd_scan", _ssd_scan_cuda, "CUDA")
-_LIBRARY.impl("selective_scan", _selective_scan_cuda, "CUDA")
-
-
-@torch.library.register_fake("pagespec::short_conv", lib=_LIBRARY)
 def _short_conv_fake(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("pagespec::delta_rule", lib=_LIBRARY)
-def _delta_rule_fake(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty(value.shape)
-
-
-@torch.library.register_fake("pagespec::ssd_scan", lib=_LIBRARY)
-def _ssd_scan_fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@torch.library.register_fake("pagespec::selective_scan", lib=_LIBRARY)
-def _selective_scan_fake(
-    x: Tensor,
-    _dt: Tensor,
-    _A: Tensor,
-    _B: Tensor,
-    _C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    *_: object,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=cpu_selective_scan.result_type(x, D, z))
-
-
+@custom_op(mutates=("states",), fake=_short_conv_fake)
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -159,12 +57,19 @@ def short_conv(
     Returns:
         ``[T, C]`` in x's dtype.
     """
-    out: Tensor = torch.ops.pagespec.short_conv(
-        x, weight, bias, states, query_starts, context_lens, state_tables, interval, activation
-    )
-    return out
+    if x.is_cuda:
+        from .short_conv import short_conv as kernel
+    else:
+        kernel = cpu_short_conv.short_conv
+    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    return kernel(x, weight, bias, states, rows, activation)
 
 
+def _delta_rule_fake(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(value.shape)
+
+
+@custom_op(mutates=("states",), fake=_delta_rule_fake)
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -195,23 +100,21 @@ def delta_rule(
     Returns:
         ``[T, H, V]`` in the queries' dtype.
     """
-    out: Tensor = torch.ops.pagespec.delta_rule(
-        query,
-        key,
-        value,
-        decay,
-        beta,
-        states,
-        query_starts,
-        context_lens,
-        state_tables,
-        interval,
-        scale,
-        l2norm,
-    )
-    return out
+    kernel = cpu_linear_state.delta_rule
+    if query.is_cuda:
+        from . import chunked, walked_delta_rule
+
+        has_channels = decay.dim() == 3
+        kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
+    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    return kernel(query, key, value, decay, beta, states, rows, scale, l2norm)
 
 
+def _ssd_scan_fake(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@custom_op(mutates=("states",), fake=_ssd_scan_fake)
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -241,26 +144,28 @@ def ssd_scan(
     Returns:
         float32 ``[T, H, P]``.
     """
-    out: Tensor = torch.ops.pagespec.ssd_scan(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        dt_bias,
-        states,
-        query_starts,
-        context_lens,
-        state_tables,
-        interval,
-        dt_softplus,
-        dt_min,
-        dt_max,
-    )
-    return out
+    if x.is_cuda:
+        from .chunked import ssd_scan as kernel
+    else:
+        kernel = cpu_linear_state.ssd_scan
+    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    return kernel(x, dt, A, B, C, D, dt_bias, states, rows, dt_softplus, dt_min, dt_max)
 
 
+def _selective_scan_fake(
+    x: Tensor,
+    _dt: Tensor,
+    _A: Tensor,
+    _B: Tensor,
+    _C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    *_: object,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=cpu_selective_scan.result_type(x, D, z))
+
+
+@custom_op(mutates=("states",), fake=_selective_scan_fake)
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -290,20 +195,9 @@ def selective_scan(
     Returns:
         ``[T, I]``, in the dtype of ``(x + x * D) * z``.
     """
-    out: Tensor = torch.ops.pagespec.selective_scan(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        z,
-        dt_bias,
-        states,
-        query_starts,
-        context_lens,
-        state_tables,
-        interval,
-        dt_softplus,
-    )
-    return out
+    if x.is_cuda:
+        from .selective_scan import selective_scan as kernel
+    else:
+        kernel = cpu_selective_scan.selective_scan
+    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    return kernel(x, dt, A, B, C, D, z, dt_bias, states, rows, dt_softplus)
