@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine.plan import StepPlan
+from ..kernels.sampling.draw_functions import Results
 from ..kernels.sampling.edit_kernels import (
     EDIT_FIELDS,
     ChunkSizes,
@@ -29,7 +30,6 @@ from ..kernels.sampling.edit_kernels import (
     take_parameters,
 )
 from ..kernels.sampling.gumbel import sample_simple
-from ..kernels.sampling.results import Results
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
+from ..kernels.sampling.draw_functions import MaskedRows, Results
 from ..kernels.sampling.gumbel import sample_simple
-from ..kernels.sampling.results import Results
-from ..kernels.sampling.token_masks import MaskedRows
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers

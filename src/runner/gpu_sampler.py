@@ -17,9 +17,9 @@ from torch import Tensor
 from ..compile.captured_model import CapturedModel
 from ..compile.step_inputs import StepOutputs
 from ..engine.plan import StepPlan, StepResult
+from ..kernels.sampling.draw_functions import Results
 from ..kernels.sampling.gumbel import sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
-from ..kernels.sampling.results import Results
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Masks, Matchers

@@ -16,7 +16,7 @@ from .bodies import BodyRoute, run_for_body
 from .call import Call, read_call, require_parts, whole
 from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
-from .protocol.generate import GenerateRequest
+from .protocol.completions import GenerateRequest
 from .sampling import generate_params
 from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of

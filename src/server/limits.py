@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .context import ServerContext
 from .errors import ApiError, stopping
-from .paths import is_open, route_path
+from .security import is_open, route_path
 
 MAX_HEADER_BYTES = 64 << 10
 # A client that is sending a body that is too large reads the answer only when it has sent it; to

@@ -1,4 +1,4 @@
-"""Argument bundles of the attention kernels' device functions.
+"""Argument bundles of the attention kernels' device functions, and where a KV head's pages lie.
 
 They are gone when a kernel is compiled: the PTX is that of separate arguments. Kernels themselves
 take no tuples: Triton ignores ``do_not_specialize`` for a tuple's elements, and the forms of
@@ -8,6 +8,29 @@ kernels that are compiled ahead (:mod:`..jit`) are JSON, which keeps no tuples.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..fused.e4m3_store import SCALE_BYTES, is_e4m3
+
+
+@triton.jit
+def head_pages(  # type: ignore[no-untyped-def]
+    k_cache, v_cache, table, head, part,
+    HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """:class:`.bundles.HeadPages` of a KV head, its values from element ``part`` on."""
+    pages = HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
+    if is_e4m3(k_cache.dtype.element_ty):
+        pages = HeadPages(
+            k_cache + head * (PAGE * DK),
+            v_cache + (head * (PAGE * DV) + part),
+            table,
+            HKV * PAGE * DK + head * (PAGE * (SCALE_BYTES - DK)),
+            HKV * PAGE * DV + head * (PAGE * (SCALE_BYTES - DV)) - part,
+        )
+    return pages
 
 
 class Splits(NamedTuple):

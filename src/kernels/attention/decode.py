@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
-from .bundles import Scoring, Splits, TileShape
+from .bundles import Scoring, Splits, TileShape, head_pages
 from .combine import combine, is_last_arrival
 from .decode_prologue import (
     Angles,
@@ -54,7 +54,6 @@ from .online_softmax import (
     split_begin,
     splits_in_first,
 )
-from .pages import head_pages
 from .results import results_at, store_lines, store_zeros
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
-from .bundles import Scoring, Splits, TileShape
+from .bundles import Scoring, Splits, TileShape, head_pages
 from .e4m3_tiles import attend_e4m3_tiles_fold_late, line_factors, scaled_queries
 from .online_softmax import (
     ONES,
@@ -37,7 +37,6 @@ from .online_softmax import (
     load_tile,
     score,
 )
-from .pages import head_pages
 from .results import results_at, store_lines, store_zeros
 
 

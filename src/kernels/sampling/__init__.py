@@ -1,10 +1,10 @@
 """Sampling: tokens from logits, the same for a row whatever the batch.
 
 Read in this order: ``sampler`` (how a token is chosen, in torch), ``philox`` (random numbers by
-counter), ``gumbel`` (greedy and temperature sampling as kernels) with ``draw_functions`` and
-``results`` (where tokens go), ``top_k_top_p`` and ``top_k_top_p_threshold`` (truncated sampling
-without a sort), ``token_masks`` (of rows that may sample some tokens only), ``edit_logits`` and
-``edit_kernels`` (penalties, bias, masks and bad words, before any of that). ``logprob_rows`` says
+counter), ``gumbel`` (greedy and temperature sampling as kernels) with ``draw_functions``
+(device functions of all samplers), ``top_k_top_p`` and ``top_k_top_p_threshold`` (truncated
+sampling without a sort), ``edit_logits`` and ``edit_kernels`` (penalties, bias, masks and bad
+words, before any of that). ``logprob_rows`` says
 what a log-probability is, ``logprobs`` computes it in kernels, ``processed`` is for those of what a
 row is sampled from.
 

@@ -1,9 +1,74 @@
-"""Device functions of a draw by the Gumbel-max trick: logits, noise, and the best of their sums."""
+"""Device functions of a draw by the Gumbel-max trick: logits behind a mask of allowed tokens,
+noise, the best of their sums, and where the token is stored for the next step and for the host.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def store_token(token, row, sampled, results, result_row, results_stride):  # type: ignore[no-untyped-def]
+    """Store a row's token for the next step, and for the host if there are ``results``."""
+    tl.store(sampled + row, token.to(tl.int64))
+    if results is not None:
+        tl.store(results + tl.load(result_row) * results_stride + row, token.to(tl.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where the host reads tokens. A kernel stores them there itself: a copy behind it would stand
+    between it and the next step.
+
+    Attributes:
+        tokens: int64 ``[steps, >= S]``, in memory of the host that the device writes to (pinned).
+        row: int32 ``[1]``, on the device: which of them this step's are.
+    """
+
+    tokens: Tensor
+    row: Tensor
+
+
+def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """What :func:`store_token` takes of them: tokens, row, and elements from step to step."""
+    if results is None:
+        return None, None, 0
+    return results.tokens, results.row, results.tokens.stride(0)
+
+
+class MaskedRows(NamedTuple):
+    """Rows of logits to sample, each with a mask.
+
+    Attributes:
+        places: of the rows, int32 ``[n]``. numbers: of their masks, int32 ``[n]``.
+        masks: int32 ``[.., >= ceil(V / 32)]``, rows contiguous: a bit for each id.
+    """
+
+    places: Tensor
+    numbers: Tensor
+    masks: Tensor
+
+
+@triton.jit
+def allowed(  # type: ignore[no-untyped-def]
+    logit, words, first, VOCAB: tl.constexpr, SIZE: tl.constexpr
+):
+    """Logits ``[SIZE]`` of the ids from ``first`` on, a multiple of 32: -inf where the bit of the
+    mask ``words`` is 0. As they are without a mask (None).
+
+    A word is loaded once, and the load of the logits decides how they lie in the threads.
+    """
+    if words is not None:
+        at = first // 32 + tl.arange(0, SIZE // 32)
+        word = tl.load(words + at, mask=at < (VOCAB + 31) // 32, other=0)
+        bits = tl.reshape(word[:, None] >> tl.arange(0, 32)[None, :], [SIZE])
+        logit = tl.where((bits & 1) != 0, logit, float("-inf"))
+    return logit
 
 
 @triton.jit

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .results import Results, places_of, store_token
-from .token_masks import allowed
+from .draw_functions import Results, allowed, places_of, store_token
 
 EDIT_FIELDS = 12
 """int32 fields of an edited row, each an array ``[rows]``: row of the logits, row of the history,

@@ -14,10 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw_functions import first_of_best, load_logits, noise_of
-from .results import Results, places_of, store_token
+from .draw_functions import (
+    MaskedRows,
+    Results,
+    allowed,
+    first_of_best,
+    load_logits,
+    noise_of,
+    places_of,
+    store_token,
+)
 from .sampler import GROUP, VocabShard
-from .token_masks import MaskedRows, allowed
 
 _STRETCH = 4096
 """Tokens a program weighs."""

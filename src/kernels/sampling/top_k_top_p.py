@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw_functions import first_of_best, noise_of
-from .results import Results, places_of, store_token
+from .draw_functions import MaskedRows, Results, first_of_best, noise_of, places_of, store_token
 from .sampler import GROUP
-from .token_masks import MaskedRows
 from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
 
 # The quickest on an H100 (docs/notes/sampling.md).

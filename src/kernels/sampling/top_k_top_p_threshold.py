@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .token_masks import allowed
+from .draw_functions import allowed
 
 _LARGEST_KEY = tl.constexpr(0x7F7FFFFF)
 _NO_KEY = tl.constexpr(0x7F800000)

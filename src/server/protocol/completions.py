@@ -1,13 +1,26 @@
-"""The body of ``/v1/completions``."""
+"""The bodies of ``/v1/completions``, and of ``/inference/v1/generate``: token ids in and out."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .fields import GeneratingBody, Neutral
-from .shapes import Prompt
+from .fields import EngineFields, GeneratingBody, Neutral
+from .shapes import Integers, Object, Prompt
+
+
+class GenerateRequest(EngineFields):
+    neutral: ClassVar[Neutral] = {**EngineFields.neutral, "features": ()}
+
+    token_ids: Integers = Field(min_length=1)
+    sampling_params: Object | None = Field(
+        None, description="As of SamplingParams; max_tokens: the model's, else null."
+    )
+    output_mode: Literal["tokens", "text"] | None = Field(
+        "tokens", description="'text' gives both."
+    )
+    return_token_ids: bool | None = Field(None, description="Of the prompt.")
 
 
 class CompletionRequest(GeneratingBody):

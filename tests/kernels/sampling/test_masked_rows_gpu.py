@@ -10,8 +10,8 @@ import torch
 from pagespec import SamplingParams
 
 pytest.importorskip("triton")
+from pagespec.kernels.sampling.draw_functions import MaskedRows
 from pagespec.kernels.sampling.gumbel import sample_simple
-from pagespec.kernels.sampling.token_masks import MaskedRows
 from pagespec.kernels.sampling.top_k_top_p import sample_truncated
 from pagespec.runner.row_params import truncated_fields
 from tests.kernels.sampling.test_masked_rows import KINDS, flags_of
