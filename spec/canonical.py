@@ -6,7 +6,7 @@
 - The runner's tables of running requests are these requests' tables (S32, checked at every plan),
   and those of requests that left are never read again: that they left is all there is to tell. The
   same goes for its histories (S39).
-- Of a group of siblings it matters who of them are left; whose siblings they are does not.
+- Of a group of siblings it matters which are left, not which leader they had.
 - Under "fair" it matters how far accounts and ranks are from the clock. What has been is judged
   along the first way to a state alone (S54, L5).
 - A finished request with nothing in flight is forgotten. Under first come first served only the
@@ -88,7 +88,8 @@ def rank_from_clock(state: State, request: Request) -> int | None:
 
 
 def canonical_shares(state: State, scope: Scope) -> list[tuple[int, int, int]]:
-    """The accounts that still decide something: beyond the earliest start, or of somebody live."""
+    """The accounts that still decide something: beyond the earliest start, or of an owner with a
+    live request."""
     live = {request.owner for request in state.requests if not request.reason}
     shares = [(owner, a - state.clock, s - state.clock) for owner, (a, s) in state.shares]
     return [share for share in shares if share[0] in live or max(share[1:]) > -scope.credit]

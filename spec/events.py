@@ -45,7 +45,7 @@ def _is_policy(value: Any) -> bool:
 
 
 def _is_reason(value: Any) -> bool:
-    return value in REFUSALS and value != "behind"  # of those behind a refused one nothing is told
+    return value in REFUSALS and value != "behind"  # those behind a refused one are not traced
 
 
 def _is_time(value: Any) -> bool:
@@ -81,7 +81,7 @@ def _tuple_of(*shapes: Shape) -> Shape:
 
 
 def _columns_of(sampled: Shape) -> Shape:
-    """Rows as they are told since version 5; null are those of the plan before. ``sampled``: the
+    """Rows as traced since version 5; null stands for those of the plan before. ``sampled``: the
     shape of what an unusual row samples."""
     return lambda value: (
         value is None

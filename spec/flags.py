@@ -2,8 +2,8 @@
 
 One chunk, called again and again. In call n each rank pushes its part into the box that every peer
 keeps for it, then sets its flag there to n; then it waits for the flag of each peer, in order, and
-reads the part. A box has halves, used in turn. Nobody waits for the readers: how far may a rank run
-ahead of one that is slow?
+reads the part. A box has halves, used in turn. No rank waits for the readers: how far may it run
+ahead of a slow one?
 
     python -m spec.flags                           # states, violations
     python -m spec.flags --seed-bug equality       # a broken rule and its shortest counterexample

@@ -7,7 +7,7 @@ Settle      the oldest step in flight is committed (engine)
 Abort       the user gives a request up, at any moment
 Pause       a request stops being scheduled and gives its blocks back
 Resume      it goes on, at its old place
-ResetCache  the user has the prefix cache forgotten; who runs starts afresh, at its old place
+ResetCache  the user clears the prefix cache; running requests start again, at their old places
 Fail        an operation raised or was interrupted half done: all live requests end, pool anew
 ==========  ================================================================
 """
@@ -56,8 +56,8 @@ class Machine(Scheduler):
         return blocks <= self.scope.num_blocks and len(template.prompt) <= limit - 1
 
     def rank(self, number: int, template: Template) -> tuple[int, int]:
-        """Fixed at arrival. Whoever arrives more than K later has a larger rank (L5). Under "fair"
-        it comes with the request's turn."""
+        """Fixed at arrival. A request that arrives more than K later has a larger rank (L5). Under
+        "fair" the rank is set at the request's turn."""
         if self.is_fair:
             return NEVER, number
         delay = {
@@ -99,8 +99,8 @@ class Machine(Scheduler):
         self.join_waiting(first)
 
     def let_siblings_wait(self, leader: int) -> None:
-        """They are in the queue only now: whoever arrived behind them was not to wait for the
-        leader's prompt. Their ranks are those of their arrival."""
+        """Siblings join the queue only now, so that later arrivals do not wait for the leader's
+        prompt. Siblings keep the ranks of their arrival."""
         for r in [r for r in self.pending if self.requests[r].leader == leader]:
             self.pending.remove(r)
             self.join_waiting(r)
@@ -151,8 +151,8 @@ class Machine(Scheduler):
         self.left.clear()
 
     def tell_tokens(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
-        """The runner's histories (S39): a plan names the tokens of its rows, also those that only
-        the device knows. A row begins behind the last accepted token, so the rejected drafts of
+        """The runner's histories (S39): a plan names the tokens of its rows, also those known only
+        on the device. A row begins behind the last accepted token, so the rejected drafts of
         the row before are overwritten."""
         self.histories.update(plan.prefixes)
         for row, ids in zip(plan.rows, known, strict=True):
@@ -164,7 +164,7 @@ class Machine(Scheduler):
         return ids[:start]
 
     def all_tokens(self, r: int) -> tuple[int, ...]:
-        """Settled tokens and the first sample of each row in flight, which only the device knows.
+        """Settled tokens and the first sample of each row in flight, known only on the device.
         Samples behind drafts are counted at the settle alone."""
         pending = tuple(
             token
@@ -312,8 +312,8 @@ class Machine(Scheduler):
         return not self.flight
 
     def reset_cache(self) -> None:
-        """S41: with nothing in flight, only running requests have blocks. All of these go, so that
-        nobody reads, or publishes, what was computed under other weights."""
+        """S41: with nothing in flight, only running requests have blocks. All of these are
+        released, so that nothing computed under other weights is read or published."""
         self.send_back_running()
         self.forget_cache()
 
@@ -456,8 +456,8 @@ def offers(made: Plan, state: State, scope: Scope) -> Iterator[Drafts]:
 
 
 def is_enough(budget: int, state: State) -> bool:
-    """Each running request could have a token: a decode always has one (L6), and the eldest prompt
-    goes on beside any number of them (L4)."""
+    """Each running request could have a token: a decode always has one (L6), and the oldest prompt
+    advances beside any number of decodes (L4)."""
     return budget >= max(1, len(state.running))
 
 

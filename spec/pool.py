@@ -80,8 +80,8 @@ class Pool:
         self.requests[r] = self.requests[r]._replace(**fields)  # type: ignore[arg-type]
 
     def clear_contents(self, block: int) -> None:
-        # What a block held before is of no account once it is free: whoever reads it unwritten is
-        # wrong. Forgetting it makes that visible, and makes free blocks alike.
+        # A free block's contents must not be read before they are written. Clearing them makes such
+        # a read visible, and makes free blocks equal.
         self.contents[block] = (EMPTY,) * self.block_size
 
     def reset_pool(self) -> None:

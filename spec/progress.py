@@ -1,4 +1,4 @@
-"""Liveness, as predicates on one action: who is served, who gives way, what becomes less."""
+"""Liveness, as predicates on one action: which requests are served, which yield, what decreases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def l3(m: Move) -> bool:
 
 
 def measure(state: State) -> list[tuple[int, int, int]]:
-    """The ranking function, eldest first: must it still drain before it starts afresh; tokens not
-    yet dispatched; tokens in flight. Every engine action makes it lexicographically smaller: a
-    preemption gives the victim's work back, but its asker, an elder, dispatches at least one."""
+    """The ranking function, oldest request first: whether it must drain before it restarts; tokens
+    not yet dispatched; tokens in flight. Every engine action decreases it lexicographically. A
+    preemption undoes the victim's work, but the older request that caused it dispatches a token."""
     vector = []
     for r in sorted(range(len(state.requests)), key=lambda r: state.requests[r].rank):
         request = state.requests[r]
@@ -35,22 +35,22 @@ def l4(m: Move) -> bool:
 
 
 def l5(m: Move) -> bool:
-    """Admission keeps to the order of ranks: whoever is passed over is younger."""
+    """Admission follows the order of ranks: a request that is passed over is younger."""
     ranks = [request.rank for request in m.after.requests]  # one may get its turn in this very walk
     passed = [r for r in m.before.waiting if r in m.after.waiting]
     return all(ranks[r] < ranks[w] for r, _ in m.plan.admitted for w in passed)
 
 
 def l6(m: Move) -> bool:
-    """A running decode has a row, or yields to an elder; settled-only ones: L9."""
+    """A running decode has a row, or yields to an older request. Settled-only decodes: L9."""
     return all(
         is_served_or_yields(m, r) for r in decodes(m) if not m.before.requests[r].settled_only
     )
 
 
 def l9(m: Move) -> bool:
-    """A settled-only decode has a row, or yields to an elder, or one of the steps in flight, which
-    are no more than ``depth``, samples the token that it is to compute."""
+    """A settled-only decode has a row, or yields to an older request, or one of the steps in
+    flight (at most ``depth``) samples the token that it has to compute."""
     sampling = {row.request for step in m.before.flight for row in step if row.samples}
     return len(m.before.flight) <= m.scope.depth and all(
         r in sampling or is_served_or_yields(m, r)
@@ -76,7 +76,7 @@ def l10(m: Move) -> bool:
 
 
 def decodes(m: Move) -> list[int]:
-    """Running requests with one token to compute, if somebody computes anything."""
+    """Running requests with one token to compute, if any request has a row."""
     requests = m.before.requests
     return [
         r
@@ -87,8 +87,8 @@ def decodes(m: Move) -> list[int]:
 
 
 def is_served_or_yields(m: Move, r: int) -> bool:
-    """It has a row, or is preempted or held for an elder, or has no slot left while an elder wants
-    blocks."""
+    """The request has a row, or is preempted or held for an older one, or no blocks may be
+    allocated to it while an older one is short of blocks."""
     if r in m.plan.preempted or any(row.request == r for row in m.plan.rows):
         return True
     request, closed_by = m.before.requests[r], m.plan.closed_by

@@ -153,8 +153,8 @@ def s33(state: State, scope: Scope) -> bool:
 
 
 def s38(state: State, scope: Scope) -> bool:
-    """Whoever runs has offered its full, settled blocks, whether or not it reads the cache; that
-    it does not is in transitions.py."""
+    """A running request has offered its full, settled blocks, whether or not it reads the cache.
+    That it does not read the cache is checked in transitions.py."""
     return not scope.caching or all(
         request.published == request.computed // scope.block_size
         for request in (state.requests[r] for r in state.running)
@@ -162,8 +162,8 @@ def s38(state: State, scope: Scope) -> bool:
 
 
 def s39(state: State, scope: Scope) -> bool:
-    """The runner knows all tokens of the running requests that need their history, up to where
-    they are dispatched, and of no others but those that the next plan will release. Behind them
+    """The runner has all tokens of the running requests that need their history, up to where they
+    are dispatched. It has no others but those that the next plan will release. Behind them
     are the drafts of one row at most, until the next row overwrites them."""
     told, here = dict(state.histories), {*state.running, *state.left}
     return told.keys() == {r for r in here if state.requests[r].needs_history} and all(
@@ -188,7 +188,7 @@ def s57(state: State, scope: Scope) -> bool:
 
 
 def s40(state: State, _: Scope) -> bool:
-    """Who is pending waits for a leader that is on its way, and for no other."""
+    """A pending request waits for a leader that is not finished, and for no other request."""
     return all(
         leader in (*state.waiting, *state.running, *state.queued)
         and state.requests[leader].computed < state.requests[leader].num_prompt
@@ -198,7 +198,7 @@ def s40(state: State, _: Scope) -> bool:
 
 # --------------------------------------------------------------------------- liveness, by state
 def l5(state: State, scope: Scope) -> bool:
-    """The order of service is the order of ranks; who overtakes in it is bounded by K."""
+    """Requests are served in the order of ranks, in which a request overtakes at most K others."""
     if scope.policy == "fair":
         return share_properties.l5(state, scope)
     ranks = [request.rank for request in state.requests]

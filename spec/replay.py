@@ -186,28 +186,28 @@ class Replay:
         numbers, tables = self.numbers, self.tables
         for name in event["released"]:
             if tables.pop(numbers.get(name, -1), None) is None:
-                raise _Refused("S32", f"request {name} is released, and no plan told its table")
+                raise _Refused("S32", f"request {name} is released, and no plan has its table")
         for name, blocks in event["tables"]:
             if numbers.get(name, -1) in tables:
                 raise _Refused("S32", f"request {name} is admitted, and was not released before")
             tables[numbers.get(name, -1)] = list(blocks)
         for name, blocks in event["new_blocks"]:
             if numbers.get(name, -1) not in tables:
-                raise _Refused("S32", f"request {name} grows, and no plan told its table")
+                raise _Refused("S32", f"request {name} grows, and no plan has its table")
             tables[numbers[name]] += blocks
         requests = self.machine.requests
         if tables.keys() != set(self.machine.running):
-            raise _Refused("S32", f"told are the tables of {sorted(tables)}, others are running")
+            raise _Refused("S32", f"plans have the tables of {sorted(tables)}, others are running")
         for r, table in tables.items():
             if tuple(table) != requests[r].table:
                 raise _Refused(
                     "S32",
-                    f"request {r} is told the blocks {shortened(str(table), 80)}, it has "
+                    f"request {r} has blocks {shortened(str(table), 80)} in plans, its table is "
                     f"{shortened(str(list(requests[r].table)), 80)}",
                 )
 
     def _check_prefixes(self, event: dict[str, Any], made: Plan) -> None:
-        """S39: what an admitted row does not compute is told, token by token."""
+        """S39: a plan has every token that an admitted row does not compute."""
         told = [(self.numbers.get(name, -1), tuple(ids)) for name, ids in event["prefixes"]]
         for (r, ids), (expected_r, expected) in zip_longest(
             told, made.prefixes, fillvalue=(None, ())
@@ -215,8 +215,8 @@ class Replay:
             if (r, ids) != (expected_r, expected):
                 raise _Refused(
                     "S39",
-                    f"request {r} is told {len(ids)} tokens before its row, the specification "
-                    f"tells request {expected_r} {len(expected)}",
+                    f"request {r} gets {len(ids)} tokens before its row, the specification "
+                    f"gives request {expected_r} {len(expected)}",
                 )
 
     def _check_account(self, event: dict[str, Any], made: Plan, num_evicted: int) -> None:

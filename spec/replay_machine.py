@@ -12,7 +12,7 @@ from .state import Piece, Plan, Request, Row, Scope, pieces
 
 
 class ReplayMachine(Machine):
-    """The specification's machine for one run, without contents, its tokens told by the trace."""
+    """The specification's machine for one run, without contents; its tokens are the trace's."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(model.initial(scope), scope)
@@ -38,7 +38,7 @@ class ReplayMachine(Machine):
         pass
 
     def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
-        self.left.clear()  # what the runner was told is read from the trace
+        self.left.clear()  # what plans say is read from the trace
         self.flight.append(
             tuple(
                 Row(row.request, row.start, row.n, (0,) * row.num_samples, (), drafts=row.drafts)

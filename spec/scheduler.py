@@ -94,9 +94,9 @@ class Scheduler(Shares):
     def may_take_for_drafts(self) -> bool:
         return self.closed_by is None and not self.preempted
 
-    # ------------------------------------------------------------------ what the runner is told
+    # ------------------------------------------------------------------ the runner's part of a plan
     def whole_tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S32: the table of everyone admitted in this step, hits and new blocks alike."""
+        """S32: the table of each request admitted in this step, hits and new blocks alike."""
         return tuple((r, self.requests[r].table) for r, _ in self.admitted)
 
     def growth(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -124,7 +124,7 @@ class Scheduler(Shares):
         )
 
     def history_before(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S39: of everyone admitted who needs it, the tokens it will not compute: all settled."""
+        """S39: the tokens that an admitted request with a history will not compute: all settled."""
         starts = {row.request: row.start for row in self.rows}
         return tuple(
             (r, self.requests[r].tokens[: starts[r]])
@@ -143,7 +143,7 @@ class Scheduler(Shares):
         return self.requests[a].rank < self.requests[b].rank
 
     def close(self, r: int) -> None:
-        """From here on nobody younger than r takes a block in this step."""
+        """From here on no request younger than r allocates a block in this step."""
         if self.closed_by is None:
             self.closed_by = r
 
@@ -158,7 +158,7 @@ class Scheduler(Shares):
         return 0 if self.must_settle(request) else request.total - request.dispatched
 
     def must_settle(self, request: Request) -> bool:
-        """S42: the token it would compute is being sampled, and is known to nobody yet."""
+        """S42: the token to compute is still being sampled."""
         return request.settled_only and request.total > len(request.tokens)
 
     def num_reserved(self) -> int:
@@ -225,8 +225,8 @@ class Scheduler(Shares):
         return not self.obstacle(r)
 
     def obstacle(self, r: int) -> str:
-        """Once an elder was refused, nobody waiting overtakes it; once somebody was preempted or
-        wants blocks, nobody new takes any; a resumed request first drains."""
+        """No waiting request overtakes an older one that was refused. None is admitted after a
+        preemption or a shortage of blocks. A resumed request drains first."""
         if not self.admission_open:
             return "behind"
         if self.closed_by is not None:
@@ -303,13 +303,13 @@ class Scheduler(Shares):
         return request.computed >= self.num_shared(request)
 
     def may_give(self, r: int, other: int) -> bool:
-        """Only the elder gives: the admission of r preempts younger ones, and never it."""
+        """Only an older request is a source: the admission of r preempts younger ones only."""
         return self.elder(other, r)
 
     def find_source(self, r: int, length: int) -> int | None:
-        """The eldest running request of r's group that has settled what siblings share, if that is
-        more than the ``length`` tokens which r finds in the cache. States are not copied, so that
-        with them there is none."""
+        """The oldest running request of r's group that has settled what siblings share, if that is
+        more than the ``length`` tokens that r finds in the cache. None with recurrent states, which
+        are not copied."""
         request = self.requests[r]
         if self.scope.num_states or not request.reads_cache or self.num_shared(request) <= length:
             return None
@@ -333,9 +333,9 @@ class Scheduler(Shares):
     def make_room(
         self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
-        """Preempt ``displaced``, and younger running requests until ``shortage`` blocks more are
-        available, or nobody. Victims with a step in flight are held instead: they drain, the asker
-        waits."""
+        """Preempt ``displaced``, and younger running requests until ``shortage`` more blocks are
+        available; or none. Victims with a step in flight are held instead: they drain while the
+        asker waits."""
         chosen = self.choose_victims(asker, shortage, hits, displaced)
         if not chosen:
             return False
@@ -349,7 +349,7 @@ class Scheduler(Shares):
         return True
 
     def victim_order(self, asker: int) -> list[int]:
-        """L3: only younger ones, the youngest first."""
+        """L3: only younger requests, the youngest first."""
         return [v for v in reversed(self.running) if self.elder(asker, v)]
 
     def choose_victims(
@@ -371,7 +371,7 @@ class Scheduler(Shares):
         return []
 
     def useful(self, chosen: list[int], gained: set[int]) -> list[int]:
-        """S21: whoever frees nothing is spared."""
+        """S21: a request that frees no block is not preempted."""
         return [v for v in chosen if gained.intersection(self.requests[v].table)]
 
     def preempt(self, victim: int) -> None:

@@ -181,7 +181,7 @@ CI = (
         pause=False,
         fail=True,
     ),
-    # three at once, so that an elder has a row while a victim is held to drain for another
+    # three at once, so that an older request has a row while a victim drains for another
     _TIGHT._replace(
         name="ci-hold",
         templates=(T((0,), 4), T((0, 1), 3)),
@@ -222,7 +222,7 @@ CI = (
     *_WITH_SEGMENTS,
 )
 
-# Three requests: an elder, its victim and one between or beside them.
+# Three requests: an older one, its victim and one between or beside them.
 _THREE = _TIGHT._replace(num_requests=3, num_blocks=5, cap=3, budget=3)
 _LONGER = _THREE._replace(templates=(LONG, T((0, 1), 3)), num_blocks=4, block_size=2, depth=2)
 

@@ -3,7 +3,7 @@
 One row, sent again and again. In call n each rank pushes its part into the box that every peer
 keeps for it, over the sentinel that must lie there; then, for each peer in order, it waits until
 what lies in its own box is no sentinel, reads it, and puts the sentinel back. A box has halves,
-used in turn. Nobody waits for the readers: may a rank write over what is not read yet?
+used in turn. No rank waits for the readers: may it overwrite what is not read yet?
 
     python -m spec.sentinel                        # states, violations
     python -m spec.sentinel --seed-bug one-half    # a broken rule and its shortest counterexample

@@ -6,7 +6,7 @@ the state at the end of its interval: a checkpoint. Where it is the same slot, t
 place.
 
 A slot is owned, by one request or as a checkpoint that requests have found; cached, as a checkpoint
-that nobody holds; or free. Without recurrent layers there are no slots, and nothing here happens.
+that no request holds; or free. Models without recurrent layers have no slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StateSlots(Pool):
         return len(self.free_slots) + len(self.slot_lru)
 
     def take_slot(self) -> int:
-        """S52: a free slot, else the oldest checkpoint that nobody holds, which loses its key."""
+        """S52: a free slot, else the oldest checkpoint without an owner, which loses its key."""
         slot = self.free_slots.pop() if self.free_slots else self.evict_slot()
         self.slot_contents[slot] = EMPTY
         self.slot_refs[slot] += 1
@@ -60,8 +60,8 @@ class StateSlots(Pool):
         return self.take_slot()
 
     def goes_on_in_place(self, slot: int) -> bool:
-        """A checkpoint is left where that costs nobody a slot that is in use. What was found as a
-        checkpoint is never written."""
+        """A checkpoint is kept if that takes no slot in use. A checkpoint that a request found is
+        never written."""
         has_other = self.scope.caching and self.num_available_slots() > 0
         return self.slot_keys[slot] is None and not has_other
 

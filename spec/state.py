@@ -186,7 +186,7 @@ class Scope(NamedTuple):
 class Request(NamedTuple):
     """``computed <= dispatched <= total``: settled; settled or in flight; known or being sampled.
 
-    ``rank`` orders requests, smaller is elder, and never changes once it is given: at arrival, or
+    ``rank`` orders requests, smaller is older, and never changes once it is given: at arrival, or
     under "fair" with the request's turn, before which it is ``(NEVER, number)``. ``charge`` is what
     its owner was charged, in ticks, and ``turn`` the clock at its turn (-1: none yet). ``limit`` is
     the length at which it ends. ``published`` counts leading blocks that are hits or were offered
@@ -260,7 +260,7 @@ class Slots(NamedTuple):
     keys: tuple[int | None, ...]  # of the checkpoints
     index: tuple[tuple[int, int], ...]  # (key, slot), sorted
     free: tuple[int, ...]  # a stack, top last
-    lru: tuple[int, ...]  # checkpoints that nobody holds, oldest first
+    lru: tuple[int, ...]  # checkpoints that no request holds, oldest first
     contents: tuple[int, ...]
 
 
@@ -299,12 +299,12 @@ REFUSALS = (
     "held",  # a victim: it drains, so that its blocks can be taken
     "budget",  # the tokens of the step are used, or kept for decodes
     "blocks",  # it wants blocks, and there are none even with those of the younger: it closes
-    "closed",  # an elder wanted more blocks than it got: nobody younger takes any
-    "preempting",  # somebody was preempted in this step: nobody new is admitted
+    "closed",  # an older request is short of blocks: younger ones may not allocate
+    "preempting",  # a request was preempted in this step: none is admitted
     "full",  # the running ones are max_num_seqs
     "draining",  # resumed, while steps in flight still write its blocks
     "state slots",  # there is none for it, until steps in flight give some back
-    "behind",  # an elder waiting one was refused
+    "behind",  # an older waiting request was refused
 )
 
 

@@ -248,7 +248,7 @@ def s33(m: Move) -> bool:
 
 
 def s38(m: Move) -> bool:
-    """Whoever does not read the cache computes every position itself, at every admission."""
+    """A request that does not read the cache computes every position, at every admission."""
     starts = {row.request: row.start for row in m.plan.rows}
     return not any(
         hits or starts.get(r) for r, hits in m.plan.admitted if not m.before.requests[r].reads_cache
@@ -291,7 +291,7 @@ def s25(m: Move) -> bool:
 
 
 def s26(m: Move) -> bool:
-    """Also: it is nobody else's end, not even a sibling's."""
+    """No other request ends with it, not even a sibling."""
     if m.before.requests[m.label.request].reason:
         return m.after == m.before
     return m.after.requests[m.label.request].reason == "abort" and all(
@@ -367,8 +367,8 @@ def s58(m: Move) -> bool:
 
 
 def s37(m: Move) -> bool:
-    """Everybody live ends as an error, nothing else of a request changes, and all the rest is as at
-    the start: so the next call is served as the first one was."""
+    """Every live request ends as an error, nothing else of a request changes, and all other state
+    is the initial one: the next call is served as the first one was."""
     for old, new in zip(m.before.requests, m.after.requests, strict=True):
         if (
             new.reason != (old.reason or "error")
@@ -380,8 +380,8 @@ def s37(m: Move) -> bool:
 
 
 def s41(m: Move) -> bool:
-    """Who ran waits at its rank with nothing computed, of the others nothing changes, no step is in
-    flight, and the pool with all that it held is as at the start. The runner is told who left."""
+    """Running requests wait at their ranks with nothing computed, others do not change, no step is
+    in flight, and the pool is in its initial state. The next plan releases the running requests."""
     before, start = m.before, model.initial(m.scope)
     ranks = [request.rank for request in before.requests]
     for r, (old, new) in enumerate(zip(before.requests, m.after.requests, strict=True)):

@@ -115,7 +115,7 @@ class DraftsBeyondTheBudget(Machine):
 
 @defect("draft-blocks-are-not-told", "S32", **_WORLD | {"block_size": 1, "num_blocks": 6})
 class DraftBlocksAreNotTold(Machine):
-    """The runner is told the blocks that the row's own positions need."""
+    """The plan names only the blocks that the row's own positions need."""
 
     def growth(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         own = {row.request: ceil_div(row.start + row.n, self.block_size) for row in self.rows}

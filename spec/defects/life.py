@@ -100,7 +100,7 @@ class PlanPeeksAtTheUnsettled(Machine):
 
 @defect("reset-keeps-the-cache", "S41 S6 S16", depth=1, reset=True)
 class ResetKeepsTheCache(Machine):
-    """Blocks go back, and what is published is found by whoever comes, under the new weights."""
+    """Blocks are released, and later requests find what is published, under the new weights."""
 
     def forget_cache(self) -> None:
         for block in range(self.scope.num_blocks):

@@ -1,4 +1,4 @@
-"""Defects that starve somebody."""
+"""Defects that starve a request."""
 
 from __future__ import annotations
 

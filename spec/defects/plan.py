@@ -62,7 +62,7 @@ class HistoryEndsWithThePrompt(Machine):
 
 @defect("history-is-told-once", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
 class HistoryIsToldOnce(Machine):
-    """A row that comes back is taken for known, although the runner forgot it when it left."""
+    """A row that comes back is treated as known, although the runner discarded it when it left."""
 
     def history_before(self) -> Tables:
         return tuple((r, ids) for r, ids in super().history_before() if r not in self.histories)
