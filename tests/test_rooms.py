@@ -42,6 +42,7 @@ COMPILE = (
     ("fusions",),
     ("lowering",),
     ("fx", "step_inputs"),
+    ("step_fields",),
 )
 KERNELS = (
     ("ops", "mla", "experts", "quantized"),

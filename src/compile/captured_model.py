@@ -33,6 +33,7 @@ from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
+from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 
 # What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
@@ -61,6 +62,7 @@ class CapturedModel:
         communicator: what the collectives of a sharded model are called on.
         head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
             logits, by the same calls; None if the graph could not be cut there.
+        fields: of the steps that it takes.
         weights: where the tensors of the checkpoint are.
     """
 
@@ -79,6 +81,7 @@ class CapturedModel:
     library_matmuls: dict[str, int] = field(default_factory=dict)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
+    fields: Sequence[Field] = FIELDS
     weights: WeightMap = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,6 +149,7 @@ def capture_model(
     communicator: Communicator | None = None,
     is_native: bool = False,
     mla_latent_cache: bool = True,
+    fields: Sequence[Field] = FIELDS,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -169,6 +173,7 @@ def capture_model(
             caches and rounds rows to 8 bits.
         mla_latent_cache: cache latent vectors in place of keys and values, where the graph is that
             of multi-head latent attention (:mod:`.passes.cache_latents`).
+        fields: of its steps; the inputs among them are traced, and can be read by passes.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -185,7 +190,7 @@ def capture_model(
     if compile == "eager" and loaded.quantization is not None:
         limit = f"needs weights in float: the model's are {loaded.quantization}"
         raise InvalidInputError("compile", compile, limit)
-    captured = CapturedModel(loaded, tuple(specs), compile, attention)
+    captured = CapturedModel(loaded, tuple(specs), compile, attention, fields=fields)
     if communicator is not None:
         captured.communicator = communicator
     if compile == "eager":
@@ -196,11 +201,11 @@ def capture_model(
         return captured
     is_new = False
     if traced is None and graph_cache is not None:
-        traced, is_new = graph_cache.get(loaded, specs)
+        traced, is_new = graph_cache.get(loaded, specs, fields)
     elif traced is None:
         from .capture.dynamo import trace
 
-        traced, is_new = trace(loaded, specs), True
+        traced, is_new = trace(loaded, specs, fields), True
     captured.num_captures = int(is_new)
     captured.graph = gm = traced.gm
     context = PassContext(
@@ -217,7 +222,8 @@ def capture_model(
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
         caches_latents=mla_latent_cache and _has_latent_attention(loaded.device, attention),
-        inputs={s[1]: name for name, s in traced.sources.items() if s[0] == "input"},
+        sources=traced.sources,
+        fields=fields,
     )
     loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():

@@ -51,11 +51,14 @@ from .start_tensors import (
     read_tensors,
     weights_differ,
 )
+from .step_fields import FIELDS, Field, input_keys
 
 logger = logging.getLogger("pagespec")
 
 _VERSION = 5
 _OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
+# What the graph depends on besides, which is restored by the key that it had.
+_TRACED_WITH = ("step_inputs.py", "../kernels/ops.py", "../kernels/recurrent/ops.py")
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"
@@ -78,6 +81,7 @@ class StartRecord:
         source: the model, in a local folder.
         dtype, quantization: as the caller has set them.
         is_compiled: whether a compiler may be given the graph.
+        fields: of its steps.
     """
 
     def __init__(
@@ -90,12 +94,13 @@ class StartRecord:
         device: torch.device,
         is_compiled: bool,
         quantization: str | None = None,
+        fields: Sequence[Field] = FIELDS,
     ) -> None:
         self._name, self._graphs, self._source = source.name, graphs, Path(source.files)
         self._device, self._is_compiled = device, is_compiled
         self._quantization = quantization
         # As it is before anything of the model is imported.
-        self._key = digest_of(_parts(self._source, dtype, quantization, device))
+        self._key = digest_of(_parts(self._source, dtype, quantization, device, input_keys(fields)))
         self._file = folder / f"{self._key}.json"
 
     def restore(self) -> Restored | None:
@@ -225,9 +230,9 @@ def may_restore() -> bool:
 
 
 def _parts(
-    source: Path, dtype: str, quantization: str | None, device: torch.device
+    source: Path, dtype: str, quantization: str | None, device: torch.device, inputs: list[Any]
 ) -> Iterator[object]:
-    yield _VERSION, str(source.resolve()), dtype, quantization, transformers.__file__
+    yield _VERSION, str(source.resolve()), dtype, quantization, transformers.__file__, inputs
     yield from process_parts(device)
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         status = entry.stat()
@@ -235,6 +240,7 @@ def _parts(
     home = Path(__file__).parent
     own = [file for name in _OWN_FOLDERS for file in sorted((home / name).glob("*.py"))]
     own += [Path(__file__), home / "start_tensors.py"]
+    own += [home / name for name in _TRACED_WITH]
     yield [(file.name, code_of_file(str(file))) for file in own]
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .step_fields import FIELDS, LAST, TORCH_DTYPES, Counts, Field, counts_of, graph_inputs
+
 KVCaches = Sequence[tuple[Tensor, ...]]
 """Of each attention call: (keys, values), or of a latent one (keys,); behind these the index keys
 of one with an indexer."""
@@ -45,7 +47,8 @@ class StepInputs:
             ``block_tables`` of each row. The last five as in :mod:`.ops`.
         state_tables: int32 ``[B, N]``, N at least ``MIN_SIZE``, of a model with recurrent calls
             (:class:`RecurrentStates`).
-        more: other inputs by name, ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]`` each.
+        more: other inputs by name, ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]`` each, of a
+            field with a width ``[width, T]`` and so on (:mod:`.step_fields`).
     """
 
     input_ids: Tensor
@@ -67,6 +70,11 @@ class StepInputs:
             own[name] = own[name].unsqueeze(0)
         more = {name: tensor for name, tensor in tensors.items() if name not in own}
         return cls(**own, more=more)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every input by name."""
+        names = (*INPUT_NAMES, *([] if self.state_tables is None else [STATE_TABLES]))
+        return {name: getattr(self, name) for name in names} | dict(self.more)
 
     def tensor(self, name: str) -> Tensor:
         """The input of that name."""
@@ -136,23 +144,40 @@ class BoundGraph:
         return StepOutputs(logits[0], hidden[0][0] if hidden else None)
 
 
-def example_inputs(device: torch.device, has_states: bool) -> StepInputs:
+def example_inputs(
+    device: torch.device, has_states: bool, fields: Sequence[Field] = FIELDS
+) -> StepInputs:
     """Inputs of the example sizes. Only shapes and dtypes matter: nothing is computed."""
-    num_tokens, num_rows = EXAMPLE_SIZES["T"], EXAMPLE_SIZES["B"]
+    sizes, num_rows = EXAMPLE_SIZES, EXAMPLE_SIZES["B"]
+    tables = {"block_tables": (sizes["R"], sizes["M"])}
+    if has_states:
+        tables[STATE_TABLES] = (num_rows, EXAMPLE_STATE_SIZES["N"])
+    zeros = {
+        name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in tables.items()
+    }
+    counts = counts_of(sizes["T"], num_rows, sizes["S"])
+    return StepInputs.of(zeros | padding_inputs(graph_inputs(fields), counts, device))
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
 
-    return StepInputs(
-        input_ids=zeros(1, num_tokens),
-        position_ids=zeros(1, num_tokens),
-        logits_to_keep=zeros(EXAMPLE_SIZES["S"]),
-        slot_mapping=zeros(num_tokens),
-        query_starts=zeros(num_rows + 1, dtype=torch.int32),
-        context_lens=zeros(num_rows, dtype=torch.int32),
-        block_tables=zeros(EXAMPLE_SIZES["R"], EXAMPLE_SIZES["M"], dtype=torch.int32),
-        table_rows=zeros(num_rows, dtype=torch.int32),
-        state_tables=zeros(num_rows, EXAMPLE_STATE_SIZES["N"], dtype=torch.int32)
-        if has_states
-        else None,
-    )
+def padding_inputs(
+    fields: Sequence[Field], counts: Counts, device: torch.device
+) -> dict[str, Tensor]:
+    """Of each field a tensor of padding."""
+    return {
+        field.name: torch.full(
+            field.shape(counts[field.per]),
+            0 if field.padding == LAST else field.padding,
+            dtype=TORCH_DTYPES[field.dtype],
+            device=device,
+        )
+        for field in fields
+    }
+
+
+def dynamic_dims(name: str, field: Field | None) -> tuple[int, ...]:
+    """The dimensions of an input that change from step to step; ``field`` is None of a table."""
+    if field is None:
+        return (0, 1)
+    if field.per == "step":
+        return ()
+    return (1,) if name in ("input_ids", "position_ids") or field.width > 1 else (0,)

@@ -25,7 +25,7 @@ from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
-from .layout import LAYOUT, Sizes
+from .layout import Sizes, layout_of
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -115,12 +115,14 @@ class ModelRunner:
             loaded.recurrent, num_state_slots, state_interval, loaded.device
         )
         self._forward = captured.bind(self.kv_caches, self.states)
+        self._layout = layout_of(captured.fields)
         self._packer = CpuStepPacker(
             block_size=block_size,
             num_blocks=num_blocks,
             device=loaded.device,
             num_state_slots=num_state_slots if loaded.recurrent else 0,
             state_interval=state_interval,
+            layout=self._layout,
         )
         self._edits = CpuEdits(keeps_rows=processed_logprobs)
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
@@ -221,7 +223,7 @@ class ModelRunner:
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
-        inputs = LAYOUT.num_input_bytes(Sizes("host", num_tokens, num_rows, num_rows))
+        inputs = self._layout.num_input_bytes(Sizes("host", num_tokens, num_rows, num_rows))
         sampling = num_rows * 6 * 8
         logprobs = (num_tokens + num_rows) * LOGPROB_FIELDS * 4
         tables = num_rows * self._max_num_blocks * 4
@@ -233,7 +235,7 @@ class ModelRunner:
 
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> StepHandle:
         """Compute a staged step. The plan is for edited rows and ``on_logits``."""
-        return self._compute(PackedStep.from_arrays(arrays), plan)
+        return self._compute(PackedStep.from_arrays(arrays, self._layout), plan)
 
     def is_computed(self, _handle: object, _wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""

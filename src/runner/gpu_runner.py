@@ -28,6 +28,7 @@ from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStepHandle, GpuStepSampler
+from .layout import layout_of
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
 from .unpack_kernels import unpack, update_tables
@@ -91,7 +92,8 @@ class GpuRunner:
         )
         self._copier = BlockCopier(self.kv_caches)
         self._device, self._transparent = loaded.device, transparent
-        num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
+        layout = layout_of(captured.fields)
+        num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows, layout)
         # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
         # and those of copied ones.
         num_staged += 2 * (max_num_tokens // block_size + 3 * max_num_rows)
@@ -104,10 +106,13 @@ class GpuRunner:
             else 0,
             staging_elements=num_staged,
             device=loaded.device,
+            layout=layout,
         )
         depth = self.pipeline_depth
         b = self.buffers
-        self._packer = GpuStepPacker(len(b.table_store), b.width, b.state_width, num_state_slots)
+        self._packer = GpuStepPacker(
+            len(b.table_store), b.width, b.state_width, num_state_slots, layout
+        )
         self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._graphs: StepGraphs | None = None
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)

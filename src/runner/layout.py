@@ -1,4 +1,4 @@
-"""The step layout: one declared list of the fields of a step, and how they lie in its int32 words.
+"""The step layout: how the fields of a step (:mod:`.step_fields`) lie in its int32 words.
 
 The host packs the fields of a plan one behind the other, padded to the sizes of the step. Device
 code reads them where they lie, as views whose addresses depend on the sizes alone, so that CUDA
@@ -9,16 +9,29 @@ graphs can hold them. A field without a source is derived from others: by the ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..compile.step_fields import (
+    FIELDS,
+    FORMS,
+    GPU,
+    LAST,
+    TORCH_DTYPES,
+    Counts,
+    Field,
+    Form,
+    Per,
+    Source,
+    counts_of,
+    graph_inputs,
+)
 from ..engine.plan import StepPlan
 from .pinned_ring import IntArray
 from .row_params import RowParams
@@ -26,23 +39,6 @@ from .step_shapes import StepShape
 
 _NONE = np.empty(0, np.int32)
 _ALIGNMENT = 4  # words: 16 bytes, which Triton specializes kernels on
-_TORCH_DTYPES: Final[dict[type, torch.dtype]] = {
-    np.int32: torch.int32,
-    np.int64: torch.int64,
-    np.float32: torch.float32,
-}
-
-Per = Literal["token", "row", "bound", "sample", "step"]
-Counts = dict[Per, int]
-LAST: Final = "last"
-"""Padding that repeats the last value, 0 if there is none."""
-
-
-Form = Literal["decode", "mixed", "host"]
-"""The forms of a step: on a GPU of decode rows alone, or of any rows; on a CPU."""
-FORMS: Final[tuple[Form, ...]] = get_args(Form)
-GPU: Final[tuple[Form, ...]] = ("decode", "mixed")
-MIXED_HOST: Final[tuple[Form, ...]] = ("mixed", "host")
 
 
 class Sizes(NamedTuple):
@@ -62,17 +58,7 @@ class Sizes(NamedTuple):
     @property
     def counts(self) -> Counts:
         """Entries of a field, by what it has them per."""
-        return _counts(self.num_tokens, self.num_rows, self.num_samples)
-
-
-def _counts(num_tokens: int, num_rows: int, num_samples: int) -> Counts:
-    return {
-        "token": num_tokens,
-        "row": num_rows,
-        "bound": num_rows + 1,
-        "sample": num_samples,
-        "step": 1,
-    }
+        return counts_of(self.num_tokens, self.num_rows, self.num_samples)
 
 
 class PlanArrays:
@@ -105,7 +91,7 @@ class PlanArrays:
         self.result_row, self.num_padding_rows = result_row, num_padding_rows
         num_rows = len(plan.requests)
         num_sampled = num_rows if plan.is_decode_only else plan.num_sampled
-        self.counts = _counts(len(plan.token_ids), num_rows, num_sampled)
+        self.counts = counts_of(len(plan.token_ids), num_rows, num_sampled)
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -155,40 +141,6 @@ class PlanArrays:
         return last - (np.cumsum(self.num_samples)[rows] - 1 - np.arange(len(rows)))
 
 
-Source = Callable[[PlanArrays], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A field of a step.
-
-    Attributes:
-        name: distinct within a form.
-        per: what there is an entry for; "bound" is one more than the rows.
-        source: its entries without padding, ``[n]`` or ``[width, n]``, or one for all. None of a
-            field that is derived from others.
-        dtype: of an entry; one of 64 bits takes two words, a float travels as its bits.
-        padding: in the entries behind those of the plan, or :data:`LAST`.
-        forms: that have the field.
-        is_input: whether the graph gets it: as the attribute of its name of
-            :class:`.StepInputs`, or in ``more``.
-        width: arrays of entries; above 1, the tensor is ``[width, n]``.
-    """
-
-    name: str
-    per: Per
-    source: Source | None = None
-    dtype: type = np.int32
-    padding: float | Literal["last"] = 0
-    forms: tuple[Form, ...] = FORMS
-    is_input: bool = False
-    width: int = 1
-
-    def num_bytes(self, counts: Counts) -> int:
-        """Of its entries in a step of those sizes."""
-        return self.width * counts[self.per] * np.dtype(self.dtype).itemsize
-
-
 class Place(NamedTuple):
     """Where a field lies: words ``[begin, end)``, as ``num_entries`` of each of its
     arrays. ``dtype`` is None of plain words, which need no view."""
@@ -202,64 +154,11 @@ class Place(NamedTuple):
     dtype: type | None
 
 
-FIELDS: Final = (
-    Field("token_ids", "token", lambda step: step.token_ids),
-    Field("positions", "token", lambda step: step.positions),
-    # The row of the table store of each token, and of each row. Padding reads row 0.
-    Field(
-        "token_rows",
-        "token",
-        lambda step: np.repeat(step.table_rows, step.lengths),
-        padding=-1,
-        forms=("mixed",),
-    ),
-    Field("table_rows", "row", lambda step: step.table_rows, is_input=True),
-    Field("new_blocks", "row", lambda step: step.new_blocks, padding=-1, forms=("decode",)),
-    Field(
-        "query_starts",
-        "bound",
-        lambda step: step.query_starts,
-        padding=LAST,
-        forms=MIXED_HOST,
-        is_input=True,
-    ),
-    Field(
-        "context_lens",
-        "row",
-        lambda step: step.starts + step.lengths,
-        forms=MIXED_HOST,
-        is_input=True,
-    ),
-    Field(
-        "logits_to_keep",
-        "sample",
-        lambda step: step.logits_to_keep,
-        dtype=np.int64,
-        padding=LAST,
-        forms=MIXED_HOST,
-        is_input=True,
-    ),
-    Field("seeds", "sample", lambda step: step.params.seeds, dtype=np.int64, forms=GPU),
-    Field(
-        "temperatures", "sample", lambda step: step.params.temperatures, dtype=np.float32, forms=GPU
-    ),
-    Field("num_padding_rows", "step", lambda step: step.num_padding_rows, forms=("decode",)),
-    Field("result_row", "step", lambda step: step.result_row, forms=GPU),
-    # Derived.
-    Field("input_ids", "token", dtype=np.int64, is_input=True),
-    Field("position_ids", "token", dtype=np.int64, is_input=True),
-    Field("slot_mapping", "token", dtype=np.int64, is_input=True),
-    Field("query_starts", "bound", forms=("decode",), is_input=True),
-    Field("context_lens", "row", forms=("decode",), is_input=True),
-    Field("logits_to_keep", "sample", dtype=np.int64, forms=("decode",), is_input=True),
-)
-
-
 class Layout:
     """A list of fields, and what follows from it.
 
     Raises:
-        ValueError: two fields of a form have one name.
+        ValueError: two fields of a form have one name, or as of :func:`.graph_inputs`.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -267,6 +166,7 @@ class Layout:
             names = [field.name for field in fields if form in field.forms]
             if len(set(names)) < len(names):
                 raise ValueError(f"fields of one name in form {form}: {names}")
+        graph_inputs(fields)
         self._fields = tuple(fields)
         self._places = functools.lru_cache(maxsize=256)(self._lay_out)
 
@@ -326,7 +226,7 @@ class Layout:
         for field, _, _, begin, end, _, dtype in self._places(sizes)[0]:
             view = words[begin:end]
             if dtype is not None:
-                view = view.view(_TORCH_DTYPES[field.dtype])
+                view = view.view(TORCH_DTYPES[field.dtype])
             found[field.name] = view if field.width == 1 else view.view(field.width, -1)
         return found
 
@@ -335,7 +235,7 @@ class Layout:
         counts = sizes.counts
         return {
             field.name: torch.zeros(
-                counts[field.per], dtype=_TORCH_DTYPES[field.dtype], device=device
+                field.shape(counts[field.per]), dtype=TORCH_DTYPES[field.dtype], device=device
             )
             for field in self._fields
             if field.source is None and set(field.forms) & set(GPU)
@@ -351,7 +251,7 @@ class Layout:
         """
         counts = sizes.counts
         return {
-            field.name: derived[field.name][: counts[field.per]]
+            field.name: derived[field.name][..., : counts[field.per]]
             if field.source is None
             else packed[field.name]
             for field in self._fields
@@ -375,3 +275,8 @@ def _cut(array: IntArray, begin: int, end: int, field: Field) -> NDArray[Any]:
 
 
 LAYOUT: Final = Layout(FIELDS)
+
+
+def layout_of(fields: Sequence[Field]) -> Layout:
+    """The layout of steps for a graph with these fields."""
+    return LAYOUT if tuple(fields) == FIELDS else Layout(fields)

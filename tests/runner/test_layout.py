@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagespec.compile.step_fields import FIELDS, GPU, LAST, Field
 from pagespec.compile.step_inputs import BoundGraph, StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
-from pagespec.runner.layout import FIELDS, GPU, LAST, LAYOUT, Field, Layout, PlanArrays, Sizes
+from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, Sizes
 from pagespec.runner.step_shapes import StepShape
 from tests.support.packers import PassedEvent
 

@@ -25,14 +25,14 @@ from ..model.current_step import ModelStep, current
 from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
 from ..recurrent_state import allocate_states
+from ..step_fields import FIELDS, Field, graph_inputs
 from ..step_inputs import (
     EXAMPLE_SIZES,
     EXAMPLE_STATE_SIZES,
-    INPUT_NAMES,
-    STATE_TABLES,
     KVCaches,
     RecurrentStates,
     StepInputs,
+    dynamic_dims,
     example_inputs,
 )
 from .traced import DYNAMO_SETTINGS, Source, Traced
@@ -45,8 +45,13 @@ class _Captured(BaseException):
     """
 
 
-def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
+def trace(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+) -> Traced:
     """Trace a probed model.
+
+    Args:
+        fields: of its steps. Those that are inputs of the graph are inputs of the trace.
 
     Raises:
         UnsupportedModelError: ``forward`` does not trace into one graph.
@@ -60,18 +65,10 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
     states = allocate_states(
         loaded.recurrent, state_sizes["num_slots"], state_sizes["interval"], device
     )
-    has_states = bool(loaded.recurrent)
-    inputs = example_inputs(device, has_states)
-    for name in (*INPUT_NAMES, *([STATE_TABLES] if has_states else [])):
-        tensor = getattr(inputs, name)
-        tables = (0, 1)
-        dims = {
-            "input_ids": (1,),
-            "position_ids": (1,),
-            "block_tables": tables,
-            STATE_TABLES: tables,
-        }
-        for dim in dims.get(name, (0,)):
+    inputs = example_inputs(device, bool(loaded.recurrent), fields)
+    declared = {field.name: field for field in graph_inputs(fields)}
+    for name, tensor in inputs.named().items():
+        for dim in dynamic_dims(name, declared.get(name)):
             torch._dynamo.mark_dynamic(tensor, dim)
     # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
     # reads caches, and these look when they run. Symbols for them take a tenth of the time.
@@ -155,8 +152,8 @@ def _described(
     """Bind every placeholder of ``gm``."""
     module = loaded.module
     places: dict[int, Source] = {}
-    for name in (*INPUT_NAMES, STATE_TABLES):
-        places[id(getattr(inputs, name))] = ("input", name)
+    for name, tensor in inputs.named().items():
+        places[id(tensor)] = ("input", name)
     for call, caches in enumerate(kv_caches):
         for which, cache in enumerate(caches):
             places[id(cache)] = ("cache", call, which)

@@ -30,7 +30,8 @@ from ..model.layers import FEWEST_LAYERS, LayerList, find_layers, layer_forms
 from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel, named_tensors
 from ..recurrent_state import allocate_states
-from ..step_inputs import BoundGraph, KVCaches, StepInputs
+from ..step_fields import FIELDS, Field, counts_of, graph_inputs
+from ..step_inputs import INPUT_NAMES, BoundGraph, KVCaches, StepInputs, padding_inputs
 from .dynamo import Traced, forward, trace
 from .layer_groups import GroupCalls, LayerGroups, LayersDiffer
 from .repeat_layers import repeat_layers
@@ -40,7 +41,9 @@ logger = logging.getLogger("pagespec")
 _INTERVAL = 64  # tokens of an interval of recurrent states
 
 
-def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced | None:
+def trace_layers(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+) -> Traced | None:
     """The graph of a probed model, from a trace of some layers; None where that does not do.
 
     While it traces, the module has no others: for modules that nothing else holds.
@@ -55,7 +58,7 @@ def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced 
         if groups is None:
             return None
         try:
-            return _trace_some(loaded, specs, found, groups)
+            return _trace_some(loaded, specs, found, groups, fields)
         except LayersDiffer as error:
             logger.info("%s, %s: not alike: %s", loaded.architecture, groups, error)
         except UnsupportedModelError as error:  # the whole may do where a part does not
@@ -90,15 +93,19 @@ def find_groups(forms: Sequence[Any], num_first: int) -> LayerGroups | None:
 
 
 def _trace_some(
-    loaded: LoadedModel, specs: Sequence[AttentionSpec], found: LayerList, groups: LayerGroups
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    found: LayerList,
+    groups: LayerGroups,
+    fields: Sequence[Field],
 ) -> Traced:
     module = loaded.module
     tensors = dict(named_tensors(module))
     with _only_layers(module, found.name, groups.traced):
-        traced = trace(loaded, specs)
+        traced = trace(loaded, specs, fields)
     calls = GroupCalls.of(groups, found.calls, loaded.recurrent, traced)
     repeat_layers(traced, tensors, f"{found.name}.", groups, calls)
-    if not _computes_the_same(traced, loaded, specs):
+    if not _computes_the_same(traced, loaded, specs, fields):
         raise LayersDiffer("the graph computes other bits than the module")
     return traced
 
@@ -116,10 +123,15 @@ def _only_layers(module: nn.Module, name: str, chosen: Sequence[int]) -> Iterato
         setattr(holder, own, layers)
 
 
-def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> bool:
+def _computes_the_same(
+    traced: Traced,
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    fields: Sequence[Field],
+) -> bool:
     """Whether the graph gives the module's bits for a step of two requests."""
     module, device = loaded.module, loaded.device
-    inputs = _small_step(loaded)
+    inputs = _small_step(loaded, fields)
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
     before, after = (allocate_states(loaded.recurrent, 2, _INTERVAL, device) for _ in range(2))
     with torch.inference_mode(), expanded_linears(loaded):
@@ -135,8 +147,9 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
-def _small_step(loaded: LoadedModel) -> StepInputs:
-    """Seven tokens and three, from position 0, all within blocks of 17 slots."""
+def _small_step(loaded: LoadedModel, fields: Sequence[Field]) -> StepInputs:
+    """Seven tokens and three, from position 0, all within blocks of 17 slots. Inputs besides those
+    of every model hold padding, which each kernel takes."""
     device = loaded.device
 
     def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -144,6 +157,8 @@ def _small_step(loaded: LoadedModel) -> StepInputs:
 
     lengths = (7, 3)
     positions = [position for n in lengths for position in range(n)]
+    others = [field for field in graph_inputs(fields) if field.name not in INPUT_NAMES]
+    counts = counts_of(len(positions), len(lengths), 3)
     return StepInputs(
         input_ids=tensor([[(7 * i + 3) % loaded.vocab_size for i in range(len(positions))]]),
         position_ids=tensor([positions]),
@@ -154,6 +169,7 @@ def _small_step(loaded: LoadedModel) -> StepInputs:
         block_tables=tensor([[0, 2], [1, 2]], torch.int32),
         table_rows=tensor([0, 1], torch.int32),
         state_tables=tensor([[0, 2], [1, 2]], torch.int32) if loaded.recurrent else None,
+        more=padding_inputs(others, counts, device),
     )
 
 

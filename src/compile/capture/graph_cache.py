@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...kernels.attention.spec import AttentionSpec
 from ..model.loaded import LoadedModel, named_tensors
+from ..step_fields import FIELDS, Field
 from .dynamo import trace
 from .few_layers import trace_layers
 from .graph_file import read_graph, write_graph
@@ -38,20 +39,22 @@ class GraphCache:
         self.key: str | None = None
         self._before_trace = before_trace
 
-    def get(self, loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> tuple[Traced, bool]:
-        """The graph of this model, and whether it was traced now.
+    def get(
+        self, loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+    ) -> tuple[Traced, bool]:
+        """The graph of this model for steps of these fields, and whether it was traced now.
 
         Raises:
             UnsupportedModelError: it was not there, and ``forward`` does not trace into one graph.
         """
         # Before tracing, which leaves its traces in Dynamo's settings.
-        key = graph_key(loaded, specs)
+        key = graph_key(loaded, specs, fields)
         if key is not None and (kept := self._load(key, loaded)) is not None:
             self.key = key
             return kept, False
         if self._before_trace is not None:
             self._before_trace()
-        traced = trace_layers(loaded, specs) or trace(loaded, specs)
+        traced = trace_layers(loaded, specs, fields) or trace(loaded, specs, fields)
         if key is not None and self._save(key, loaded, traced):
             self.key = key
         return traced, True

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import PLAIN
 from ..model.loaded import LoadedModel, named_tensors
+from ..step_fields import FIELDS, Field, input_keys
 from .process_key import Code, digest_of, process_parts
 
 _VERSION = 2
@@ -54,15 +55,19 @@ _OWN_SOURCES = (
 _NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 
 
-def graph_key(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> str | None:
+def graph_key(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+) -> str | None:
     """A name for the graph that tracing would give now; None if it depends on what cannot be
     named."""
-    return digest_of(_parts(loaded, specs))
+    return digest_of(_parts(loaded, specs, fields))
 
 
-def _parts(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Iterator[object]:
+def _parts(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field]
+) -> Iterator[object]:
     module, device = loaded.module, loaded.device
-    yield _VERSION, loaded.dtype
+    yield _VERSION, loaded.dtype, input_keys(fields)
     yield from process_parts(device)
     yield [repr(spec) for spec in (*specs, *loaded.recurrent)]
     yield [hashlib.sha256((_OURS / name).read_bytes()).hexdigest() for name in _OWN_SOURCES]

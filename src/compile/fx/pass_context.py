@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
@@ -15,6 +18,8 @@ from ...kernels.collectives.communicator import Communicator
 from ...kernels.quantized.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
 from ...kernels.quantized.fp8 import Fp8Weight
 from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ..step_fields import FIELDS, TORCH_DTYPES, Field, graph_inputs
+from .nodes import example
 from .stand_in import is_stand_in
 from .weights import WeightRecord
 
@@ -45,8 +50,8 @@ class PassContext:
         specs: of the attention calls; a pass that changes what a call caches changes its spec.
         calls: of the placeholder of each cache of keys, the attention call.
         caches_latents: whether latent vectors may be cached in place of keys and values.
-        inputs: of each tensor of a step that the graph takes, by its name in
-            :class:`..step_inputs.StepInputs`, the name of its placeholder.
+        sources: of each placeholder that is no constant, as of :attr:`.Traced.sources`.
+        fields: of a step, whose inputs :meth:`step_input` finds.
         weights: where a pass records each weight that it lays elsewhere or makes a copy of.
     """
 
@@ -65,7 +70,8 @@ class PassContext:
     specs: list[AttentionSpec] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     caches_latents: bool = False
-    inputs: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    fields: Sequence[Field] = FIELDS
     weights: WeightRecord = field(default_factory=WeightRecord)
 
     def constant(self, node: object) -> Tensor | None:
@@ -75,10 +81,39 @@ class PassContext:
         return None
 
     def step_input(self, graph: Graph, name: str) -> Node | None:
-        """The placeholder of a tensor of the step."""
-        wanted = self.inputs.get(name)
+        """The placeholder of a tensor of the step; None if the model reads none of that name and no
+        field is declared so. A declared one that the model does not read is added."""
+        found = self._placeholder(graph, name)
+        declared = {field.name: field for field in graph_inputs(self.fields)}
+        if found is None and name in declared:
+            found = self._new_input(graph, declared[name])
+        return found
+
+    def _placeholder(self, graph: Graph, name: str) -> Node | None:
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
-        return next((node for node in placeholders if node.name == wanted), None)
+        wanted = ("input", name)
+        return next((node for node in placeholders if self.sources.get(node.name) == wanted), None)
+
+    def _new_input(self, graph: Graph, declared: Field) -> Node | None:
+        """Its sizes on record are those of an input that the graph has for the same of a step."""
+        alike = (f for f in graph_inputs(self.fields) if f.per == declared.per)
+        like = next((p for f in alike if (p := self._placeholder(graph, f.name))), None)
+        if declared.per == "step":
+            like = self._placeholder(graph, "input_ids")
+        if like is None:
+            return None
+        recorded: Any = example(like)
+        num_entries = 1 if declared.per == "step" else recorded.shape[-1]
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            node = graph.placeholder(declared.name)
+        # As traced ones, which are no tensors of inference.
+        with torch.inference_mode(False), torch.no_grad():
+            node.meta["example_value"] = recorded.new_empty(
+                declared.shape(num_entries), dtype=TORCH_DTYPES[declared.dtype]
+            )
+        self.sources[node.name] = ("input", declared.name)
+        return node
 
     def weight_format(self, tensor: Tensor) -> str | None:
         """What a constant is kept as: "int4", "int8", "fp8", "float16", or None for what it is."""

@@ -123,10 +123,10 @@ def test_groups_of_layers_are_repeated(arch: str, monkeypatch: pytest.MonkeyPatc
     loaded, specs = grouped(arch)
     depths = []
 
-    def traced(loaded: LoadedModel, specs: Any) -> Traced:
+    def traced(loaded: LoadedModel, specs: Any, fields: Any) -> Traced:
         layers = [m for m in loaded.module.modules() if isinstance(m, GradientCheckpointingLayer)]
         depths.append(len(layers))
-        return trace(loaded, specs)
+        return trace(loaded, specs, fields)
 
     monkeypatch.setattr(few_layers, "trace", traced)
     made = trace_layers(loaded, specs)
@@ -189,9 +189,9 @@ def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:
 def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     depths = []
 
-    def traced(loaded: LoadedModel, specs: Any) -> Traced:
+    def traced(loaded: LoadedModel, specs: Any, fields: Any) -> Traced:
         depths.append(len(loaded.module.model.layers))  # type: ignore[union-attr, arg-type]
-        return trace(loaded, specs)
+        return trace(loaded, specs, fields)
 
     monkeypatch.setattr(few_layers, "trace", traced)
     monkeypatch.setattr(graph_cache, "trace", traced)

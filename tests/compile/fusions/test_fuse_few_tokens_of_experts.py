@@ -37,12 +37,8 @@ def prepared(arch: str, dtype: torch.dtype) -> tuple[CapturedModel, GraphModule,
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
-    inputs = {
-        source[1]: name
-        for name, source in zip(names, captured.sources, strict=True)
-        if source[0] == "input"
-    }
-    context = PassContext(captured.loaded.module, {}, inputs=inputs)
+    sources = dict(zip(names, captured.sources, strict=True))
+    context = PassContext(captured.loaded.module, {}, sources=sources)
     for graph_pass in (fuse_norm, fuse_router, fuse_expert_sort, combine_experts):
         graph_pass(gm, context)
     return captured, gm, context
@@ -85,7 +81,7 @@ def test_no_bit_changes(
         assert count(gm, function) == 0
     # What says how many tokens are real came along.
     (starts,) = first(gm, route_rows).args[5:]
-    assert starts.name == context.inputs["query_starts"]
+    assert context.sources[starts.name] == ("input", "query_starts")
     found = generate(captured, gm)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -95,7 +91,7 @@ def test_padding_goes_to_no_expert() -> None:
     captured, gm, context = prepared("mixtral", torch.bfloat16)
     sort = first(gm, sort_by_expert)
     assert sort.args[2] == 2
-    assert sort.args[3].name == context.inputs["query_starts"]
+    assert context.sources[sort.args[3].name] == ("input", "query_starts")
     assert captured.graph is not None
     plain = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     for graph_pass in (fuse_router, fuse_expert_sort, combine_experts):

@@ -1,0 +1,174 @@
+"""The fields of a step: one declared list, of which graphs, packing, buffers and ranks follow.
+
+A field that is an input of the graph is traced with it (:mod:`.step_inputs`), and is part of the
+keys that graphs and start records are kept under. How fields lie in the words that are sent says
+:mod:`.runner.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import torch
+
+TORCH_DTYPES: Final[dict[type, torch.dtype]] = {
+    np.int32: torch.int32,
+    np.int64: torch.int64,
+    np.float32: torch.float32,
+}
+TABLES: Final = ("block_tables", "state_tables")
+"""Inputs of the graph that are no fields: tables, which are sent as they grow."""
+
+Per = Literal["token", "row", "bound", "sample", "step"]
+Counts = dict[Per, int]
+
+
+def counts_of(num_tokens: int, num_rows: int, num_samples: int) -> Counts:
+    """Entries of a field, by what it has them per."""
+    return {
+        "token": num_tokens,
+        "row": num_rows,
+        "bound": num_rows + 1,
+        "sample": num_samples,
+        "step": 1,
+    }
+
+
+LAST: Final = "last"
+"""Padding that repeats the last value, 0 if there is none."""
+
+
+Form = Literal["decode", "mixed", "host"]
+"""The forms of a step: on a GPU of decode rows alone, or of any rows; on a CPU."""
+FORMS: Final[tuple[Form, ...]] = get_args(Form)
+GPU: Final[tuple[Form, ...]] = ("decode", "mixed")
+MIXED_HOST: Final[tuple[Form, ...]] = ("mixed", "host")
+
+
+Source = Callable[[Any], Any]
+"""Of the arrays of a plan, as :class:`.runner.layout.PlanArrays` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a step.
+
+    Attributes:
+        name: distinct within a form.
+        per: what there is an entry for; "bound" is one more than the rows.
+        source: its entries without padding, ``[n]`` or ``[width, n]``, or one for all. None of a
+            field that is derived from others.
+        dtype: of an entry; one of 64 bits takes two words, a float travels as its bits.
+        padding: in the entries behind those of the plan, or :data:`LAST`.
+        forms: that have the field.
+        is_input: whether the graph gets it: as the attribute of its name of
+            :class:`.StepInputs`, or in ``more``.
+        width: arrays of entries; above 1, the tensor is ``[width, n]``.
+    """
+
+    name: str
+    per: Per
+    source: Source | None = None
+    dtype: type = np.int32
+    padding: float | Literal["last"] = 0
+    forms: tuple[Form, ...] = FORMS
+    is_input: bool = False
+    width: int = 1
+
+    @property
+    def shape_key(self) -> tuple[Per, str, int]:
+        """Per what, dtype and width: what a graph depends on."""
+        return self.per, np.dtype(self.dtype).name, self.width
+
+    def shape(self, num_entries: int) -> tuple[int, ...]:
+        """Of the tensor with that many entries."""
+        return (num_entries,) if self.width == 1 else (self.width, num_entries)
+
+    def num_bytes(self, counts: Counts) -> int:
+        """Of its entries in a step of those sizes."""
+        return self.width * counts[self.per] * np.dtype(self.dtype).itemsize
+
+
+FIELDS: Final = (
+    Field("token_ids", "token", lambda step: step.token_ids),
+    Field("positions", "token", lambda step: step.positions),
+    # The row of the table store of each token, and of each row. Padding reads row 0.
+    Field(
+        "token_rows",
+        "token",
+        lambda step: np.repeat(step.table_rows, step.lengths),
+        padding=-1,
+        forms=("mixed",),
+    ),
+    Field("table_rows", "row", lambda step: step.table_rows, is_input=True),
+    Field("new_blocks", "row", lambda step: step.new_blocks, padding=-1, forms=("decode",)),
+    Field(
+        "query_starts",
+        "bound",
+        lambda step: step.query_starts,
+        padding=LAST,
+        forms=MIXED_HOST,
+        is_input=True,
+    ),
+    Field(
+        "context_lens",
+        "row",
+        lambda step: step.starts + step.lengths,
+        forms=MIXED_HOST,
+        is_input=True,
+    ),
+    Field(
+        "logits_to_keep",
+        "sample",
+        lambda step: step.logits_to_keep,
+        dtype=np.int64,
+        padding=LAST,
+        forms=MIXED_HOST,
+        is_input=True,
+    ),
+    Field("seeds", "sample", lambda step: step.params.seeds, dtype=np.int64, forms=GPU),
+    Field(
+        "temperatures", "sample", lambda step: step.params.temperatures, dtype=np.float32, forms=GPU
+    ),
+    Field("num_padding_rows", "step", lambda step: step.num_padding_rows, forms=("decode",)),
+    Field("result_row", "step", lambda step: step.result_row, forms=GPU),
+    # Derived.
+    Field("input_ids", "token", dtype=np.int64, is_input=True),
+    Field("position_ids", "token", dtype=np.int64, is_input=True),
+    Field("slot_mapping", "token", dtype=np.int64, is_input=True),
+    Field("query_starts", "bound", forms=("decode",), is_input=True),
+    Field("context_lens", "row", forms=("decode",), is_input=True),
+    Field("logits_to_keep", "sample", dtype=np.int64, forms=("decode",), is_input=True),
+)
+
+
+def graph_inputs(fields: Sequence[Field]) -> tuple[Field, ...]:
+    """The inputs of the graph, each once, without tables.
+
+    Raises:
+        ValueError: an input has the name of a table, is not in all forms, or differs between them:
+            one graph takes the steps of every form.
+    """
+    found: dict[str, Field] = {}
+    for field in fields:
+        if not field.is_input:
+            continue
+        if field.name in TABLES:
+            raise ValueError(f"field {field.name}: an input of this name is a table")
+        known = found.setdefault(field.name, field)
+        if known.shape_key != field.shape_key:
+            raise ValueError(f"field {field.name} is declared with two shapes or dtypes")
+    for name in found:
+        forms = {form for field in fields if field.name == name for form in field.forms}
+        for form in FORMS:
+            if form not in forms:
+                raise ValueError(f"field {name} is an input of the graph, and not in form {form}")
+    return tuple(found.values())
+
+
+def input_keys(fields: Sequence[Field]) -> list[list[Any]]:
+    """What a traced graph depends on of the fields, as plain data."""
+    return [[field.name, *field.shape_key] for field in graph_inputs(fields)]
