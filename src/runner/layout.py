@@ -192,11 +192,17 @@ class Layout:
 
         Returns:
             How many words those are.
+
+        Raises:
+            ValueError: the step has more of something than the sizes have room for.
         """
         places, num_words, padded_counts = self._places(sizes)
         counts = step.counts
         is_padded = counts != padded_counts
         if is_padded:
+            for per, room in padded_counts.items():
+                if counts[per] > room:
+                    raise ValueError(f"a step has {counts[per]} {per}s, and is packed for {room}")
             array[:num_words] = 0
         # This loop runs in front of every step, and each operation of numpy counts.
         for field, source, per, begin, end, num_entries, dtype in places:

@@ -69,6 +69,28 @@ def test_one_graph_serves_all_sizes(captured: CapturedModel) -> None:
             assert len({tuple(r.token_ids) for r in requests}) == 1
 
 
+def test_draft_tokens_are_refused_by_name_and_disturb_nothing(captured: CapturedModel) -> None:
+    """Dispatched, and staged for several ranks."""
+    request = make_requests([[1, 2, 3]], 4)[0].info
+
+    def plan(number: int, *token_ids: int, num_samples: int, tables: Any = None) -> StepPlan:
+        start, num_tokens = number, len(token_ids)
+        return StepPlan(
+            number, (request,), (start,), (num_tokens,), (num_samples,), token_ids, tables or {}
+        )
+
+    def tokens(runner: ModelRunner, *, refuses: bool) -> list[int]:
+        first = runner.collect(runner.dispatch(plan(0, 1, num_samples=1, tables={0: (2,)})))
+        for send in (runner.dispatch, runner.stage) if refuses else ():
+            with pytest.raises(EngineError, match=r"runner on a CPU .* draft tokens.* step 1"):
+                send(plan(1, 5, 6, 7, num_samples=3))
+        second = runner.collect(runner.dispatch(plan(1, -1, num_samples=1)))
+        return [*first.token_ids, *second.token_ids]
+
+    plain, other = (ModelRunner(captured, block_size=4, num_blocks=4) for _ in range(2))
+    assert tokens(other, refuses=True) == tokens(plain, refuses=False)
+
+
 def test_a_step_without_samples_returns_none(captured: CapturedModel) -> None:
     runner = ModelRunner(captured, block_size=4, num_blocks=4)
     request = make_requests([[1, 2, 3]], 4)[0]

@@ -329,3 +329,36 @@ def test_a_source_of_a_wrong_length_is_refused() -> None:
     for sizes in (Sizes("mixed", 3, 2, 2), Sizes("mixed", 8, 6, 6)):
         with pytest.raises(ValueError, match="broadcast"):
             layout.pack(PlanArrays(two_rows(is_decode=False)), sizes, np.zeros(99, np.int32))
+
+
+# More samples than rows ----------------------------------------------------------------------
+
+
+def three_samples(*, num_rows: int = 2) -> StepPlan:
+    """Each row feeds a known token and two draft tokens, and samples behind each."""
+    infos = tuple(
+        Request(f"d{i}", [1, 2], SamplingParams(), max_num_tokens=9).info for i in range(num_rows)
+    )
+    return StepPlan(
+        step=7,
+        requests=infos,
+        starts=(1,) * num_rows,
+        num_tokens=(3,) * num_rows,
+        num_samples=(3,) * num_rows,
+        token_ids=(4, 5, 6) * num_rows,
+        tables={row: (8 + row,) for row in range(num_rows)},
+    )
+
+
+@pytest.mark.parametrize("shape", [None, StepShape(6, 2, False), StepShape(9, 4, False)], ids=str)
+def test_more_samples_than_a_step_has_room_for_are_refused_by_name(shape: StepShape | None) -> None:
+    packer, array = GpuStepPacker(MAX_ROWS, WIDTH), np.zeros(300, np.int32)
+    with pytest.raises(ValueError, match=r"6 samples.* (2|4)$"):
+        packer.pack(three_samples(), shape, 0, array)
+    # The same words of what else may not fit.
+    packer.reset()
+    with pytest.raises(ValueError, match=r"3 rows.* 2$"):
+        packer.pack(three_samples(num_rows=3), StepShape(9, 2, False), 0, array)
+    packer.reset()
+    with pytest.raises(ValueError, match=r"9 tokens.* 8$"):
+        packer.pack(three_samples(num_rows=3), StepShape(8, 3, False), 0, array)
