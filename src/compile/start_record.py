@@ -58,7 +58,12 @@ logger = logging.getLogger("pagespec")
 _VERSION = 5
 _OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
 # What the graph depends on besides, which is restored by the key that it had.
-_TRACED_WITH = ("step_inputs.py", "../kernels/ops.py", "../kernels/recurrent/ops.py")
+_TRACED_WITH = (
+    "step_inputs.py",
+    "../kernels/custom_op.py",
+    "../kernels/ops.py",
+    "../kernels/recurrent/ops.py",
+)
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"
