@@ -11,7 +11,7 @@ import torch
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile import captured_model
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
@@ -46,7 +46,9 @@ def test_merged_and_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     loaded = load_model(gguf_model(tmp_path, monkeypatch), quantization="gguf")
-    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache(), is_native=True)
+    captured = capture_model(
+        loaded, probe_model(loaded), CaptureOptions(is_native=True), graph_cache=graph_cache()
+    )
     assert captured.graph is not None
     nodes = list(captured.graph.graph.nodes)
     nodes += [node for n in nodes if isinstance(n.target, Stretch) for node in n.target.graph.nodes]

@@ -33,8 +33,8 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         PagespecError: an option is refused.
     """
     _check(engine)
-    from ..build import resolve_device
     from ..compile.load.load import load_model, vocab_size_of
+    from ..runner.platform import resolve_device
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 

@@ -134,27 +134,11 @@ def _has_latent_attention(device: torch.device, attention: AttentionBackend | No
     return device.type == "cpu" or (attention is not None and attention.name == "triton")
 
 
-def capture_model(
-    loaded: LoadedModel,
-    specs: Sequence[AttentionSpec],
-    *,
-    compile: str = "graph",
-    transparent: bool = True,
-    attention: AttentionBackend | None = None,
-    packing_bytes: int = 0,
-    matmul_plan_dir: Path | None = None,
-    threads: tuple[int, ...] = (),
-    graph_cache: GraphCache | None = None,
-    traced: Traced | None = None,
-    communicator: Communicator | None = None,
-    is_native: bool = False,
-    mla_latent_cache: bool = True,
-    fields: Sequence[Field] = FIELDS,
-) -> CapturedModel:
-    """Capture a probed model.
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """How a graph is captured.
 
-    Args:
-        specs: what :func:`.probe.probe_model` returned for it.
+    Attributes:
         compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
             between its matmuls and kernels (:mod:`.regions`); "eager" runs the
             module itself with our attention.
@@ -165,20 +149,47 @@ def capture_model(
         matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
             none.
         threads: as of :class:`.passes.PassContext`; no bits of a row follow which of them is used.
-        graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
-            hold, which may have been changed in ways that no key covers.
-        traced: the graph, of a model that was restored.
-        communicator: of this rank, for a sharded model.
         is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
             caches and rounds rows to 8 bits.
         mla_latent_cache: cache latent vectors in place of keys and values, where the graph is that
             of multi-head latent attention (:mod:`.passes.cache_latents`).
-        fields: of its steps; the inputs among them are traced, and can be read by passes.
+        fields: of a step; the inputs among them are traced, and can be read by passes.
+    """
+
+    compile: str = "graph"
+    transparent: bool = True
+    attention: AttentionBackend | None = None
+    packing_bytes: int = 0
+    matmul_plan_dir: Path | None = None
+    threads: tuple[int, ...] = ()
+    is_native: bool = False
+    mla_latent_cache: bool = True
+    fields: Sequence[Field] = FIELDS
+
+
+def capture_model(
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    options: CaptureOptions = CaptureOptions(),
+    *,
+    graph_cache: GraphCache | None = None,
+    traced: Traced | None = None,
+    communicator: Communicator | None = None,
+) -> CapturedModel:
+    """Capture a probed model.
+
+    Args:
+        specs: what :func:`.probe.probe_model` returned for it.
+        graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
+            hold, which may have been changed in ways that no key covers.
+        traced: the graph, of a model that was restored.
+        communicator: of this rank, for a sharded model.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
         UnsupportedModelError: ``forward`` does not trace into one graph.
     """
+    compile, attention, fields = options.compile, options.attention, options.fields
     if compile not in COMPILE_MODES:
         raise InvalidInputError("compile", compile, f"must be one of {COMPILE_MODES}")
     if (
@@ -211,17 +222,17 @@ def capture_model(
     context = PassContext(
         loaded.module,
         traced.constants,
-        transparent,
+        options.transparent,
         attention,
         communicator,
-        packing_bytes,
-        matmul_plan_dir,
-        threads,
+        options.packing_bytes,
+        options.matmul_plan_dir,
+        options.threads,
         loaded.quantized_by_id(),
-        is_native=is_native and bool(loaded.quantized) and library() is not None,
+        is_native=options.is_native and bool(loaded.quantized) and library() is not None,
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
-        caches_latents=mla_latent_cache and _has_latent_attention(loaded.device, attention),
+        caches_latents=options.mla_latent_cache and _has_latent_attention(loaded.device, attention),
         sources=traced.sources,
         fields=fields,
     )
@@ -230,7 +241,7 @@ def capture_model(
         is_on_cpu = loaded.device.type == "cpu"
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
-        if transparent and not is_on_cpu:
+        if options.transparent and not is_on_cpu:
             captured.library_matmuls = library_matmuls(gm.graph, traced.constants)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":

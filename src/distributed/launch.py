@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ..build import BuiltEngine, build, resolve_device
+from ..build import BuiltEngine, build
 from ..compile.load.load import check_shared
 from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..runner.cpu_threads import rank_threads, torchs_number
+from ..runner.platform import resolve_device
 from ..validation import path_of
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store

@@ -8,8 +8,9 @@ way of a step, in its simplest form);
 ``edit_batch``, ``cpu_edits``, ``gpu_edits``, ``gpu_masks`` and ``gpu_masked_rows`` (rows whose
 logits are edited or masked);
 ``logprob_fields``, ``cpu_logprobs`` and ``gpu_logprobs`` (log-probabilities, of rows that ask);
-``staging_runner`` (a step cut in two, for several ranks); then ``cpu_startup``, ``gpu_startup``,
-``kv_budget``, ``memory_profile``, ``host_memory`` (how large the KV cache is).
+``staging_runner`` (a step cut in two, for several ranks); then ``platform`` with ``cpu_platform``
+and ``gpu_platform`` (how a start differs by device), ``gpu_startup``, ``kv_budget``,
+``memory_profile``, ``host_memory`` (how large the KV cache is).
 
 Imports ``structured``, ``compile``, ``kernels`` and the plans of ``engine``. Imported by ``build``.
 """

@@ -1,4 +1,4 @@
-"""The interfaces of model runners: with times, and with steps that are staged as arrays."""
+"""The interfaces of model runners: with times, in this process, and with steps staged as arrays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..engine.plan import StepPlan
 from ..engine.runner import Runner
+from ..structured.grammars import Grammars
 
 
 class TimedRunner(Runner, Protocol):
@@ -28,6 +29,19 @@ class TimedRunner(Runner, Protocol):
 
     @property
     def wait_s(self) -> float: ...
+
+
+class LocalRunner(TimedRunner, Protocol):
+    """A runner in this process.
+
+    Attributes:
+        num_state_slots, state_interval: of recurrent states; 0 of a model without.
+        grammars: of its constrained requests.
+    """
+
+    num_state_slots: int
+    state_interval: int
+    grammars: Grammars
 
 
 class StagingRunner(TimedRunner, Protocol):

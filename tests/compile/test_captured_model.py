@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
@@ -131,7 +131,7 @@ def test_eager_mode(arch: str) -> None:
     model = tiny_model(arch)
     expected = [hf_greedy(model, prompt, 5) for prompt in prompts()]
     loaded = load_model(model)
-    captured = capture_model(loaded, probe_model(loaded), compile="eager")
+    captured = capture_model(loaded, probe_model(loaded), CaptureOptions(compile="eager"))
     runner = ModelRunner(captured, block_size=16, num_blocks=40)
     requests = make_requests(prompts(), 5)
     drive(runner, requests, block_size=16, num_blocks=40, chunk=10)
@@ -144,7 +144,7 @@ def test_inductor_mode() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     expected = [hf_greedy(model, prompt, 5) for prompt in prompts()]
     loaded = load_model(model)
-    captured = capture_model(loaded, probe_model(loaded), compile="inductor")
+    captured = capture_model(loaded, probe_model(loaded), CaptureOptions(compile="inductor"))
     for block_size, num_blocks in ((16, 40), (8, 90)):
         runner = ModelRunner(captured, block_size=block_size, num_blocks=num_blocks)
         requests = make_requests(prompts(), 5)

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from pagespec.compile import start_record
 from pagespec.compile.capture.results import _PRIMES
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.gguf_blocks import _file_beside
 from pagespec.compile.load.load import load_model
 from pagespec.compile.load.source import find_source
@@ -84,7 +84,9 @@ def start(
     specs = probe_model(loaded)
     described = record.describe(loaded, specs)
     graphs = graph_cache()
-    captured = capture_model(loaded, specs, graph_cache=graphs, packing_bytes=1 << 30)
+    captured = capture_model(
+        loaded, specs, CaptureOptions(packing_bytes=1 << 30), graph_cache=graphs
+    )
     if graphs.key is not None:
         (cache / "graphs").mkdir(parents=True, exist_ok=True)
         shutil.copy2(graphs.folder / f"{graphs.key}.json", cache / "graphs")
@@ -94,7 +96,10 @@ def start(
 
 def capture_restored(restored: Restored) -> CapturedModel:
     captured = capture_model(
-        restored.loaded, restored.specs, traced=restored.traced, packing_bytes=1 << 30
+        restored.loaded,
+        restored.specs,
+        CaptureOptions(packing_bytes=1 << 30),
+        traced=restored.traced,
     )
     assert captured.num_captures == 0
     return captured

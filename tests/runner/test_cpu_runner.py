@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
@@ -215,7 +215,7 @@ def test_refusals(captured: CapturedModel) -> None:
     with pytest.raises(InvalidInputError, match="block_size"):
         ModelRunner(captured, block_size=0, num_blocks=4)
     with pytest.raises(InvalidInputError, match="compile"):
-        capture_model(captured.loaded, captured.specs, compile="magic")
+        capture_model(captured.loaded, captured.specs, CaptureOptions(compile="magic"))
 
 
 def test_a_graph_break_is_refused() -> None:

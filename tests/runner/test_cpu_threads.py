@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec import LLM, InvalidInputError, SamplingParams, build
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec import LLM, InvalidInputError, SamplingParams
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.recurrent.spec import RecurrentSpec
-from pagespec.runner import cpu_startup, cpu_threads
+from pagespec.runner import cpu_platform, cpu_threads
+from pagespec.runner.cpu_platform import steady
 from pagespec.runner.cpu_runner import ModelRunner
-from pagespec.runner.cpu_startup import steady
 from pagespec.runner.cpu_threads import AdaptiveThreads, FixedThreads, halvings, step_threads
 from tests.support.captures import capture_once, graph_cache
 from tests.support.driving import drive, make_requests
@@ -188,7 +188,7 @@ def test_engines_that_keep_their_number_start_with_what_the_machine_has_now(
 ) -> None:
     before = torch.get_num_threads()
     assert step_threads(None, is_eager=True).numbers == (4,)
-    monkeypatch.setattr(cpu_startup, "keeps_batched_bits", lambda *_: False)
+    monkeypatch.setattr(cpu_platform, "keeps_batched_bits", lambda *_: False)
     assert steady(step_threads(None), _captured(16)).numbers == (4,)
     assert torch.get_num_threads() == before
     fallen.load = BUSY
@@ -396,7 +396,7 @@ def test_bits_do_not_follow_the_number_of_threads(
     found = []
     for choices, seed in ((NUMBERS, 0), (NUMBERS[-1:], 0), (NUMBERS, 1)):
         threads = Switching(choices, seed)
-        monkeypatch.setattr(build, "step_threads", lambda *_, made=threads, **__: made)
+        monkeypatch.setattr(cpu_platform, "step_threads", lambda *_, made=threads, **__: made)
         llm = LLM(model, device="cpu", compile=mode, num_blocks=200, max_num_batched_tokens=96)
         outputs = [
             llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], some, use_tqdm=False)
@@ -452,7 +452,9 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
 @pytest.fixture(scope="module")
 def captured() -> CapturedModel:
     loaded = load_model(tiny_model("llama"))
-    return capture_model(loaded, probe_model(loaded), threads=(2, 1), graph_cache=graph_cache())
+    return capture_model(
+        loaded, probe_model(loaded), CaptureOptions(threads=(2, 1)), graph_cache=graph_cache()
+    )
 
 
 def test_an_engine_falls_back_and_comes_back_with_equal_answers(captured: CapturedModel) -> None:

@@ -18,7 +18,7 @@ from pagespec.compile import captured_model as capture_module
 from pagespec.compile import start_record
 from pagespec.compile.capture import graph_key, process_key
 from pagespec.compile.capture.graph_cache import GraphCache
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import example
 from pagespec.compile.load.load import load_model
 from pagespec.compile.load.source import find_source
@@ -126,7 +126,9 @@ def captured_with(
     loaded = load_model(tiny_model("llama", num_hidden_layers=num_layers))
     specs = probe_model(loaded)
     with shifted(loaded.module):
-        return capture_model(loaded, specs, compile=mode, fields=fields, graph_cache=cache)
+        return capture_model(
+            loaded, specs, CaptureOptions(compile=mode, fields=fields), graph_cache=cache
+        )
 
 
 def logits_of(captured: CapturedModel, plans: list[StepPlan]) -> list[Tensor]:
@@ -241,7 +243,9 @@ def test_a_graph_without_the_field_is_not_read_for_one_with_it(tmp_path: Path) -
     def num_captures(*fields: Field) -> int:
         loaded = load_model(tiny_model("llama", num_hidden_layers=1))
         specs = probe_model(loaded)
-        return capture_model(loaded, specs, graph_cache=cache, fields=fields).num_captures
+        return capture_model(
+            loaded, specs, CaptureOptions(fields=fields), graph_cache=cache
+        ).num_captures
 
     assert num_captures(*FIELDS) == 1
     for name, fields in CHANGES.items():
@@ -302,7 +306,7 @@ def test_a_pass_reads_an_input_that_the_model_does_not(tmp_path: Path, monkeypat
     for num_captures in (1, 0):
         loaded = load_model(tiny_model("llama", num_hidden_layers=1))
         captured = capture_model(
-            loaded, probe_model(loaded), graph_cache=cache, fields=(*FIELDS, *NEW)
+            loaded, probe_model(loaded), CaptureOptions(fields=(*FIELDS, *NEW)), graph_cache=cache
         )
         assert captured.num_captures == num_captures
         logits_of(captured, PLANS)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec import LLM, build
+from pagespec import LLM
+from pagespec.runner import cpu_platform
 from pagespec.verify import GateSize, run_gate
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
@@ -30,7 +31,7 @@ def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _packing_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the module were the engine's own; it is the test's, so that engines can share it."""
-    monkeypatch.setattr(build, "_packing_bytes", lambda *_: request.param)
+    monkeypatch.setattr(cpu_platform, "_packing_bytes", lambda **_: request.param)
 
 
 @pytest.mark.usefixtures("_one_capture", "_packing_bytes")

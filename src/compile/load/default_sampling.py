@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInputError
+from ..model.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 logger = logging.getLogger("pagespec")
 
@@ -97,7 +101,28 @@ def read_generation_config(folder: str) -> Any:
         raise InvalidInputError("generation_config", folder, limit) from error
 
 
-def report_sampling(source: str, found: dict[str, Any], ignored: Sequence[str]) -> None:
+def chosen_sampling(
+    loaded: LoadedModel, source: str, config: GenerationConfig | None, *, is_reported: bool
+) -> dict[str, Any]:
+    """What requests get from the chosen generation config.
+
+    Args:
+        source: "auto" for the model's own, "vllm" for none, or a folder.
+        config: of the folder.
+        is_reported: whether it is logged.
+    """
+    if source == "vllm":
+        return {}
+    found, ignored = loaded.default_sampling, loaded.ignored_settings
+    if config is not None:
+        found = default_sampling(config)
+        ignored = ignored_settings(config, loaded.max_position_embeddings)
+    if is_reported:
+        _report("the model" if config is None else source, found, ignored)
+    return found
+
+
+def _report(source: str, found: dict[str, Any], ignored: Sequence[str]) -> None:
     """Log what requests get from a generation config, and what is ignored of it.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fusions.fuse_all_reduce_norm import fuse_all_reduce_norm
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.compile.fx.spec import verify_graph
@@ -138,7 +138,10 @@ def captured_shard(arch: str, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
     with communicator_scope(communicator):
         specs = probe_model(loaded)
         return capture_model(
-            loaded, specs, transparent=False, attention=JOINING, communicator=communicator
+            loaded,
+            specs,
+            CaptureOptions(transparent=False, attention=JOINING),
+            communicator=communicator,
         )
 
 

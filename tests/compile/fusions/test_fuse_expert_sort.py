@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 pytest.importorskip("triton")
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fusions.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.load.load import load_model
@@ -94,7 +94,7 @@ def test_matmuls_of_experts_are_ours_and_take_the_gate(monkeypatch: pytest.Monke
     monkeypatch.setattr(LinearPlans, "prepare", lambda *_: None)
     monkeypatch.setattr(LinearPlans, "max_custom_rows", lambda *_: 0)
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=1))
-    captured = capture_model(loaded, probe_model(loaded), transparent=False)
+    captured = capture_model(loaded, probe_model(loaded), CaptureOptions(transparent=False))
     assert captured.rewrites["fuse_expert_sort"] == 1
     assert captured.graph is not None
     calls_of = [node for node in captured.graph.graph.nodes if node.target is grouped_mm]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
@@ -123,6 +123,6 @@ def test_finds_the_norms_of_models(
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
     captured = capture_model(
-        loaded, probe_model(loaded), transparent=False, graph_cache=graph_cache()
+        loaded, probe_model(loaded), CaptureOptions(transparent=False), graph_cache=graph_cache()
     )
     assert captured.rewrites["fuse_norm_linear"] == num_joined == len(weights_asked_about)

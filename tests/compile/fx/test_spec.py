@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import example, is_ours
 from pagespec.compile.fx.products import library_matmuls
 from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
@@ -76,8 +76,7 @@ def capture(
     return capture_model(
         loaded,
         probe_model(loaded),
-        transparent=is_cpu,
-        attention=None if is_cpu else JOINING,
+        CaptureOptions(transparent=is_cpu, attention=None if is_cpu else JOINING),
         graph_cache=graph_cache(),
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.inductor.regions import find_regions
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
@@ -40,7 +40,12 @@ def test_a_complex_rotation_computes_the_same() -> None:
         warnings.filterwarnings("error", message=".*complex operators")
         found, expected = (
             logits_of(
-                capture_model(model, probe_model(model), compile=mode, graph_cache=graph_cache())
+                capture_model(
+                    model,
+                    probe_model(model),
+                    CaptureOptions(compile=mode),
+                    graph_cache=graph_cache(),
+                )
             )
             for model, mode in zip(loaded, ("inductor", "graph"), strict=True)
         )

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.inductor import compile_region, regions
 from pagespec.compile.inductor.compile_region import inductor
 from pagespec.compile.inductor.regions import compile_regions, find_regions
@@ -45,7 +45,9 @@ def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Capt
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
     loaded = load_model(tiny_model(arch, **changes))
-    return capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
+    return capture_model(
+        loaded, probe_model(loaded), CaptureOptions(compile="inductor"), graph_cache=graph_cache()
+    )
 
 
 def logits_of(captured: CapturedModel) -> dict[tuple[str, int], torch.Tensor]:
@@ -60,7 +62,9 @@ def test_a_cut_graph_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatc
     changes = {"num_hidden_layers": 2} if arch != "deepseek_v3" else {}
     cut = captured(arch, monkeypatch, **changes)
     specs = probe_model(cut.loaded)  # not those of the captured model, whose cache may be a latent
-    whole = capture_model(cut.loaded, specs, compile="graph", graph_cache=graph_cache())
+    whole = capture_model(
+        cut.loaded, specs, CaptureOptions(compile="graph"), graph_cache=graph_cache()
+    )
     assert cut.rewrites["regions"] > 0
     found, expected = logits_of(cut), logits_of(whole)
     assert found.keys() == expected.keys()
@@ -82,7 +86,9 @@ def test_a_size_goes_by_the_symbol_of_the_tensors_sizes(monkeypatch: pytest.Monk
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, compiler))
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=2))
-    capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
+    capture_model(
+        loaded, probe_model(loaded), CaptureOptions(compile="inductor"), graph_cache=graph_cache()
+    )
     assert given
     assert all(size.node._expr == size.node.expr for size in given)
 
@@ -312,7 +318,7 @@ def test_wrappers_go_only_where_they_do_nothing(
 @needs_compiler
 def test_compiled_rows_are_the_same_in_any_batch(verdicts: list[bool]) -> None:
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
-    captured = capture_model(loaded, probe_model(loaded), compile="inductor")
+    captured = capture_model(loaded, probe_model(loaded), CaptureOptions(compile="inductor"))
     assert len(verdicts) == captured.num_compiled > 0
     assert all(verdicts)
     together = logits_of(captured)
@@ -347,7 +353,7 @@ def test_experts_that_are_added_in_place_compute_the_same() -> None:
     """Llama 4 adds what its routed experts give to what its shared one gives."""
     loaded = [load_model(tiny_model("llama4_text")) for _ in range(2)]
     found, expected = (
-        logits_of(capture_model(model, probe_model(model), compile=mode))
+        logits_of(capture_model(model, probe_model(model), CaptureOptions(compile=mode)))
         for model, mode in zip(loaded, ("inductor", "graph"), strict=True)
     )
     assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import is_ours
 from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.load.load import load_model
@@ -201,7 +201,10 @@ def test_of_models_all_are_ours_and_packed_once(arch: str, num_packed: int) -> N
     model = tiny_model(arch, **({} if arch == "falcon" else {"num_local_experts": E}))
     loaded = load_model(model)
     captured = capture_model(
-        loaded, probe_model(loaded), packing_bytes=1 << 30, graph_cache=graph_cache()
+        loaded,
+        probe_model(loaded),
+        CaptureOptions(packing_bytes=1 << 30),
+        graph_cache=graph_cache(),
     )
     assert captured.graph is not None
     names = [node.name for node in captured.graph.graph.find_nodes(op="placeholder")]

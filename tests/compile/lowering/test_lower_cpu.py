@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagespec import LLM, SamplingParams, build
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
@@ -24,7 +24,11 @@ def test_packs_what_there_is_room_for() -> None:
     loaded = load_model(tiny_model("llama"))
     specs, cache = probe_model(loaded), graph_cache()
     counts = [
-        len(packed_names(capture_model(loaded, specs, packing_bytes=room, graph_cache=cache)))
+        len(
+            packed_names(
+                capture_model(loaded, specs, CaptureOptions(packing_bytes=room), graph_cache=cache)
+            )
+        )
         for room in (0, 60_000, 1 << 30)
     ]
     # Two layers of four products, and the head.

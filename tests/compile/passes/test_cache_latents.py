@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from pagespec.compile.capture.traced import Traced
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import calls, calls_op, is_linear, last_dim_slice
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
 from pagespec.compile.load.load import load_model
@@ -49,7 +49,9 @@ def test_models_with_latent_attention_cache_latents(arch: str) -> None:
 def test_without_the_setting_heads_are_cached() -> None:
     loaded = load_model(tiny_model("deepseek_v3"))
     specs = probe_model(loaded)
-    captured = capture_model(loaded, specs, graph_cache=graph_cache(), mla_latent_cache=False)
+    captured = capture_model(
+        loaded, specs, CaptureOptions(mla_latent_cache=False), graph_cache=graph_cache()
+    )
     assert captured.rewrites["cache_latents"] == 0
     assert captured.specs == tuple(specs)
 
@@ -253,7 +255,10 @@ def test_logits_are_those_of_expanded_heads() -> None:
     for latent in (True, False):
         loaded = load_model(tiny_model("deepseek_v3"))
         captured = capture_model(
-            loaded, probe_model(loaded), graph_cache=graph_cache(), mla_latent_cache=latent
+            loaded,
+            probe_model(loaded),
+            CaptureOptions(mla_latent_cache=latent),
+            graph_cache=graph_cache(),
         )
         assert captured.graph is not None
         found.append(torch.cat(generate(captured, captured.graph)[:5]))

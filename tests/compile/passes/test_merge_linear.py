@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.fake_tensors import expressions
 from pagespec.compile.fx.nodes import example, is_linear, linear_operands, tensor_of
 from pagespec.compile.fx.recorder import recording
@@ -67,7 +67,10 @@ def test_records_what_running_every_node_gives(arch: str, monkeypatch: pytest.Mo
     loaded = load_model(tiny_model(arch))
     # What latent attention is made of are no operators: fake tensors do not run through it.
     captured = capture_model(
-        loaded, probe_model(loaded), graph_cache=graph_cache(), mla_latent_cache=False
+        loaded,
+        probe_model(loaded),
+        CaptureOptions(mla_latent_cache=False),
+        graph_cache=graph_cache(),
     )
     assert captured.graph is not None
     num_strided = 0

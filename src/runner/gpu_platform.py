@@ -1,0 +1,79 @@
+"""A start on a GPU. Imported without its kernels, which need Triton and take time to import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ..compile.captured_model import CapturedModel, CaptureOptions
+from ..compile.load.source import ModelSource
+from ..compile.start_record import StartRecord
+from ..disk_cache import cache_root
+from ..engine.config import EngineConfig
+from ..engine.stats import Clock, EngineStats
+from ..kernels.attention.backend import AttentionBackend
+from ..kernels.jit.cache_keys import read_triton_early
+from ..kernels.linear.cublas import without_split_k
+from .cpu_runner import OnLogits
+from .staging_runner import LocalRunner
+
+
+class GpuPlatform:
+    """As of :class:`.platform.Platform`. Triton is read in a thread from here on."""
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        self.device, self.config = device, config.for_gpu()
+        self._reading = read_triton_early()
+        # A process that used the GPU may have computed matmuls already, and cuBLAS keeps the
+        # settings of that time: what other processes measured need not hold.
+        is_used = torch.cuda.is_initialized()
+        self._matmul_plan_dir = None if is_used else cache_root() / "linear"
+
+    def start_record(self, source: ModelSource | None) -> StartRecord | None:  # noqa: ARG002
+        """None: restored starts have not been tried on a GPU."""
+        return None
+
+    @contextmanager
+    def building(self) -> Iterator[Callable[[], None]]:
+        """The device is current, and processes that compile kernels run beside."""
+        from ..kernels.jit.compile_pool import compilers
+        from ..kernels.jit.parallel_build import pin_triton_cache_dir
+
+        pinned = without_split_k() if self.config.transparent else nullcontext()
+        with torch.cuda.device(self.device), pinned:
+            pin_triton_cache_dir()
+            with compilers() as pool:
+                # A model that was never traced here has no kernels here, either.
+                yield pool.start
+
+    def capture_options(
+        self,
+        attention: AttentionBackend,
+        *,
+        is_own: bool,  # noqa: ARG002 (no weights are copied)
+    ) -> CaptureOptions:
+        """Latent vectors are cached where the cache is not in e4m3, which no kernel reads."""
+        config = self.config
+        return CaptureOptions(
+            "inductor" if config.compile == "auto" else config.compile,
+            transparent=config.transparent,
+            attention=attention,
+            matmul_plan_dir=self._matmul_plan_dir,
+            mla_latent_cache=config.mla_latent_cache and config.kv_cache_dtype == "auto",
+        )
+
+    def make_runner(
+        self,
+        captured: CapturedModel,
+        stats: EngineStats,
+        clock: Clock,
+        on_logits: OnLogits | None,
+    ) -> tuple[LocalRunner, int]:
+        """As of :func:`.gpu_startup.make_gpu_runner`."""
+        if self._reading is not None:
+            self._reading.join()
+        from .gpu_startup import make_gpu_runner
+
+        return make_gpu_runner(self.config, captured, stats, clock, on_logits)
