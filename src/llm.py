@@ -30,7 +30,6 @@ from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .model_name import check_model_name
-from .params import foreign
 from .params.declare import Param, takes
 from .startup import create_cuda_context_async, gc_paused
 from .validation import is_int, is_list, path_of
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from .chat.deltas import Delta
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class EngineArgs(EngineConfig):
     """The arguments of ``LLM``."""
 
@@ -104,7 +103,7 @@ class LLM:
         UnsupportedModelError: the model needs something this engine does not compute exactly.
     """
 
-    @takes(EngineArgs, foreign.translate)
+    @takes(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         check_formats(args.tool_call_format, args.reasoning_format)
         model, config = args.model, EngineConfig(**args.arguments())

@@ -22,7 +22,6 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
 from ..llm import LLM
-from ..params import foreign
 from ..params.checks import integer
 from ..params.declare import Param, defaults, param, takes
 from ..validation import is_list
@@ -53,7 +52,7 @@ def _check_model(name: str, model: Any) -> Any:
     return model if isinstance(model, LLM) else check_model(name, model)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AsyncArgs(EngineConfig):
     """The arguments of ``AsyncLLM``."""
 
@@ -90,7 +89,7 @@ class AsyncLLM:
         observers: are told of requests; to be filled before the first.
     """
 
-    @takes(AsyncArgs, foreign.translate)
+    @takes(AsyncArgs)
     def __init__(self, args: AsyncArgs) -> None:
         model, arguments = args.model, args.arguments()
         if isinstance(model, LLM):

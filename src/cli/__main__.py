@@ -1,5 +1,15 @@
-"""``python -m pagespec.cli``: the command line without its script."""
+"""The ``pagespec`` script, and ``python -m pagespec.cli``."""
 
-from .main import main
+import gc
 
-main()
+from ..startup import gc_paused
+
+with gc_paused():
+    from .main import main
+
+    gc.freeze()  # objects of modules stay: no collection looks at them
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ _WARMUP_TOKENS = 4
 _VOCABULARY_WITHOUT_TOKENIZER = 256
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Workload:
     """Requests of one length each way, all sent at once."""
 
@@ -133,8 +133,8 @@ def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
         device = f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
     return {
         "model": make_llm.model_label(engine),
-        "dtype": engine.dtype,
-        "compile": engine.compile,
+        "dtype": engine.config.dtype,
+        "compile": engine.config.compile,
         "device": device,
         "pagespec": __version__,
         "torch": str(torch.__version__),

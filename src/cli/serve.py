@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "PAGESPEC_API_KEY"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ServerOptions:
     """Where to serve, and to whom; as of ``ServerConfig``."""
 
@@ -41,7 +41,7 @@ class ServerOptions:
     log_json: bool = option(False, None, "Log JSON, one object a line.", "--log-json")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SafetyOptions:
     """Who may use a server, and how much of it; as of ``ServerConfig``."""
 

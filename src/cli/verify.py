@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..engine.config import EngineConfig
 from ..errors import InvalidInputError, PagespecError
 from . import make_llm as start
 from .command import note
@@ -32,22 +33,23 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     Raises:
         PagespecError: an option is refused.
     """
-    _check(engine)
+    config = engine.config
+    _check(config)
     from ..compile.load.load import load_model, vocab_size_of
     from ..runner.platform import resolve_device
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 
-    device = resolve_device(engine.device)
+    device = resolve_device(config.device)
     has_own_control = device.type == "cuda" and not only_control
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
-    arguments, dtype = engine.arguments(), engine.dtype
+    arguments, dtype = config.arguments(), config.dtype
     # The gate's prompts are short, and hits begin at the ends of intervals.
-    arguments["state_interval"] = engine.state_interval or engine.block_size
+    arguments["state_interval"] = config.state_interval or config.block_size
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
-    quantization = engine.quantization
-    if engine.tensor_parallel_size > 1 or quantization is not None:
+    quantization = config.quantization
+    if config.tensor_parallel_size > 1 or quantization is not None:
         vocab_size = vocab_size_of(model)
     else:
         # Loaded once, for all engines: it has its type and its weights.
@@ -55,7 +57,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
             model,
             dtype=dtype,
             device=device,
-            load_format=engine.load_format,
+            load_format=config.load_format,
             max_model_len=MAX_MODEL_LEN,
         )
         vocab_size, quantization = loaded.vocab_size, loaded.quantization
@@ -69,13 +71,13 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     def make_llm(**overrides: Any) -> Any:
         return start.make_llm(model, **(arguments | overrides))
 
-    size = GateSize.quick() if quick else GateSize(max_batch=engine.max_num_seqs)
-    if engine.max_num_seqs < size.max_batch:
-        size = dataclasses.replace(size, max_batch=engine.max_num_seqs)
+    size = GateSize.quick() if quick else GateSize(max_batch=config.max_num_seqs)
+    if config.max_num_seqs < size.max_batch:
+        size = dataclasses.replace(size, max_batch=config.max_num_seqs)
     began = time.perf_counter()
     settings: dict[str, Any] = {
         "vocabulary": min(vocab_size, _MAX_VOCABULARY),
-        "block_size": engine.block_size,
+        "block_size": config.block_size,
         "size": size,
         "on_progress": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
     }
@@ -84,7 +86,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         return
     report = run_gate(make_llm, **settings, with_control=not has_own_control)
     report.controls = controls or report.controls
-    where = f"{engine.tensor_parallel_size} ranks on " if engine.tensor_parallel_size > 1 else ""
+    where = f"{config.tensor_parallel_size} ranks on " if config.tensor_parallel_size > 1 else ""
     typer.echo(f"{start.model_label(engine)} in {dtype} on {where}{device}")
     typer.echo(_table(report))
     typer.echo(_verdict(report))
@@ -92,29 +94,29 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         raise typer.Exit(1)
 
 
-def _check(engine: EngineOptions) -> None:
+def _check(config: EngineConfig) -> None:
     """Refuse, before anything is loaded, what the engines would refuse or the gate not heed.
 
     Raises:
         InvalidInputError: an option is outside its limits, or one that the gate sets itself.
     """
-    if engine.trace is not None:
-        raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
+    if config.trace is not None:
+        raise InvalidInputError("--trace", config.trace, "verify starts several engines")
     for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "memory_utilization"):
-        given = getattr(engine, name)
+        given = getattr(config, name)
         if given is not None:
             option = "--" + name.replace("_", "-")
             raise InvalidInputError(option, given, "verify sets it itself, for each of its engines")
-    if not engine.enable_prefix_caching:
+    if not config.enable_prefix_caching:
         raise InvalidInputError("--no-prefix-caching", True, "verify tries hits in the cache")
     from ..verify.report import CUT_PROMPT
 
-    if engine.max_num_seqs < 2:
+    if config.max_num_seqs < 2:
         limit = "must be at least 2: verify answers requests beside each other"
-        raise InvalidInputError("max_num_seqs", engine.max_num_seqs, limit)
-    if engine.block_size >= CUT_PROMPT:
+        raise InvalidInputError("max_num_seqs", config.max_num_seqs, limit)
+    if config.block_size >= CUT_PROMPT:
         limit = f"must be below {CUT_PROMPT}: verify looks for hits in prompts of so many tokens"
-        raise InvalidInputError("block_size", engine.block_size, limit)
+        raise InvalidInputError("block_size", config.block_size, limit)
 
 
 def _own_controls() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidInputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
 class UnsupportedParams:
     """Fields that may only have the value that changes nothing, their default.
 

@@ -15,7 +15,7 @@ from .declare import Check
 # Block numbers, token indices and context lengths of a step are int32 tensors.
 MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
+_DEVICE = r"auto|cpu|cuda(:[0-9]{1,9})?"
 
 
 def count(low: int = 1, high: int = MAX_COUNT) -> Check:
@@ -86,7 +86,7 @@ def function(name: str, value: Any) -> Any:
 
 def device_name(name: str, value: Any) -> str:
     """A name of a device, whether or not there is one here."""
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+    if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
         raise InvalidInputError(name, value, 'must be "auto", "cpu", "cuda" or "cuda:N"')
     return value
 

@@ -22,7 +22,7 @@ _Args = TypeVar("_Args")
 _Self = TypeVar("_Self")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Param:
     """What is declared of a field beside its name, type and default.
 
@@ -68,11 +68,6 @@ def param(
     return field(default=default, hash=is_hashed, metadata=made)
 
 
-def redeclared(cls: Any, name: str, default: Any) -> Any:
-    """The same field with another default, for a subclass."""
-    return field(default=default, metadata={"param": declared(cls)[name]})
-
-
 @cache
 def declared(cls: Any) -> Mapping[str, Param]:
     """The declared fields of a dataclass, in order."""
@@ -109,14 +104,10 @@ def check_fields(made: Any) -> None:
 
 def takes(
     arguments: Callable[_P, _Args],
-    translate: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]],
 ) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:
     """Have an ``__init__`` take the fields of a dataclass as its arguments, in place of the
     dataclass. Type checkers, ``inspect.signature`` and ``help`` see names, types and defaults.
-
-    Args:
-        translate: gives our arguments for a name and value of another engine's; raises KeyError if
-            it is none.
+    Arguments of other engines are translated (:mod:`.foreign`).
 
     Raises (when called):
         UnknownArgumentError: there is no such argument.
@@ -129,6 +120,8 @@ def takes(
             own = {k: v for k, v in named.items() if k in signature.parameters}
             first = signature.bind_partial(*given).arguments
             for name in [name for name in named if name not in own]:
+                from .foreign import translate  # a large table, which few calls need
+
                 try:
                     own |= translate(name, named[name], {**first, **own})
                 except KeyError:

@@ -107,7 +107,7 @@ def test_a_server_takes_flags_of_vllm_serve(
         from pagespec.cli.serve import server_config
 
         config = server_config(engine, server, safety)
-        found.update({**engine.arguments(), **vars(config), "model": engine.model})
+        found.update({**engine.config.arguments(), **vars(config), "model": engine.model})
 
     monkeypatch.setattr("pagespec.cli.main.serve_model", serve)
     result = call("serve", *flags)

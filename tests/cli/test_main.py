@@ -51,6 +51,25 @@ def test_help_and_version_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_help_loads_no_tables_of_other_engines_and_scans_no_modules() -> None:
+    code = (
+        "import gc, sys\n"
+        "from pagespec.cli.__main__ import main\n"
+        "sys.argv = ['pagespec', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'pagespec.params.foreign' not in sys.modules\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 10_000\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_the_model_is_the_first_option_of_the_engine(name: str) -> None:
+    panel = call(name, "--help").output.split(" Engine ")[1]
+    assert 0 < panel.index("--model") < panel.index("--dtype") < panel.index("--policy")
+
+
 def test_version_names_what_a_bug_report_needs() -> None:
     result = call("version")
     assert f"pagespec {pagespec.__version__}" in result.stdout

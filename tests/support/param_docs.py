@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pagespec.cli.command import options_of
 from pagespec.cli.options import EngineOptions
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
@@ -27,7 +26,7 @@ def _type(hint: Any) -> str:
 
 def _arguments() -> Iterator[str]:
     hints = get_type_hints(EngineConfig)
-    options = {option.name for option in options_of(EngineOptions, None)}
+    options = {option.name for option in EngineOptions.options()}
     yield "| argument | type | default | |"
     yield "|---|---|---|---|"
     for name, known in declared(EngineConfig).items():
