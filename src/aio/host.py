@@ -101,11 +101,13 @@ class RequestHost:
             self._check_itself()
             if self.failure is not None:
                 raise EngineError(self.failure)
-        self._check_room(made)
         names = [served.request_id for served in made]
         for name in names:
             if name in self._by_id or names.count(name) > 1:
                 raise InvalidInputError("request_id", name, "is in use")
+        # Before the room is checked: an owner that finds none is one for whom it is kept next time.
+        self._note_owners(made)
+        self._check_room(made)
         try:
             for served, handle in zip(made, handles, strict=True):
                 leader, *siblings = served.requests
@@ -120,6 +122,11 @@ class RequestHost:
                 self._discard(served)
             raise
 
+    def _note_owners(self, made: Sequence[Served]) -> None:
+        for owner in (served.prompt.owner for served in made):
+            self._first_owner = owner if self._first_owner is None else self._first_owner
+            self.has_several_owners = self.has_several_owners or owner != self._first_owner
+
     def _check_room(self, made: Sequence[Served]) -> None:
         """In the last eighth, an owner's requests may be no more than the places that are free.
 
@@ -128,10 +135,7 @@ class RequestHost:
         """
         new: Counter[str] = Counter()
         for served in made:
-            owner = served.prompt.owner
-            new[owner] += len(served.requests)
-            self._first_owner = owner if self._first_owner is None else self._first_owner
-            self.has_several_owners = self.has_several_owners or owner != self._first_owner
+            new[served.prompt.owner] += len(served.requests)
         limit, num_new = self._max_num_requests, new.total()
         if limit is None:
             return
