@@ -28,7 +28,7 @@ from ..validation import is_list
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
-from .lanes import LARGE_CONSTRAINTS, SHORT, SMALL_CONSTRAINTS, lane_of
+from .lanes import SHORT, lane_of
 from .served import Loops, Observers, Served
 from .snapshot import EngineSnapshot, block_map, take_snapshot
 
@@ -43,7 +43,6 @@ _POLL_S = 0.01
 # Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
 _SHORT_TEXT = 2_000
 _NUM_IDS_PER_CHAR = 8  # checked in the time in which a character is tokenised
-_SMALL_CONSTRAINT = 4_096  # characters
 _MAX_CONSTRAINT_WAIT_S = 10.0
 _MAX_QUICK = 8  # continuations
 
@@ -214,7 +213,9 @@ class AsyncLLM:
             finally:
                 lock.release()
         else:
-            made = await lane_of(num_chars).run(self._make, items, request_ids, marks, is_scored)
+            made = await lane_of("text", num_chars).run(
+                self._make, items, request_ids, marks, is_scored
+            )
         await self._check_structures(made)
         while self._resumed is not None:
             await asyncio.shield(asyncio.wrap_future(self._resumed))
@@ -402,10 +403,8 @@ class AsyncLLM:
                 different.setdefault((outputs.constraint, served.prompt.reasoning), outputs)
         for (constraint, reasoning), outputs in different.items():
             assert structures is not None  # else they would not have been made
-            is_large = len(constraint.text) > _SMALL_CONSTRAINT
-            lane = LARGE_CONSTRAINTS if is_large else SMALL_CONSTRAINTS
-            if structures.is_known(outputs):
-                lane = SHORT
+            is_known = structures.is_known(outputs)
+            lane = SHORT if is_known else lane_of("constraint", len(constraint.text))
             try:
                 await lane.run(
                     structures.check, outputs, reasoning, max_wait_s=_MAX_CONSTRAINT_WAIT_S

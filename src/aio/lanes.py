@@ -8,13 +8,14 @@ dozen texts of megabytes, would hold up every chat.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 _T = TypeVar("_T")
 _IDLE_S = 30.0
@@ -124,10 +125,20 @@ LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS = Lane("constraints", 2)
 LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
+# Bodies that are parsed, one thread each: bodies of 100 kB would take all threads of chats, and
+# wait for one of 10 MB.
+BODIES = Lane("bodies", 1, rest_per_work=1.0)
+LARGE_BODIES = Lane("large-bodies", 1, rest_per_work=2.0)
 
-LONG_BYTES = 1 << 18
+Work = Literal["text", "body", "constraint"]
+# By kind of work: lanes, each with the longest that it takes, in bytes or characters.
+_LANES: dict[Work, tuple[tuple[float, Lane], ...]] = {
+    "text": ((1 << 18, SHORT), (math.inf, LONG)),
+    "body": ((1 << 19, BODIES), (math.inf, LARGE_BODIES)),
+    "constraint": ((1 << 12, SMALL_CONSTRAINTS), (math.inf, LARGE_CONSTRAINTS)),
+}
 
 
-def lane_of(num_bytes: int) -> Lane:
-    """The lane for a text or a body of that length."""
-    return LONG if num_bytes > LONG_BYTES else SHORT
+def lane_of(work: Work, length: int) -> Lane:
+    """The lane for work that takes time with a length, in bytes or characters."""
+    return next(lane for longest, lane in _LANES[work] if length <= longest)

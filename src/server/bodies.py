@@ -23,21 +23,17 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..aio.lanes import Lane
+from ..aio.lanes import lane_of
 from .errors import ApiError
 
 # Parsed on the event loop, in about a millisecond.
 MAX_INLINE_BYTES = 1 << 15
 # The garbage collector looks at all of them at once.
 MAX_NUM_CONTAINERS = 1 << 17
-_LARGE_BYTES = 1 << 19
 # A thread of plain Python slows all others down: each operation of a step waits for it. So a parser
 # pauses for twice the time that it worked.
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
 _NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
-# One thread each: bodies of 100 kB would take all threads of chats, and wait for one of 10 MB.
-_MEDIUM = Lane("bodies", 1, rest_per_work=1.0)
-_LARGE = Lane("large-bodies", 1, rest_per_work=2.0)
 
 _T = TypeVar("_T")
 
@@ -59,7 +55,7 @@ class BodyRoute(APIRoute):
             body = await request.body()
             if len(body) > MAX_INLINE_BYTES:
                 # FastAPI takes it for the parsed body; an instance of the model is valid.
-                request._json = await _lane(len(body)).run(read_body, body, model)
+                request._json = await lane_of("body", len(body)).run(read_body, body, model)
             return await handle(request)
 
         return read_and_handle
@@ -74,11 +70,7 @@ async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: 
     """
     if num_bytes <= MAX_INLINE_BYTES:
         return function(*arguments)
-    return await _lane(num_bytes).run(function, *arguments)
-
-
-def _lane(num_bytes: int) -> Lane:
-    return _LARGE if num_bytes > _LARGE_BYTES else _MEDIUM
+    return await lane_of("body", num_bytes).run(function, *arguments)
 
 
 def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:

@@ -42,7 +42,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
         require_parts(params)
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
     with context_errors(params.max_tokens or 1):
-        prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params, choice)
+        prompt = await lane_of("text", num_bytes).run(_read_prompt, body, context, params, choice)
     if body.stream:
         generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))

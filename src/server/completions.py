@@ -85,7 +85,7 @@ async def _prompts_of(
     require_bounded("prompt", sum(sizes), truncate, context)
     if body.add_special_tokens is not False or context.engine.llm.tokenizer is None:
         return prompts
-    lane = lane_of(sum(sizes))
+    lane = lane_of("text", sum(sizes))
     return [
         p if not isinstance(p, str) else await _encoded(p, context, truncate, lane) for p in prompts
     ]

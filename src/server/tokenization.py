@@ -72,7 +72,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
     if body.prompt is not None:
         field, num_bytes = "prompt", len(body.prompt.encode("utf-8", "surrogatepass"))
     require_bounded(field, num_bytes, 1, context)
-    written = await lane_of(num_bytes).run(_tokenized, context.engine.llm, body)
+    written = await lane_of("text", num_bytes).run(_tokenized, context.engine.llm, body)
     return Response(written, media_type="application/json")
 
 
@@ -113,7 +113,7 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
     most = max(MAX_NUM_TOKENS, llm.max_model_len)
     if num_tokens > most:
         raise InvalidInputError("tokens", f"{num_tokens} tokens", f"must be at most {most}")
-    lane = lane_of(num_tokens * _BYTES_PER_TOKEN)
+    lane = lane_of("text", num_tokens * _BYTES_PER_TOKEN)
     text = await lane.run(llm.reader.decode, body.tokens, "tokens")
     return Response(dumps({"prompt": text}).encode(), media_type="application/json")
 

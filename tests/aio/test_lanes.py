@@ -13,7 +13,26 @@ from itertools import pairwise
 import pytest
 
 from pagespec.aio import lanes
-from pagespec.aio.lanes import Lane
+from pagespec.aio.lanes import Lane, Work, lane_of
+
+
+@pytest.mark.parametrize(
+    ("work", "longest", "short", "long"),
+    [
+        ("text", 1 << 18, "short", "long"),
+        ("body", 1 << 19, "bodies", "large-bodies"),
+        ("constraint", 1 << 12, "constraints", "large-constraints"),
+    ],
+)
+def test_long_work_is_done_on_threads_of_its_own(
+    work: Work, longest: int, short: str, long: str
+) -> None:
+    def thread_for(length: int) -> str:
+        lane = lane_of(work, length)
+        return asyncio.run(lane.run(lambda: threading.current_thread().name))
+
+    assert [thread_for(n) for n in (0, longest)] == [f"pagespec-{short}"] * 2
+    assert [thread_for(n) for n in (longest + 1, 1 << 40)] == [f"pagespec-{long}"] * 2
 
 
 def test_calls_run_in_order_on_so_many_threads() -> None:
