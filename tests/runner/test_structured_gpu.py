@@ -7,11 +7,14 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pagespec import LLM, RequestOutput, SamplingParams
+from pagespec.engine.inputs import PromptInput
+from tests.runner.test_structured_reasoning import LIKELY, MAY_OPEN, OPEN, content_of, text_of
 from tests.support.models import tiny_model
 from tests.support.structured import END, check_output, random_outputs, tokenizer
 
@@ -141,3 +144,92 @@ def test_an_interrupted_run_leaves_a_whole_engine(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params, use_tqdm=False)
     assert results(llm.generate(prompts, params, use_tqdm=False)) == expected()
+
+
+# Behind reasoning -------------------------------------------------------------------------------
+
+_REASONINGS = (OPEN, OPEN, MAY_OPEN)
+
+
+@functools.cache
+def reasoned_load() -> tuple[list[PromptInput], list[SamplingParams], list[Callable[[str], bool]]]:
+    """Constrained answers that begin behind a reasoning."""
+    rng = random.Random(1)
+    prompts, params, checks = [], [], []
+    for i in range(NUM_REQUESTS):
+        outputs, is_met = random_outputs(rng)
+        ids = rng.choices(range(3, 266), k=rng.choice([1, 20, 90]))
+        prompts.append(PromptInput(None, ids, reasoning=_REASONINGS[i % len(_REASONINGS)]))
+        params.append(
+            SamplingParams(
+                max_tokens=96, seed=i, structured_outputs=outputs, logit_bias=LIKELY, logprobs=1
+            )
+        )
+        checks.append(is_met)
+    return prompts, params, checks
+
+
+def reasoned_results(**settings: Any) -> list[RequestOutput]:
+    prompts, params, _ = reasoned_load()
+    outputs = list(engine(**settings).generate_iter(zip(prompts, params, strict=True)))
+    assert all(isinstance(output, RequestOutput) for output in outputs), outputs
+    return outputs  # type: ignore[return-value]
+
+
+@functools.cache
+def reasoned_expected() -> list[tuple[list[int], Any]]:
+    return results(reasoned_results())
+
+
+def _contents() -> list[bytes | None]:
+    prompts, _, _ = reasoned_load()
+    answers = [ids for ids, _ in reasoned_expected()]
+    return [
+        content_of(
+            SimpleNamespace(output_token_ids=ids, info=SimpleNamespace(reasoning=p.reasoning))
+        )  # type: ignore[arg-type]
+        for ids, p in zip(answers, prompts, strict=True)
+    ]
+
+
+def test_content_behind_reasoning_meets_its_constraint() -> None:
+    _, _, checks = reasoned_load()
+    num_complete = num_reasoned = 0
+    rows = zip(reasoned_expected(), _contents(), checks, strict=True)
+    for (ids, _), content, is_met in rows:
+        if content is None or ids[-1] != END:
+            continue
+        text = content.decode()
+        assert is_met(text) or is_met(text.lstrip()), text
+        num_complete += 1
+        num_reasoned += len(content) < len(text_of(ids))
+    assert num_complete > NUM_REQUESTS // 4
+    assert num_reasoned > NUM_REQUESTS // 8
+
+
+def test_reasoning_is_that_of_a_run_without_constraints() -> None:
+    prompts, params, _ = reasoned_load()
+    free = [
+        SamplingParams(max_tokens=96, seed=p.seed, logit_bias=LIKELY, logprobs=1) for p in params
+    ]
+    plain = results(list(engine().generate_iter(zip(prompts, free, strict=True))))  # type: ignore[arg-type]
+    num_equal = 0
+    rows = zip(prompts, reasoned_expected(), plain, _contents(), strict=True)
+    for prompt, (ids, _), (others, _), content in rows:
+        if prompt.reasoning is not OPEN:
+            continue
+        closed = [n for n in range(len(ids)) if OPEN.closing in text_of(ids[: n + 1])]
+        # The token that closes the reasoning has nothing behind: it may be another.
+        before = closed[0] if closed else len(ids)
+        assert ids[:before] == others[:before]
+        assert bool(closed) == (content is not None)
+        num_equal += before
+    assert num_equal > NUM_REQUESTS
+
+
+@pytest.mark.parametrize("settings", [{"overlap": False}, {"num_blocks": 60}], ids=str)
+def test_answers_behind_reasoning_do_not_depend_on_the_schedule(settings: dict[str, Any]) -> None:
+    outputs = reasoned_results(**settings)
+    assert results(outputs) == reasoned_expected()
+    if "num_blocks" in settings:
+        assert any(output.metrics.num_preemptions for output in outputs)

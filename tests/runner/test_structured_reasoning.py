@@ -54,11 +54,14 @@ def mixed(seed: int, num: int, **params: Any) -> tuple[list[Request], list[Calla
 
 
 def content_of(request: Request) -> bytes | None:
-    """The content, found in the text alone; None if there is none."""
+    """The content, found in the text alone; None if there is none. An answer may begin with the
+    closing delimiter, without any reasoning."""
     text, reasoning = text_of(request.output_token_ids), request.info.reasoning
     if reasoning is None:
         return text
     if not reasoning.is_open:
+        if text.lstrip().startswith(reasoning.closing):
+            return text.lstrip()[len(reasoning.closing) :]
         if not text.lstrip().startswith(reasoning.opening):
             return text
         text = text.lstrip()[len(reasoning.opening) :]
