@@ -1,0 +1,134 @@
+"""Counts the lines of ``src`` by room, code and prose apart.
+
+``python -m tests.support.lines [--at REV]``: of the working tree, or of a git revision. Prose is
+docstrings and comments; blank lines count as neither. A line with code and a comment is code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import tarfile
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW_LINES = 60
+_NOT_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass
+class Lines:
+    """Of a room or a file.
+
+    Attributes:
+        num_small_files: files of less than 60 lines.
+        longest_signature: most lines of a signature, from ``def`` to its colon.
+    """
+
+    num_files: int = 0
+    num_small_files: int = 0
+    code: int = 0
+    prose: int = 0
+    longest_signature: int = 0
+
+    def __add__(self, other: Lines) -> Lines:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        longest = max(self.longest_signature, other.longest_signature)
+        return Lines(**{**sums, "longest_signature": longest})
+
+
+def count(text: str) -> Lines:
+    """The lines of one module.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(text)
+    starts: set[tuple[int, int]] = set()
+    longest = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            longest = max(longest, node.body[0].lineno - node.lineno)
+        for text_node in _texts(node):
+            starts.add((text_node.lineno, text_node.col_offset))
+    code: set[int] = set()
+    prose: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        lines = range(token.start[0], token.end[0] + 1)
+        if token.type == tokenize.COMMENT or token.start in starts:
+            prose |= set(lines)
+        elif token.type not in _NOT_CODE:
+            code |= set(lines)
+    written = text.splitlines()
+    prose = {number for number in prose - code if written[number - 1].strip()}
+    return Lines(1, int(len(written) < FEW_LINES), len(code), len(prose), longest)
+
+
+def _texts(node: ast.AST) -> Iterator[ast.stmt]:
+    """Texts that are statements: docstrings, also of attributes."""
+    if isinstance(node, _WITH_DOCSTRING):
+        for child in node.body:
+            value = child.value if isinstance(child, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield child
+
+
+def sources(revision: str | None) -> Iterator[tuple[PurePosixPath, str]]:
+    """Paths below ``src``, and texts, of the files of a revision or of the working tree.
+
+    Raises:
+        subprocess.CalledProcessError: git has no such revision.
+    """
+    if revision is None:
+        for path in sorted((ROOT / "src").rglob("*.py")):
+            relative = path.relative_to(ROOT / "src")
+            if not (ROOT / "src" / relative.parts[0]).is_symlink():
+                yield PurePosixPath(relative), path.read_text()
+        return
+    command = ["git", "archive", revision, "src"]
+    packed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        for member in archive:
+            path = PurePosixPath(member.name)
+            if member.isfile() and path.suffix == ".py":
+                read = archive.extractfile(member)
+                assert read is not None
+                yield path.relative_to("src"), read.read().decode()
+
+
+def by_room(revision: str | None = None) -> Mapping[str, Lines]:
+    """Lines by the first folder below ``src``; modules beside the folders are one room."""
+    rooms: dict[str, Lines] = defaultdict(Lines)
+    for path, text in sources(revision):
+        rooms[path.parts[0] if len(path.parts) > 1 else "(beside)"] += count(text)
+    return dict(sorted(rooms.items()))
+
+
+def table(rooms: Mapping[str, Lines]) -> str:
+    """Rows of Markdown, and a sum."""
+    rows = ["| room | files | below 60 lines | code | prose | longest signature |"]
+    rows.append("|---|---|---|---|---|---|")
+    for name, lines in [*rooms.items(), ("sum", sum(rooms.values(), Lines()))]:
+        rows.append(f"| {name} | {' | '.join(str(value) for value in vars(lines).values())} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--at", metavar="REV", help="a git revision; else the working tree")
+    print(table(by_room(parser.parse_args().at)))
