@@ -189,7 +189,6 @@ def startup(job: Job, folder: Path) -> dict[str, Any]:
 
 def tracing(job: Job, folder: Path) -> dict[str, Any]:
     """Whole workloads without and with a step trace by turns."""
-    from pagespec.engine.planner import Planner
     from pagespec.engine.trace import TraceWriter
 
     workloads = [make_workload(name) for name in job.workloads]
@@ -204,11 +203,11 @@ def tracing(job: Job, folder: Path) -> dict[str, Any]:
             timed(llm, workload, 0.6, workload.num_outputs)
             plain_s, traced_s = [], []
             for _ in range(job.repeat):
-                engine._trace, engine.scheduler.make_planner = None, Planner
+                engine._trace = engine.scheduler.account = None
                 plain_s.append(timed(llm, workload, 0.6, workload.num_outputs))
-                engine._trace = TraceWriter(trace, engine.scheduler)  # and another planner
+                engine._trace = TraceWriter(trace, engine.scheduler)  # and the account
                 traced_s.append(timed(llm, workload, 0.6, workload.num_outputs))
-            engine._trace, engine.scheduler.make_planner = None, Planner
+            engine._trace = engine.scheduler.account = None
             result["workloads"][workload.name] = {
                 "plain_s": plain_s,
                 "traced_s": traced_s,

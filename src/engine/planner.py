@@ -21,6 +21,9 @@ The rules, with the properties of ``spec/README.md`` they serve:
   budget and the blocks that are left, and with no block where a request is short of some (S56).
 * With recurrent layers a request is admitted only when there is a state slot for it alone. Nobody
   is preempted for one: steps in flight give slots back, and each running request keeps one.
+
+A traced run has a :class:`PlanAccount`, in which each decision that leaves a request without a row
+writes its reason. The reasons are those of ``spec/state.py`` (``REFUSALS``).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from .drafter import Drafter
 from .plan import Blocks, InFlightStep, StepPlan
@@ -37,6 +41,23 @@ from .request import Request, RequestInfo, RequestState, by_rank
 from .row_tokens import row_token_ids
 from .siblings import find_source
 from .state_slots import StateSlots
+
+
+@dataclass(slots=True)
+class PlanAccount:
+    """Why the latest plan is what it is; each plan overwrites it.
+
+    Attributes:
+        askers: per preempted request of the plan, in order, the id of the request it was preempted
+            for.
+        refused: (id, reason) of requests without a row, in rank order. Of the waiting requests only
+            the oldest refused is named: those behind it wait because it does.
+        num_evicted: cached blocks that were evicted for this step.
+    """
+
+    askers: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    num_evicted: int = 0
 
 
 class Planner:
@@ -49,12 +70,14 @@ class Planner:
         in_flight: dispatched and not settled, oldest first.
         last_steps: the one or two newest dispatched, settled or not; the newest comes last.
         drafter: offers draft tokens; None: no row has any.
+        account: to be overwritten with the reasons of the plan; None: reasons are not kept.
 
     Rows of one sampled token are the rule, so only the exceptions are written down a row at a
     time; ``_freeze`` fills in the rest.
     """
 
     __slots__ = (
+        "_account",
         "_admitted_rows",
         "_blocks",
         "_copies",
@@ -87,6 +110,7 @@ class Planner:
         in_flight: deque[InFlightStep],
         last_steps: Sequence[InFlightStep],
         drafter: Drafter | None = None,
+        account: PlanAccount | None = None,
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
@@ -97,6 +121,7 @@ class Planner:
         self._in_flight = in_flight
         self._last_steps = last_steps
         self._drafter = drafter
+        self._account = account
         self._drafts: dict[int, tuple[int, ...]] = {}
         self._requests: list[Request] = []
         self._starts: list[int] = []
@@ -116,26 +141,41 @@ class Planner:
     def plan(self) -> InFlightStep:
         """Walk, moving requests between the queues and blocks into tables; return the plan with
         its rows' requests."""
-        running, waiting = self._running, self._queues.waiting
+        account, running, index = self._account, self._running, self._blocks.index
+        if account is not None:
+            account.askers, account.refused, account.num_evicted = [], [], len(index)
         position = 0
-        while True:
-            head = waiting[0] if waiting and self._may_admit() else None
+        head = self._next_waiting()
+        while head is not None:
             end = len(running)
-            if head is not None and end and running[-1].rank > head.rank:
+            if end and running[-1].rank > head.rank:
                 end = bisect_left(running, head.rank, key=by_rank)
-            if position < end:
-                self._serve(position, end)
-                # Not ``end``: victims of a preemption may have left from before it.
-                position = len(running)
-                if head is not None:
-                    position = bisect_left(running, head.rank, key=by_rank)
-            elif head is None or not self._admit(head, position):
+            self._serve(position, end)
+            # Not ``end``: victims of a preemption may have left from before it.
+            position = bisect_left(running, head.rank, key=by_rank)
+            if not self._admit(head, position):
                 break
-        # A refused head leaves the younger running ones to serve, if any.
+            head = self._next_waiting()
+        # Younger than the refused head, or all if none waits.
         self._serve(position, len(running))
         if self._drafter is not None:
             self._draft(self._drafter)
+        if account is not None:
+            # An eviction removes a key, and nothing is published while a step is planned.
+            account.num_evicted -= len(index)
         return self._freeze()
+
+    def _next_waiting(self) -> Request | None:
+        """The oldest waiting request that was not preempted in this step."""
+        waiting = self._queues.waiting
+        if self._preempted:
+            return next((request for request in waiting if request not in self._preempted), None)
+        return waiting[0] if waiting else None
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        """``request`` has no row in this step."""
+        if self._account is not None:
+            self._account.refused.append((request.request_id, reason))
 
     # Draft tokens -----------------------------------------------------------------------------
 
@@ -184,7 +224,7 @@ class Planner:
                 add_start(start)
                 request.num_dispatched = total
                 request.num_total = total + 1
-            elif request.state is RequestState.RUNNING and request not in held:
+            elif request.state is RequestState.RUNNING:
                 self._serve_slowly(request)
 
     def _grow(self, request: Request) -> bool:
@@ -206,15 +246,9 @@ class Planner:
 
     def _serve_slowly(self, request: Request) -> None:
         start = request.num_dispatched
-        num_tokens = request.num_total - start
-        if num_tokens == 0 or request.num_total == request.max_num_tokens or request.must_settle:
-            return  # its last token is being sampled, or one that must be settled first
-        if num_tokens > 1:
-            num_tokens = min(num_tokens, self._budget_behind(request))
-        num_slots_left = request.num_slots - start
-        if num_tokens > num_slots_left:
-            num_tokens = min(num_tokens, num_slots_left + self._take_blocks(request, num_tokens))
-        if num_tokens <= 0:
+        num_tokens, refusal = self._fit(request)
+        if refusal:
+            self._refuse(request, refusal)
             return
         if self._blocks.states is not None:
             self._extend_states(self._blocks.states, request, start + num_tokens)
@@ -226,6 +260,28 @@ class Planner:
         self._starts.append(start)
         request.num_dispatched = start + num_tokens
         request.num_total += is_sampled
+
+    def _fit(self, request: Request) -> tuple[int, str]:
+        """Tokens of the row of ``request``, whose blocks are allocated; or 0, and why it has no
+        row."""
+        num_tokens = request.num_total - request.num_dispatched
+        if request in self._held:
+            return 0, "held"
+        if num_tokens == 0 or request.num_total == request.max_num_tokens:
+            return 0, "ending"  # its last token is being sampled
+        if request.must_settle:
+            return 0, "unsettled"
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self._budget_behind(request))
+            if num_tokens <= 0:
+                return 0, "budget"
+        num_slots_left = request.num_slots - request.num_dispatched
+        if num_tokens > num_slots_left:
+            shortage = "closed" if self._is_closed else "blocks"
+            num_tokens = min(num_tokens, num_slots_left + self._take_blocks(request, num_tokens))
+            if num_tokens <= 0:
+                return 0, shortage
+        return num_tokens, ""
 
     def _budget_behind(self, request: Request) -> int:
         """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
@@ -263,10 +319,18 @@ class Planner:
 
     # Admission and preemption -----------------------------------------------------------------
 
-    def _may_admit(self) -> bool:
-        if self._is_closed or self._preempted:
-            return False
-        return not self._is_full() or self._displaced_by(self._queues.waiting[0]) is not None
+    def _obstacle(self, request: Request) -> str:
+        """Why a waiting request is not admitted, whatever the pool has; empty: nothing forbids
+        it."""
+        if self._is_closed:
+            return "closed"
+        if self._preempted:
+            return "preempting"
+        if self._is_full() and self._displaced_by(request) is None:
+            return "full"
+        if request.num_in_flight:
+            return "draining"
+        return "" if self._budget_behind(request) >= 1 else "budget"
 
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_num_seqs
@@ -285,12 +349,15 @@ class Planner:
     def _admit(self, request: Request, position: int) -> bool:
         """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
         False nothing was admitted, and the walk admits nobody else in this step."""
-        if request.num_in_flight or self._budget_behind(request) < 1:
+        obstacle = self._obstacle(request)
+        if obstacle:
+            self._refuse(request, obstacle)
             return False
         blocks = self._blocks
         displaced = self._displaced_by(request) if self._is_full() else None
         hits = blocks.match(request)
         if blocks.states is not None and not blocks.states.has_one_beside(request, len(hits)):
+            self._refuse(request, "state slots")
             return False
         num_tokens = len(hits) * blocks.block_size
         source = None
@@ -301,8 +368,10 @@ class Planner:
             hits = source.block_table[: num_tokens // blocks.block_size]
         num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
         num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
-        if not self._make_room(request, num_wanted - num_available, hits, displaced):
+        shortage = num_wanted - num_available
+        if not self._make_room(request, shortage, hits, displaced):
             self._is_closed = True
+            self._refuse(request, "blocks" if shortage > 0 else "full")
             return False
         blocks.acquire(request, hits)
         if source is not None and num_tokens > request.num_slots:
@@ -334,6 +403,8 @@ class Planner:
         for victim in victims:
             self._queues.preempt(victim)
         self._preempted += victims
+        if self._account is not None:
+            self._account.askers += [request.request_id] * len(victims)
         return True
 
     # ------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ No torch here: the scheduler runs, and is checked, without a model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
 from .dead_ends import DEAD_END, is_dead_end
 from .drafter import Drafter
 from .plan import InFlightStep, StepPlan
-from .planner import Planner
+from .planner import PlanAccount, Planner
 from .policy import Policy
 from .queues import Queues
 from .request import Request, RequestState
@@ -86,7 +86,7 @@ class Scheduler:
         # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
         # row with draft tokens.
         self.last_accepted: list[tuple[str, int]] = []
-        self.make_planner: Callable[..., Planner] = Planner
+        self.account: PlanAccount | None = None  # of each plan, where a run is traced
 
     @property
     def has_work(self) -> bool:
@@ -173,7 +173,7 @@ class Scheduler:
             raise ValueError(f"a budget of {budget} tokens must be of {limit}")
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
-        step = self.make_planner(
+        step = Planner(
             self.queues,
             self.max_num_seqs,
             budget,
@@ -181,6 +181,7 @@ class Scheduler:
             self.in_flight,
             self.last_steps,
             self.drafter,
+            self.account,
         ).plan()
         if step.requests:
             self.last_budget = budget

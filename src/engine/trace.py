@@ -13,7 +13,7 @@ plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool;
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
            ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
            the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
-           compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
+           compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``planner``) and
            times: when planning began, when it was done, when the runner's ``dispatch`` returned;
            since version 5 rows are columns or null, see below; since version 7 budget (tokens that
            the step might have computed); since version 8 drafts ``[id, draft tokens]``, which are
@@ -51,12 +51,11 @@ import stat
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from functools import partial
 from operator import sub
 from typing import Any
 
 from .plan import Blocks, StepPlan
-from .refusals import ExplainingPlanner, PlanAccount
+from .planner import PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
@@ -79,9 +78,8 @@ class TraceWriter:
         self._num_bytes = 0
         self._scheduler = scheduler
         self._last_plan: StepPlan | None = None  # that was written, since the last failure
-        self._account = PlanAccount()
+        self._account = scheduler.account = PlanAccount()
         self._owners: dict[str, int] = {}  # a trace has numbers in place of names
-        scheduler.make_planner = partial(ExplainingPlanner, self._account)
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
         self._write(

@@ -3,17 +3,13 @@ the same reasons everywhere is for the refinement test."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from pagespec.engine.planner import Planner
-from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
+from pagespec.engine.planner import PlanAccount
 from pagespec.engine.scheduler import Scheduler
 from tests.support.schedules import add, make_scheduler, rows, step
 
 
 def explained(scheduler: Scheduler) -> PlanAccount:
-    account = PlanAccount()
-    scheduler.make_planner = partial(ExplainingPlanner, account)
+    account = scheduler.account = PlanAccount()
     return account
 
 
@@ -93,4 +89,4 @@ def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:
 
 
 def test_a_scheduler_that_is_not_traced_explains_nothing() -> None:
-    assert make_scheduler().make_planner is Planner
+    assert make_scheduler().account is None

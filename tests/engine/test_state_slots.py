@@ -6,7 +6,7 @@ import pytest
 
 from pagespec import InvalidInputError
 from pagespec.engine.invariants import RunnerView
-from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
+from pagespec.engine.planner import PlanAccount
 from pagespec.engine.scheduler import Scheduler
 from tests.support.schedules import add, make_scheduler, rows, step
 
@@ -88,8 +88,7 @@ def test_without_a_cache_one_slot_is_enough() -> None:
 
 def test_who_finds_no_slot_is_refused_and_nobody_is_preempted() -> None:
     scheduler = with_states(3, max_num_seqs=2)
-    account = PlanAccount()
-    scheduler.make_planner = lambda *arguments: ExplainingPlanner(account, *arguments)
+    account = scheduler.account = PlanAccount()
     add(scheduler, "a", 11, 2)
     add(scheduler, "b", 3, 4)
     plan = step(scheduler)

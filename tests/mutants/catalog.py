@@ -200,8 +200,8 @@ MUTANTS = [
         25,
         "a victim stays in the plan",
         "Planner._serve",
-        "request.state is RequestState.RUNNING and request not in held",
-        "request not in held",
+        "request.state is RequestState.RUNNING",
+        "True",
     ),
     Mutant(
         25,
@@ -720,11 +720,11 @@ MUTANTS = [
         19,
         "the budget of a step is that of every step",
         "Scheduler.schedule",
-        "self.make_planner(self.queues, self.max_num_seqs, budget, self.num_steps, "
-        "self.in_flight, self.last_steps, self.drafter)",
-        "self.make_planner(self.queues, self.max_num_seqs, "
+        "Planner(self.queues, self.max_num_seqs, budget, self.num_steps, "
+        "self.in_flight, self.last_steps, self.drafter, self.account)",
+        "Planner(self.queues, self.max_num_seqs, "
         "self.max_num_batched_tokens, self.num_steps, self.in_flight, self.last_steps, "
-        "self.drafter)",
+        "self.drafter, self.account)",
     ),
     Mutant(
         0,

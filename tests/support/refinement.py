@@ -12,14 +12,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.invariants import RunnerView
 from pagespec.engine.plan import StepPlan
+from pagespec.engine.planner import PlanAccount
 from pagespec.engine.policy import SENIORITY_BITS, Policy
-from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
 from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestInfo, RequestState
 from pagespec.engine.sampling_params import SamplingParams
@@ -158,9 +157,7 @@ class Pair:
         self.scope = scope
         self.state = model.initial(scope)
         self.scheduler = real_scheduler(scope)
-        # The same decisions as a Planner's, and the account of them.
-        self.account = PlanAccount()
-        self.scheduler.make_planner = partial(ExplainingPlanner, self.account)
+        self.account = self.scheduler.account = PlanAccount()
         self.requests: list[RealRequest] = []
         self.view = TablesFromPlans()
         self.state_view = StateTablesFromPlans()
