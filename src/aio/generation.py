@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from ..engine.growing_text import GrowingText
+from ..engine.detokenizer import GrowingText
 from ..engine.inputs import PromptInput
 from ..engine.logprob_output import logprob_entries, prompt_entries
 from ..engine.outputs import CompletionOutput, Logprob, RequestOutput

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import EngineError, InvalidInputError
-from .dead_ends import dead_ends
 from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
 from .logprob_output import keep_logprobs, trim_logprobs
@@ -20,7 +19,7 @@ from .pace import StepPace
 from .record import Owner, Records, error_of
 from .request import Request
 from .runner import Runner
-from .scheduler import Scheduler
+from .scheduler import Scheduler, dead_ends
 from .segments import refuse_contents
 from .trace import TraceWriter
 

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from .inputs import PromptInput
 from .reasoning import Phase, ReasoningTracker
+from .request import Request
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Tokens that can share one character: UTF-8 has at most four bytes, and each has one at least.
@@ -298,6 +300,47 @@ class StopStringWatcher:
             else:
                 self._search(piece)
         return "".join(self.settled_pieces) + self._tail
+
+
+class GrowingText:
+    """Reads what a request's settled tokens add to its text. The pieces together are a prefix of
+    the final text; what is missing is certain only at the request's end.
+
+    Another thread may settle tokens meanwhile.
+
+    Args:
+        request: made from ``prompt``, with ``detokenize``.
+        tokenizer: a transformers tokenizer.
+
+    Attributes:
+        num_read: characters.
+    """
+
+    def __init__(self, request: Request, prompt: PromptInput, tokenizer: Any) -> None:
+        self._request, self._watcher = request, request.on_token
+        params = request.sampling_params
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        is_watched = isinstance(self._watcher, StopStringWatcher)
+        self._position = 0 if is_watched else request.num_prompt_tokens  # of pieces, or of tokens
+        self.num_read = 0
+
+    def read(self) -> str:
+        """What is new."""
+        if isinstance(self._watcher, StopStringWatcher):
+            # Read once: another thread may append meanwhile.
+            new = self._watcher.settled_pieces[self._position :]
+            piece = "".join(new)
+            self._position += len(new)
+        else:
+            ids = self._request.token_ids[self._position :]
+            # The text of a stop token comes at the end, if at all.
+            stops = self._request.stop_token_ids
+            piece = self._detokenizer.push_all([i for i in ids if i not in stops])
+            self._position += len(ids)
+        self.num_read += len(piece)
+        return piece
 
 
 def decode_output(

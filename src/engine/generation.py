@@ -17,7 +17,7 @@ from ..errors import (
     RequestError,
 )
 from .core import Engine
-from .growing_text import GrowingText
+from .detokenizer import GrowingText
 from .inputs import PromptInput
 from .logprob_output import SCORE_PARAMS, score_of
 from .outputs import RequestOutput, ScoreOutput

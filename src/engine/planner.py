@@ -30,16 +30,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from .drafter import Drafter
-from .plan import Blocks, InFlightStep, StepPlan
-from .preemption import choose_victims
+from .block_manager import BlockManager
+from .plan import Blocks, InFlightStep, StepPlan, row_token_ids
 from .queues import Queues
 from .request import Request, RequestInfo, RequestState, by_rank
-from .row_tokens import row_token_ids
-from .siblings import find_source
+from .runner import Drafter
 from .state_slots import StateSlots
 
 
@@ -458,3 +457,64 @@ class Planner:
                 feeds_itself = age == 0 and plan.is_decode_only and is_usual
                 return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
+
+
+def choose_victims(
+    blocks: BlockManager,
+    running: Sequence[Request],
+    asker: Request,
+    num_blocks: int,
+    hits: Sequence[int] = (),
+    displaced: Request | None = None,
+) -> list[Request] | None:
+    """The fewest youngest of ``running``, all younger than ``asker``, whose release together makes
+    ``num_blocks`` more blocks available. Changes nothing.
+
+    Args:
+        running: in rank order, eldest first.
+        hits: blocks the asker is about to share; they become available to nobody.
+        displaced: one of ``running`` whose place the asker takes. It is the first of the victims,
+            and needs give no block.
+
+    Returns:
+        The victims, youngest first, each of which gives at least one block (S21): one that shares
+        all its blocks with requests that stay would lose its work for nothing. None if not even
+        all the younger ones together have enough.
+    """
+    num_refs = {block: blocks.ref_counts[block] + 1 for block in hits}
+    num_gained = 0
+    victims: list[Request] = []
+    younger = (v for v in reversed(running) if v is not displaced)
+    for victim in younger if displaced is None else chain((displaced,), younger):
+        if victim is not displaced and (victim.rank <= asker.rank or num_gained >= num_blocks):
+            break
+        victims.append(victim)
+        for block in victim.block_table:
+            num_refs[block] = num_refs.get(block, blocks.ref_counts[block]) - 1
+            num_gained += num_refs[block] == 0
+    if num_gained < num_blocks:
+        return None
+    return [
+        v for v in victims if v is displaced or any(num_refs[block] == 0 for block in v.block_table)
+    ]
+
+
+def find_source(
+    elders: Iterable[Request], request: Request, num_cached_tokens: int
+) -> Request | None:
+    """The eldest that continues the prompt of ``request`` and has settled what they share, if that
+    is more than ``request`` finds in the cache.
+
+    Args:
+        elders: running requests elder than ``request``, in rank order. Younger ones may be
+            preempted for its admission, and what they have is then gone.
+        request: a sibling; others have a prompt of their own.
+    """
+    num_shared = request.num_shared_tokens
+    if not request.reads_cache or num_shared <= num_cached_tokens:
+        return None
+    for other in elders:
+        is_alike = other is request.leader or other.leader is request.leader
+        if is_alike and other.num_computed >= num_shared:
+            return other
+    return None

@@ -1,10 +1,13 @@
-"""The runner's interface: what the engine calls. Model runners and the tests' fake implement it."""
+"""The interfaces that the engine calls: a runner computes plans, a drafter proposes draft tokens.
+Code outside the engine implements them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from .plan import StepPlan, StepResult
+from .request import Request
 
 
 class Runner(Protocol):
@@ -34,4 +37,21 @@ class Runner(Protocol):
         """A step failed or was interrupted, anywhere. Wait until the device writes no more, and
         forget every step that was not collected and all that is known of block tables, which begin
         afresh. May itself be interrupted, and is then called again."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of a request. No output depends on the guesses: a draft token is
+    accepted if and only if it is the token that is sampled at its place (S58).
+
+    Attributes:
+        max_draft_tokens: draft tokens that a row may carry at most.
+    """
+
+    max_draft_tokens: int
+
+    def propose(self, request: Request) -> Sequence[int]:
+        """Token ids of the target's vocabulary that may follow ``request.token_ids``, all of which
+        are settled; the first ``max_draft_tokens`` of them are used, or fewer. Called for
+        settled-only requests, at most once per plan. It may not change the request."""
         ...

@@ -18,7 +18,7 @@ from tests.support.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = (
-    *("block_manager", "drafts", "pace", "planner", "policy", "preemption", "scheduler", "shares"),
+    *("block_manager", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
     *("segments", "siblings", "state_slots"),
 )
 RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
