@@ -64,7 +64,7 @@ def random_rows(num_rows: int, width: int) -> Tensor:
 def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
     """A weight as the kernels take it."""
     from pagespec.kernels.quantized import dispatch_fp8
-    from pagespec.kernels.quantized.fp8 import quantize_fp8
+    from pagespec.kernels.quantized.quantized_weight import quantize_fp8
 
     weight = torch.randn(num_outs, width, device=_DEVICE) * width**-0.5
     return dispatch_fp8.pack(quantize_fp8(weight))

@@ -23,7 +23,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import Shard
 from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from pagespec.kernels.quantized.cpu_quantized import Int4Weight
+from pagespec.kernels.quantized.quantized_weight import Int4Weight
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model

@@ -19,7 +19,7 @@ from ..kernels.quantized.quantized_weight import QuantizedWeight
 from .fx.stand_in import is_stand_in, stand_in
 from .load.checkpoint import Checkpoint
 from .load.gguf_blocks import saved_blocks
-from .load.quantized_layers import is_same_weight, saved_layers
+from .load.quantized_layers import saved_layers
 from .model.loaded import named_tensors
 
 _MAX_COMPUTED_BYTES = 1 << 20
@@ -126,7 +126,10 @@ def weights_differ(
             again = saved_layers(folder, _quantized_layers(tensors))
         left = dict(held)
         for name, weight in again:
-            if name not in left or not is_same_weight(weight, left.pop(name)):
+            if name not in left:
+                return name
+            other = left.pop(name)
+            if weight is not other and (weight is None or not weight.equals(other)):
                 return name
     # Whatever does not read them now would not then.
     except Exception as error:

@@ -15,8 +15,7 @@ from torch.fx import Graph, Node
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.attention.spec import AttentionSpec
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.quantized.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
-from ...kernels.quantized.fp8 import Fp8Weight
+from ...kernels.quantized.cpu_quantized import fits_int4
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..step_fields import FIELDS, TORCH_DTYPES, Field, graph_inputs
 from .nodes import example
@@ -120,20 +119,13 @@ class PassContext:
         if id(tensor) not in self.quantized:
             return None
         weight = self.quantized[id(tensor)]
-        if isinstance(weight, Fp8Weight):
-            return "fp8"
-        has_kernels = self.is_native or tensor.is_cuda
-        if isinstance(weight, PermutedInt4Weight):
-            return "int4"
-        if isinstance(weight, Int4Weight):
-            fits = has_kernels or is_stand_in(tensor) or fits_int4(weight)
-            return "int4" if fits else "float16"
-        return "int8" if weight is not None and has_kernels else "float16"
+        has_kernels = self.is_native or tensor.is_cuda or is_stand_in(tensor)
+        return weight.format if weight and (has_kernels or fits_int4(weight)) else "float16"
 
     def input_order(self, tensor: Tensor) -> str | None:
         """A name for the order in which a constant's quantised weight has its inputs; None for
         their own."""
         weight = self.quantized.get(id(tensor))
-        if not isinstance(weight, PermutedInt4Weight):
+        if weight is None or weight.order is None:
             return None
         return hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()

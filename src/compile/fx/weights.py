@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidInputError
-from ...kernels.quantized.cpu_quantized import PermutedInt4Weight
-from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ...kernels.quantized.quantized_weight import QuantizedWeight, is_same_order
 from .stand_in import is_stand_in
 
 Pack = Callable[[Any], Sequence[Tensor]]
@@ -438,16 +437,12 @@ def _pack(
     packed: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
     """Enter the parts of a matrix, with the rows of ``weight`` in it, into ``packed``."""
-    order = None
-    if isinstance(weight, PermutedInt4Weight):
-        order, weight = weight.order, weight.in_order
-    if (order is None) != (held.order is None) or (
-        order is not None and held.order is not None and not torch.equal(order, held.order)
-    ):
+    if not is_same_order(weight.order, held.order):
         raise _refusal(parameter, "would have its inputs in another order than it is held in")
     _check_held(parameter, held)
+    weight = weight.in_order()
     new = _parts_of(held, weight, lambda part: part)
-    if len(weight[0]) == held.num_rows:
+    if len(weight.values) == held.num_rows:
         masks: list[Tensor | None] = [None] * len(new)
     else:
         # A packing moves bits and numbers. Two values that differ in all bits of the rows show
@@ -469,13 +464,13 @@ def _parts_of(
 ) -> Sequence[Tensor]:
     """What the kernel reads of a matrix with these rows, and zeros elsewhere."""
     assert held.pack is not None  # looked at before
-    begin, end = held.begin, held.begin + len(weight[0])
-    whole = []
-    for part in weight:
+
+    def whole(part: Tensor) -> Tensor:
         rows = part.new_zeros(held.num_rows, *part.shape[1:])
-        rows[begin:end] = fill(part)
-        whole.append(rows)
-    return held.pack(type(weight)(*whole))
+        rows[held.begin : held.begin + len(part)] = fill(part)
+        return rows
+
+    return held.pack(weight.mapped(whole))
 
 
 def _ones(part: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Parsing the file and comparing takes seconds, so it is done once, and kept besid
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,14 +26,8 @@ from torch import Tensor, nn
 from ...disk_cache import write_whole
 from ...errors import InvalidInputError
 from ...kernels.native.library import begin_build
-from ...kernels.quantized.cpu_quantized import (
-    GROUP,
-    Blocks,
-    Int4Weight,
-    Int8Weight,
-    reason_against,
-    unpack_int4,
-)
+from ...kernels.quantized.cpu_quantized import reason_against
+from ...kernels.quantized.quantized_weight import GROUP, Int4Weight, Int8Weight, QuantizedWeight
 from ...validation import path_of
 
 _HALF_BYTES = 2
@@ -59,7 +54,7 @@ def check_gguf(model: object, device: torch.device) -> None:
     begin_build()  # beside the reading
 
 
-def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Blocks | None]:
+def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, QuantizedWeight | None]:
     """:func:`read_blocks`, from the disk if it was done before.
 
     Args:
@@ -74,7 +69,7 @@ def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Blocks
         f"{name} {field}": tensor.contiguous()
         for name, blocks in found.items()
         if blocks is not None
-        for field, tensor in blocks._asdict().items()
+        for field, tensor in blocks.parts.items()
     }
     wide = [name for name, blocks in found.items() if blocks is None]
     with suppress(OSError):  # a full disk costs only the cache
@@ -86,22 +81,25 @@ def _file_beside(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-blocks{_VERSION}.safetensors"
 
 
-def saved_blocks(folder: Path) -> dict[str, Blocks | None]:
+def saved_blocks(folder: Path) -> dict[str, QuantizedWeight | None]:
     """What :func:`kept_blocks` has written for the conversion in ``folder``.
 
     Raises:
         Exception: of any kind, if it has not, or the file is damaged.
     """
     with safe_open(_file_beside(folder), "pt") as kept:
-        found: dict[str, Blocks | None] = dict.fromkeys(json.loads((kept.metadata() or {})[_WIDE]))
-        keys = kept.keys()
-        for name in {key.partition(" ")[0] for key in keys}:
-            kind = Int4Weight if f"{name} minima" in keys else Int8Weight
-            found[name] = kind(*(kept.get_tensor(f"{name} {field}") for field in kind._fields))
+        wide = json.loads((kept.metadata() or {})[_WIDE])
+        keys, parts = kept.keys(), defaultdict[str, dict[str, Tensor]](dict)
+        for key in keys:
+            name, _, field = key.partition(" ")
+            parts[name][field] = kept.get_tensor(key)
+    found: dict[str, QuantizedWeight | None] = dict.fromkeys(wide)
+    for name, own in parts.items():
+        found[name] = Int4Weight(**own) if "minima" in own else Int8Weight(**own)
     return found
 
 
-def read_blocks(path: Path, module: nn.Module) -> dict[str, Blocks | None]:
+def read_blocks(path: Path, module: nn.Module) -> dict[str, QuantizedWeight | None]:
     """The weights of ``module`` that the file holds quantised, by parameter name: in Q4_0, Q4_1,
     Q4_K and Q8_0 as they are there, in other formats None.
 
@@ -112,7 +110,7 @@ def read_blocks(path: Path, module: nn.Module) -> dict[str, Blocks | None]:
 
     sources = [_Source(tensor) for tensor in GGUFReader(path).tensors if tensor.data.ndim == 2]
     by_row: dict[bytes, _Source] = {}
-    found: dict[str, Blocks | None] = {}
+    found: dict[str, QuantizedWeight | None] = {}
     for source in sources:
         if source.is_kept:
             for signature in _signatures(source.dequantized()):
@@ -146,17 +144,17 @@ class _Source:
 
         return torch.from_numpy(dequantize(self._tensor.data[:1], self._tensor.tensor_type)[0])
 
-    def _blocks(self) -> Blocks:
+    def _blocks(self) -> QuantizedWeight:
         return _READERS[self._type](np.ascontiguousarray(self._tensor.data))
 
     def dequantized(self) -> Tensor:
         """float32 ``[N, K]``, the gguf package's to the bit."""
-        return _dequantized(self._blocks())
+        return self._blocks().expanded()
 
-    def blocks_of(self, parameter: Tensor) -> Blocks | None:
+    def blocks_of(self, parameter: Tensor) -> QuantizedWeight | None:
         """The blocks in the order of the parameter's rows, if those are rows of this matrix."""
         blocks = self._blocks()
-        whole = _dequantized(blocks)
+        whole = blocks.expanded()
         if whole.shape != parameter.shape:
             return None
         if torch.equal(whole, parameter):
@@ -165,7 +163,7 @@ class _Source:
         rows = [places.get(signature, 0) for signature in _signatures(parameter.detach())]
         if not torch.equal(whole[rows], parameter):
             return None
-        return type(blocks)(*(part[rows] for part in blocks))
+        return blocks.mapped(lambda part: part[rows])
 
 
 def _read_q4_0(data: NDArray[np.uint8]) -> Int4Weight:
@@ -202,7 +200,7 @@ def _read_q8_0(data: NDArray[np.uint8]) -> Int8Weight:
     return Int8Weight(values.view(torch.int8).flatten(1), scales)
 
 
-_READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
+_READERS: dict[str, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
     "Q4_K": _read_q4_k,
@@ -211,7 +209,7 @@ _READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
 """From rows of bytes ``[N, bytes]``."""
 
 
-def blocks_of(data: NDArray[np.uint8], format: str) -> Blocks | None:
+def blocks_of(data: NDArray[np.uint8], format: str) -> QuantizedWeight | None:
     """The blocks of a matrix's bytes ``[N, bytes]``; None of a format that is not kept."""
     reader = _READERS.get(format)
     return None if reader is None else reader(np.ascontiguousarray(data))
@@ -226,14 +224,6 @@ def _split(
     blocks = data.reshape(len(data), -1, begin + num_bytes)
     numbers = blocks[..., :begin].copy().view(np.float16).astype(np.float32)
     return torch.from_numpy(numbers).unbind(-1), torch.from_numpy(blocks[..., begin:].copy())
-
-
-def _dequantized(blocks: Blocks) -> Tensor:
-    scales = blocks.scales.unsqueeze(-1)
-    if isinstance(blocks, Int8Weight):
-        return (blocks.values.unflatten(1, (-1, GROUP)) * scales).flatten(1)
-    values = unpack_int4(blocks.values)
-    return (values * scales + blocks.minima.unsqueeze(-1)).flatten(1)
 
 
 def _bits(row: Tensor) -> bytes:

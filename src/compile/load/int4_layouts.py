@@ -26,10 +26,12 @@ the order of their importance. Columns are then sorted by group, and so are the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ...kernels.quantized.cpu_quantized import GROUP, Int4Weight, PermutedInt4Weight
+from ...kernels.quantized.quantized_weight import GROUP, Int4Weight
 
 _PER_WORD = 8
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 has outputs 0, 1, 2, ...
@@ -50,7 +52,7 @@ def gptq_weight(
     groups: Tensor | None = None,
     *,
     is_shifted: bool,
-) -> Int4Weight | PermutedInt4Weight:
+) -> Int4Weight:
     """``scales`` ``[G, N]``; ``is_shifted`` in the first format; ``groups`` as of
     :func:`order_of`."""
     values = _unpacked(qweight).transpose(1, 2).flatten(0, 1)
@@ -63,7 +65,7 @@ def gptq_weight(
 
 def packed_weight(
     packed: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None = None
-) -> Int4Weight | PermutedInt4Weight:
+) -> Int4Weight:
     """Of compressed-tensors; ``scales`` ``[N, G]``; ``groups`` as of :func:`order_of`."""
     values = _unpacked(packed).flatten(-2)
     if zeros is None:
@@ -94,13 +96,11 @@ def order_of(groups: Tensor, num_groups: int) -> Tensor | None:
     return order
 
 
-def _sorted(
-    values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None
-) -> Int4Weight | PermutedInt4Weight:
+def _sorted(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Int4Weight:
     order = None if groups is None else order_of(groups, scales.shape[1])
     if order is None:
         return _grouped(values, zeros, scales)
-    return PermutedInt4Weight(*_grouped(values[:, order], zeros, scales), order)
+    return replace(_grouped(values[:, order], zeros, scales), order=order)
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def _gguf(
     described = replace(described, names=names_of(ModelSource(name, source), "gguf"))
     for parameter, held in blocks.items():
         if held is not None:
-            described.quantized[parameter] = type(held)(*(part.to(device) for part in held))
+            described.quantized[parameter] = held.mapped(lambda part: part.to(device))
     return described
 
 

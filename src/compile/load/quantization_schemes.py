@@ -16,9 +16,14 @@ from torch import Tensor
 
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
-from ...kernels.quantized.cpu_quantized import GROUP
-from ...kernels.quantized.fp8 import BLOCK, Fp8Weight, quantize_fp8, rows_of_blocks
-from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ...kernels.quantized.quantized_weight import (
+    BLOCK,
+    GROUP,
+    Fp8Weight,
+    QuantizedWeight,
+    quantize_fp8,
+    rows_of_blocks,
+)
 from .int4_layouts import awq_weight, gptq_weight, packed_weight
 
 Parts = Mapping[str, Tensor]

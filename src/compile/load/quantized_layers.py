@@ -58,13 +58,6 @@ def saved_layers(folder: Path, layers: Iterable[Layer]) -> Iterator[tuple[str, Q
     return read_layers(Checkpoint(folder), scheme, named, torch.device("cpu"))
 
 
-def is_same_weight(one: QuantizedWeight | None, other: QuantizedWeight | None) -> bool:
-    """Of the same form and the same numbers."""
-    if one is None or other is None:
-        return one is other
-    return type(one) is type(other) and all(map(torch.equal, one, other))
-
-
 def read_layer(scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
     """The weight of a layer.
 

@@ -145,7 +145,8 @@ class GgufNames:
         order = self._converted(name, rows)
         if order.shape != rows.shape:
             raise _refusal(name, "is converted in a way that does not keep rows")
-        return type(blocks)(*(part[order[:, 0].long()] for part in blocks))
+        places = order[:, 0].long()
+        return blocks.mapped(lambda part: part[places])
 
     def _converted(self, name: str, value: Tensor) -> Tensor:
         """As transformers converts a tensor of the file."""

@@ -11,20 +11,25 @@ import torch
 
 from ...kernels.linear.plan_cache import LinearPlans
 from ...kernels.quantized import dispatch_fp8, dispatch_int4
-from ...kernels.quantized.cpu_quantized import GROUP
-from ...kernels.quantized.fp8 import Fp8Weight
 from ...kernels.quantized.int4_packing import pack
 from ...kernels.quantized.plan_int4 import RowLimits
-from .quantize_linear import Kernel, KernelTable, WeightInOrder
+from ...kernels.quantized.quantized_weight import (
+    GROUP,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
+from .quantize_linear import Kernel, KernelTable
 
 
-def _fp8(weight: WeightInOrder) -> Kernel:
+def _fp8(weight: QuantizedWeight) -> Kernel:
     assert isinstance(weight, Fp8Weight)
     return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight), pack=dispatch_fp8.pack)
 
 
-def _integers(limits: RowLimits, weight: WeightInOrder) -> Kernel:
-    assert not isinstance(weight, Fp8Weight)
+def _integers(limits: RowLimits, weight: QuantizedWeight) -> Kernel:
+    assert isinstance(weight, Int4Weight | Int8Weight)
     packed = pack(weight)
     chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
     data = (*packed[2:], *chosen)

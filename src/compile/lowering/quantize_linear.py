@@ -20,8 +20,7 @@ from ...errors import UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.native import calls as native
 from ...kernels.quantized import cpu_expanded, cpu_quantized
-from ...kernels.quantized.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
-from ...kernels.quantized.fp8 import Fp8Weight
+from ...kernels.quantized.quantized_weight import Int4Weight, Int8Weight, QuantizedWeight
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
 from ..fx.pass_context import PassContext
@@ -48,8 +47,7 @@ class Kernel(NamedTuple):
     pack: Pack | None = None
 
 
-WeightInOrder = Int4Weight | Int8Weight | Fp8Weight
-KernelTable = Mapping[str, Callable[[WeightInOrder], Kernel]]
+KernelTable = Mapping[str, Callable[[QuantizedWeight], Kernel]]
 """By the format of a weight, what multiplies with it."""
 
 
@@ -83,7 +81,7 @@ class QuantizedCalls:
         self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
         self._orders: dict[str, Node] = {}
         self._ordered: dict[tuple[Node, Node], Node] = {}  # by rows and order
-        self._is_trusted: dict[tuple[object, ...], bool] = {}
+        self._trials: dict[tuple[object, ...], bool] = {}
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
     def __call__(self, node: Node, *, has_gate: bool = False) -> _Call | None:
@@ -132,11 +130,11 @@ class QuantizedCalls:
         """What to call, with placeholders for what it reads in place of ``matrix``."""
         held = self._context.quantized[id(weight)]
         order = None
-        if isinstance(held, PermutedInt4Weight):
+        if held is not None and held.order is not None:
             name = self._context.input_order(weight) or ""
             if name not in self._orders:
                 [self._orders[name]] = self._placeholders("order", matrix, [held.order])
-            order, held = self._orders[name], held.in_order
+            order, held = self._orders[name], held.in_order()
         kernel = self._kernel(weight, held, format)
         if kernel is None:
             return None
@@ -163,51 +161,43 @@ class QuantizedCalls:
             nodes.append(node)
         return nodes
 
-    def _kernel(self, weight: Tensor, held: WeightInOrder | None, format: str) -> Kernel | None:
-        num_outputs, num_inputs = weight.shape
+    def _kernel(self, weight: Tensor, held: QuantizedWeight | None, format: str) -> Kernel | None:
         if self._kernels is not None:
             assert held is not None  # all other formats are refused at the door
             return self._kernels[format](held)
-        if isinstance(held, Fp8Weight):
-            recipe = self._recipe(weight.shape)
-            return Kernel(cpu_expanded.linear_fp8, _fp8_parts(held), recipe, pack=_fp8_parts)
-        if self._context.is_native and held is not None:
+        kernel: Kernel | None = None
+        if self._context.is_native and isinstance(held, Int4Weight | Int8Weight):
             native_format = cpu_quantized.native_format(held)
             pack: Pack = partial(cpu_quantized.pack_native, format=native_format)
-            native_parts = cpu_quantized.pack_native(held, native_format)
-            return Kernel(native.linear, native_parts, (num_outputs, native_format), pack=pack)
-        kernel = None
-        if isinstance(held, Int4Weight) and format == "int4":
-            if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
-                kernel = Kernel(
-                    cpu_quantized.linear_int4,
-                    cpu_quantized.pack_int4(held),
-                    pack=cpu_quantized.pack_int4,
-                )
-        else:
-            packed = cpu_quantized.pack_float16(weight)
-            kernel = Kernel(cpu_quantized.linear_float16, (packed,))
-        if kernel is not None and self._context.transparent:
-            shape = (format, num_outputs, num_inputs)
-            if shape not in self._is_trusted:
-                function, operands, *_ = kernel
-                self._is_trusted[shape] = cpu_quantized.is_row_invariant(
-                    lambda rows: function(rows, *operands, None),
-                    num_inputs,
-                    self._context.threads,
-                )
-            if not self._is_trusted[shape]:
-                kernel = None
-        if kernel is None and isinstance(held, Int4Weight) and is_stand_in(weight):
-            return Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape), pack=tuple)
-        return kernel
+            parts = tuple(pack(held))
+            return Kernel(native.linear, parts, (len(weight), native_format), pack=pack)
+        if format == "float16":
+            kernel = Kernel(cpu_quantized.linear_float16, (cpu_quantized.pack_float16(weight),))
+        elif cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
+            make: Pack = cpu_quantized.pack_int4
+            kernel = Kernel(cpu_quantized.linear_int4, tuple(make(held)), pack=make)
+        if kernel is not None and self._is_trusted(kernel, format, weight.shape):
+            return kernel
+        return self._expanded(weight.shape, held) if held and is_stand_in(weight) else None
 
-    def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
+    def _is_trusted(self, kernel: Kernel, format: str, shape: torch.Size) -> bool:
+        """Whether a row's bits may follow the number of rows, or do not."""
+        context, key = self._context, (format, shape)
+        if context.transparent and key not in self._trials:
+            self._trials[key] = cpu_quantized.is_row_invariant(
+                lambda rows: kernel.function(rows, *kernel.parts, None), shape[1], context.threads
+            )
+        return not context.transparent or self._trials[key]
+
+    def _expanded(self, shape: torch.Size, held: QuantizedWeight) -> Kernel:
         if shape not in self._recipes:
             self._recipes[shape] = cpu_expanded.choose_expanded_recipe(
                 *shape, transparent=self._context.transparent, threads=self._context.threads
             )
-        return self._recipes[shape]
+        is_fp8 = held.format == "fp8"
+        function = cpu_expanded.linear_fp8 if is_fp8 else cpu_expanded.linear_int4
+        pack: Pack = _fp8_parts if is_fp8 else tuple
+        return Kernel(function, tuple(pack(held)), self._recipes[shape], pack=pack)
 
     def release_weights(self) -> None:
         """Give back the memory of the weights that are in no call any more.
@@ -261,7 +251,7 @@ def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
     return None
 
 
-def _fp8_parts(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
+def _fp8_parts(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """What :func:`.cpu_expanded.linear_fp8` reads."""
     return weight.values, weight.scales * e4m3.DECODED_UNIT
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import InvalidInputError, PagespecError, UnsupportedModelError
-from ...kernels.quantized.quantized_weight import QuantizedWeight, expanded
+from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in
 from .attention import attention_implementation
 from .forward import PackedForward
@@ -69,14 +69,14 @@ class _WatchedWeights(TorchFunctionMode):
             held = self._held.get(id(operands["weight"]))
             if held is None:
                 return func(*args, **kwargs)
-            matrix = expanded(held).to(operands["input"].dtype)
+            matrix = held.expanded().to(operands["input"].dtype)
             return func(operands["input"], matrix, operands.get("bias"))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names]
         if not read:
             return func(*args, **kwargs)
         if func in _TRANSPOSES and read[0] is args[0]:
             held = self._held.get(id(read[0]))
-            matrix = read[0] if held is None else expanded(held).to(read[0].dtype)
+            matrix = read[0] if held is None else held.expanded().to(read[0].dtype)
             return func(matrix, *args[1:], **kwargs)
         result = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):

@@ -249,8 +249,7 @@ def _merged_placeholder(
     context.weights.merged(tensors, whole)
     if context.weight_format(tensors[0]) is not None:
         held = [context.quantized.pop(id(tensor)) for tensor in tensors]
-        known = [part for part in held if part is not None]
-        context.quantized[id(whole)] = merged_weights(known) if len(known) == len(held) else None
+        context.quantized[id(whole)] = merged_weights(held)
     with gm.graph.inserting_before(parts[0]):
         node = gm.graph.placeholder(f"merged_{parts[0].name}")
     context.constants[node.name] = whole

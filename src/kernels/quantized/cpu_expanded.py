@@ -18,8 +18,7 @@ from torch import Tensor
 from ..linear_cpu import invariant
 from ..linear_cpu.few_rows import linear_few_rows
 from ..linear_cpu.invariant import MatmulRecipe
-from .fp8 import expand_fp8
-from .quantized_weight import expand_int4
+from .quantized_weight import expand_fp8, expand_int4
 
 # Of float32: 1 MiB, what a core's own cache has.
 _EXPANDED_ELEMENTS = 1 << 18
@@ -59,7 +58,7 @@ def choose_expanded_recipe(
 def linear_fp8(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, *recipe: Any
 ) -> Tensor:
-    """``F.linear`` with the parts of an :class:`.fp8.Fp8Weight`, scales multiplied by 256.
+    """``F.linear`` with the parts of an :class:`.Fp8Weight`, scales multiplied by 256.
 
     Args:
         x: ``[..., K]``, float32. bias: ``[N]`` or None.
@@ -79,7 +78,7 @@ def linear_int4(
     bias: Tensor | None,
     *recipe: Any,
 ) -> Tensor:
-    """``F.linear`` with the parts of an :class:`.cpu_quantized.Int4Weight`; else as
+    """``F.linear`` with the parts of an :class:`.Int4Weight`; else as
     :func:`linear_fp8`."""
     return _linear(x, (values, scales, minima), expand_int4, bias, ExpandedRecipe(*recipe))
 

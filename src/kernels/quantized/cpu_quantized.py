@@ -32,16 +32,13 @@ So they pay with few rows and weights that come from memory: five bits a weight,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import row_trial
 from ..native import calls as native
-
-GROUP = 32
-"""Inputs that share a scale and a zero point."""
+from .quantized_weight import GROUP, Int4Weight, Int8Weight, QuantizedWeight
 
 _OUTPUT_UNIT = 16
 _MIDDLE = 8
@@ -51,61 +48,6 @@ _CAPABILITIES = ("AVX2", "AVX512")
 _MOST_AVX2_ROWS = 6
 _FEWEST_AVX2_ROWS = 3
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 31, 33)  # where libraries change their ways
-
-
-class Int4Weight(NamedTuple):
-    """A weight ``[N, K]`` of ``value * scale + minimum``, by groups of 32 inputs.
-
-    Attributes:
-        values: uint8 ``[N, K / 32, 16]``; the low halves of the bytes are the first 16 of a group.
-        scales, minima: float32 ``[N, K / 32]``.
-    """
-
-    values: Tensor
-    scales: Tensor
-    minima: Tensor
-
-    def unpacked(self) -> Tensor:
-        """The values, uint8 ``[N, K]``."""
-        return unpack_int4(self.values).flatten(1)
-
-
-class PermutedInt4Weight(NamedTuple):
-    """An :class:`Int4Weight` of inputs in another order, so that those of a group are neighbours.
-
-    Attributes:
-        values, scales, minima: as of :class:`Int4Weight`.
-        order: int64 ``[K]``; the input that each column multiplies.
-    """
-
-    values: Tensor
-    scales: Tensor
-    minima: Tensor
-    order: Tensor
-
-    @property
-    def in_order(self) -> Int4Weight:
-        """For inputs that were put into ``order``."""
-        return Int4Weight(self.values, self.scales, self.minima)
-
-
-class Int8Weight(NamedTuple):
-    """A weight ``[N, K]`` of ``value * scale``, by groups of 32 inputs.
-
-    Attributes:
-        values: int8 ``[N, K]``. scales: float32 ``[N, K / 32]``.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-Blocks = Int4Weight | Int8Weight
-
-
-def unpack_int4(values: Tensor) -> Tensor:
-    """uint8 ``[.., 32]``, from two values in each byte of ``[.., 16]``."""
-    return torch.cat((values & 15, values >> 4), -1)
 
 
 def reason_against() -> str | None:
@@ -123,9 +65,9 @@ def reason_against() -> str | None:
     return None
 
 
-def fits_int4(weight: Int4Weight) -> bool:
-    """Whether torch's operation takes a weight of this shape."""
-    return weight.values.shape[0] % _OUTPUT_UNIT == 0
+def fits_int4(weight: QuantizedWeight | None) -> bool:
+    """Whether torch's operation takes a weight of this form and shape."""
+    return isinstance(weight, Int4Weight) and len(weight.values) % _OUTPUT_UNIT == 0
 
 
 def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
@@ -137,7 +79,7 @@ def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     return packed, pairs.to(torch.bfloat16).contiguous()
 
 
-def native_format(weight: Blocks) -> native.Format:
+def native_format(weight: Int4Weight | Int8Weight) -> native.Format:
     """The form of a weight for :func:`.native.calls.linear`.
 
     Its numbers stay what they are: in float16, which most files hold, if all of them are there,
@@ -150,17 +92,15 @@ def native_format(weight: Blocks) -> native.Format:
     return "int4" if is_exact else "int4_float32"
 
 
-def pack_native(weight: Blocks, format: native.Format) -> tuple[Tensor, Tensor]:
+def pack_native(weight: Int4Weight | Int8Weight, format: native.Format) -> tuple[Tensor, Tensor]:
     """Values and numbers of a weight for :func:`.native.calls.linear`, in a form that has all of
     them (:func:`native_format`)."""
     numbers = [weight.scales]
-    if isinstance(weight, Int8Weight):
-        values = (weight.values.int() + 128).to(torch.uint8)
-    else:
+    if isinstance(weight, Int4Weight):
         numbers.append(weight.minima)
-        values = weight.unpacked()
     dtype = torch.float32 if format == "int4_float32" else torch.float16
-    return native.pack_values(values, format != "int8"), native.pack_numbers(numbers, dtype)
+    values = native.pack_values(weight.unpacked(), format != "int8")
+    return values, native.pack_numbers(numbers, dtype)
 
 
 def linear_int4(x: Tensor, values: Tensor, scales_and_zeros: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,8 +15,8 @@ from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
 from ..registry import registry
-from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
+from .quantized_weight import BLOCK, Fp8Weight
 from .tiles_fp8 import choose_fp8_tile
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu_quantized import GROUP, Blocks, Int4Weight, Int8Weight
+from .quantized_weight import GROUP, Int4Weight, Int8Weight
 
 PADDING = 128
 """K is padded to a multiple of this."""
@@ -66,18 +66,17 @@ def pack_words(values: Tensor, num_bits: int) -> Tensor:
     return ((words + 2**31) % 2**32 - 2**31).int().flatten(1)
 
 
-def pack(weight: Blocks) -> PackedWeight:
+def pack(weight: Int4Weight | Int8Weight) -> PackedWeight:
     """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
     none of them."""
     scales = weight.scales
+    values, has_minima = weight.unpacked(), False
     if isinstance(weight, Int8Weight):
-        values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
-        numbers, has_minima = [scales, torch.full_like(scales, 128.0)], False
+        num_bits, numbers = 8, [scales, torch.full_like(scales, 128.0)]
     else:
-        values, num_bits = weight.unpacked(), 4
         zeros = _zero_points(weight)
         has_minima = zeros is None
-        numbers = [scales, weight.minima if zeros is None else zeros]
+        num_bits, numbers = 4, [scales, weight.minima if zeros is None else zeros]
     group = GROUP
     while group < PADDING and all(_is_paired(part) for part in numbers):
         numbers = [part[:, ::2] for part in numbers]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..device import Gpu
 from ..linear.matmul import Tile
-from .fp8 import BLOCK
+from .quantized_weight import BLOCK
 
 if TYPE_CHECKING:
     from .matmul_fp8_sm90_launch import FewTile, ManyTile

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from pagespec.compile.load import gguf_blocks
-from pagespec.kernels.quantized.cpu_quantized import Blocks, Int4Weight, Int8Weight
+from pagespec.kernels.quantized.quantized_weight import Int4Weight, Int8Weight
 from tests.support.gguf_files import write_model
 
 
@@ -31,7 +31,7 @@ def test_blocks_hold_the_values_of_their_parameters(tmp_path: Path, format: str,
             assert torch.equal(values_of(blocks), parameter)
 
 
-def values_of(blocks: Blocks) -> torch.Tensor:
+def values_of(blocks: Int4Weight | Int8Weight) -> torch.Tensor:
     scales = blocks.scales[..., None]
     if isinstance(blocks, Int8Weight):
         return (blocks.values.unflatten(1, (-1, 32)) * scales).flatten(1)

@@ -25,9 +25,8 @@ from pagespec.compile.load.quantization_schemes import scheme_of
 from pagespec.kernels.native import calls as native
 from pagespec.kernels.native.library import library
 from pagespec.kernels.quantized import cpu_quantized
-from pagespec.kernels.quantized.cpu_quantized import Int4Weight
 from pagespec.kernels.quantized.int4_packing import PackedWeight, pack
-from pagespec.kernels.quantized.quantized_weight import QuantizedWeight, expanded
+from pagespec.kernels.quantized.quantized_weight import Int4Weight, QuantizedWeight
 
 Rows = list[list[int]]
 PER_WORD = 8
@@ -183,7 +182,7 @@ def test_every_pair_of_neighbours(format: str) -> None:
     zeros = [row[::-1] for row in shifted(PAIRS, NUM_GROUPS, len(PAIRS))]
     scales = scales_of(NUM_GROUPS, len(PAIRS))
     weight = read(format, values, zeros, scales)
-    assert torch.equal(expanded(weight).double(), formula(values, zeros, scales))
+    assert torch.equal(weight.expanded().double(), formula(values, zeros, scales))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -193,7 +192,7 @@ def test_every_three_neighbouring_zero_points(format: str) -> None:
     zeros = shifted(TRIPLES, NUM_GROUPS, len(TRIPLES))
     scales = scales_of(NUM_GROUPS, len(TRIPLES))
     weight = read(format, values, zeros, scales)
-    assert torch.equal(expanded(weight).double(), formula(values, zeros, scales))
+    assert torch.equal(weight.expanded().double(), formula(values, zeros, scales))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -212,7 +211,7 @@ def test_words_that_borrow_throughout(format: str, seed: int) -> None:
     values = shifted(PAIRS, NUM_INPUTS, len(row))
     scales = scales_of(NUM_GROUPS, len(row))
     weight = read(format, values, zeros, scales)
-    assert torch.equal(expanded(weight).double(), formula(values, zeros, scales))
+    assert torch.equal(weight.expanded().double(), formula(values, zeros, scales))
 
 
 def test_inputs_sorted_by_group_have_their_own_zero_points() -> None:
@@ -226,7 +225,7 @@ def test_inputs_sorted_by_group_have_their_own_zero_points() -> None:
     parts["g_idx"] = torch.tensor(groups, dtype=torch.int32)
     weight = scheme_of("model", config).read(parts, (len(PAIRS), NUM_INPUTS))
     expected = formula(values, [zeros[g] for g in groups], [scales[g] for g in groups])
-    assert torch.equal(expanded(weight).double(), expected)
+    assert torch.equal(weight.expanded().double(), expected)
 
 
 # Blocks of a GGUF file: 32 values in 16 bytes, the first 16 of them in the lower halves.
@@ -318,7 +317,7 @@ def test_every_pair_of_neighbours_in_a_gguf_file(
             layer.weight.copy_(expected)
         blocks = read_blocks(tmp_path / "a.gguf", layer)["weight"]
         assert isinstance(blocks, Int4Weight)
-        assert torch.equal(expanded(blocks).double(), expected)
+        assert torch.equal(blocks.expanded().double(), expected)
 
 
 def asymmetric() -> tuple[Int4Weight, Tensor]:

@@ -91,7 +91,7 @@ def test_a_stand_in_that_something_else_reads_is_refused(
 
 def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
     """Those of the plain dummy model, all but the head's."""
-    from pagespec.kernels.quantized.fp8 import quantize_fp8
+    from pagespec.kernels.quantized.quantized_weight import quantize_fp8
     from tests.support.models import tiny_model
 
     tiny_model("llama").config.save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.quantized.cpu_quantized import Int8Weight
+from pagespec.kernels.quantized.quantized_weight import Int8Weight
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 

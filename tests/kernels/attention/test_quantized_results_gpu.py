@@ -16,7 +16,7 @@ from pagespec import LLM, SamplingParams
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
-from pagespec.kernels.quantized.fp8 import quantize_fp8
+from pagespec.kernels.quantized.quantized_weight import quantize_fp8
 from pagespec.kernels.registry import registry
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
 from tests.support.hopper import has_hopper_kernels

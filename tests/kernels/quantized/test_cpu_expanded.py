@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from pagespec.kernels import e4m3
 from pagespec.kernels.quantized import cpu_expanded, quantized_weight
 from pagespec.kernels.quantized.cpu_expanded import choose_expanded_recipe
-from pagespec.kernels.quantized.cpu_quantized import Int4Weight
-from pagespec.kernels.quantized.fp8 import Fp8Weight, quantize_fp8
-from pagespec.kernels.quantized.quantized_weight import QuantizedWeight
+from pagespec.kernels.quantized.quantized_weight import (
+    Fp8Weight,
+    Int4Weight,
+    QuantizedWeight,
+    quantize_fp8,
+)
 from tests.support.quantized_files import fp8_blocks
 
 # Several calls each, of outputs that no unit divides; inputs of no whole blocks; small ones.
@@ -33,7 +37,7 @@ def weights(shape: tuple[int, int]) -> list[QuantizedWeight]:
 
 
 def multiply(weight: QuantizedWeight, bias: Tensor | None, *, transparent: bool) -> Multiply:
-    shape = quantized_weight.expanded(weight).shape
+    shape = weight.expanded().shape
     recipe = choose_expanded_recipe(*shape, transparent=transparent)
     if isinstance(weight, Fp8Weight):
         scales = weight.scales * e4m3.DECODED_UNIT
@@ -58,7 +62,7 @@ def test_a_row_has_one_set_of_bits(shape: tuple[int, int]) -> None:
 def test_exact(shape: tuple[int, int], transparent: bool) -> None:
     for weight in weights(shape):
         bias, rows = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
-        plain = quantized_weight.expanded(weight).double()
+        plain = weight.expanded().double()
         exact = rows.double() @ plain.t() + bias
         found = multiply(weight, bias, transparent=transparent)(rows)
         assert found.shape == (2, 3, shape[0])
@@ -79,5 +83,26 @@ def test_blocks_are_those_of_the_format(shape: tuple[int, int]) -> None:
 def test_merged() -> None:
     for one, two in zip(weights((48, 96)), weights((16, 96)), strict=True):
         both = quantized_weight.merged([one, two])
-        parts = [quantized_weight.expanded(weight) for weight in (one, two)]
-        assert torch.equal(quantized_weight.expanded(both), torch.cat(parts))
+        assert both is not None
+        parts = [weight.expanded() for weight in (one, two)]
+        assert torch.equal(both.expanded(), torch.cat(parts))
+
+
+def test_only_weights_of_one_form_are_merged() -> None:
+    fp8, _, int4 = weights((48, 96))
+    assert quantized_weight.merged([fp8, int4]) is None
+    assert quantized_weight.merged([int4, None]) is None
+    assert quantized_weight.merged([None, None]) is None
+
+
+def test_equal_weights_have_one_form_one_order_and_the_same_bits() -> None:
+    for weight, again in zip(weights((48, 96)), weights((48, 96)), strict=True):
+        assert weight.equals(again)
+        assert not weight.equals(None)
+        assert not weight.equals(replace(again, order=torch.arange(96)))
+        assert replace(weight, order=torch.arange(96)).equals(
+            replace(again, order=torch.arange(96))
+        )
+        assert not weight.equals(replace(again, scales=again.scales * 2))
+    fp8, _, int4 = weights((48, 96))
+    assert not fp8.equals(int4)

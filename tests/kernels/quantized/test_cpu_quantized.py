@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pagespec.kernels.native import calls as native
 from pagespec.kernels.native.library import library
 from pagespec.kernels.quantized import cpu_quantized
-from pagespec.kernels.quantized.cpu_quantized import Blocks, Int4Weight, Int8Weight
+from pagespec.kernels.quantized.quantized_weight import Int4Weight, Int8Weight
 
 pytestmark = pytest.mark.skipif(
     cpu_quantized.reason_against() is not None, reason=str(cpu_quantized.reason_against())
@@ -87,15 +88,15 @@ def test_bias_and_shape() -> None:
 @pytest.mark.parametrize("format", ["int4", "int4_float32", "int8"])
 def test_native_formats_keep_the_numbers_of_a_file(format: str) -> None:
     """Rows of one element: the results are columns of the weight."""
-    blocks: Blocks = random_blocks(48, 64)
+    blocks: Int4Weight | Int8Weight = random_blocks(48, 64)
     if format == "int8":
         values = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
         blocks = Int8Weight(values, blocks.scales.half().float())
         weight = (values.unflatten(1, (-1, 32)) * blocks.scales[..., None]).flatten(1)
     else:
         if format == "int4":
-            blocks = blocks._replace(
-                scales=blocks.scales.half().float(), minima=blocks.minima.half().float()
+            blocks = replace(
+                blocks, scales=blocks.scales.half().float(), minima=blocks.minima.half().float()
             )
         weight = dense(blocks)
     found = cpu_quantized.native_format(blocks)

@@ -9,7 +9,7 @@ from torch import Tensor
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
-from pagespec.kernels.quantized.fp8 import Fp8Weight, quantize_fp8
+from pagespec.kernels.quantized.quantized_weight import Fp8Weight, quantize_fp8
 
 pytestmark = pytest.mark.gpu
 

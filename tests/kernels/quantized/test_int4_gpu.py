@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.linear.cublas import without_split_k
-from pagespec.kernels.quantized.cpu_quantized import GROUP, Int4Weight, Int8Weight
-from pagespec.kernels.quantized.quantized_weight import QuantizedWeight, expanded
+from pagespec.kernels.quantized.quantized_weight import (
+    GROUP,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +68,7 @@ def test_dequantised_is_the_weight_rounded_once(kind: str, shape: tuple[int, int
 
     weight = made(kind, *shape)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(dequantize(pack(weight), shape[1], dtype), expanded(weight).to(dtype))
+        assert torch.equal(dequantize(pack(weight), shape[1], dtype), weight.expanded().to(dtype))
 
 
 @pytest.mark.parametrize(("kind", "shape"), WEIGHTS)

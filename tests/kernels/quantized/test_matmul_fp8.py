@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.quantized.fp8 import Fp8Weight, quantize_fp8
+from pagespec.kernels.quantized.quantized_weight import Fp8Weight, quantize_fp8
 from tests.support.quantized_files import e4m3_table, nearest_e4m3
 
 pytestmark = pytest.mark.skipif(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.quantized.cpu_quantized import GROUP, Int4Weight, Int8Weight
-from pagespec.kernels.quantized.quantized_weight import QuantizedWeight, expanded
+from pagespec.kernels.quantized.quantized_weight import (
+    GROUP,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +70,7 @@ def test_dequantised_is_the_weight_rounded_once(kind: str, shape: tuple[int, int
     assert packed.has_minima == (kind == "minima")
     assert packed.dtype == ("float32" if kind == "minima" else "float16")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(dequantize(packed, shape[1], dtype), expanded(weight).to(dtype))
+        assert torch.equal(dequantize(packed, shape[1], dtype), weight.expanded().to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +82,7 @@ def test_equals_the_formula(kind: str, shape: tuple[int, int, int], has_gate: bo
 
     weight = made(kind, *shape)
     packed = pack(weight)
-    whole = expanded(weight).bfloat16().double()
+    whole = weight.expanded().bfloat16().double()
     bias = torch.randn(shape[0]).bfloat16()
     call = linear_silu_mul if has_gate else linear
     for count in (1, 17):
@@ -102,12 +107,12 @@ def test_a_row_has_the_bits_of_any_batch_and_tile(kind: str) -> None:
     from pagespec.kernels.quantized.matmul_int4 import matmul
 
     weight = made(kind, 40, 288, 32)
-    weight = weight._replace(scales=torch.ones_like(weight.scales))
+    weight = replace(weight, scales=torch.ones_like(weight.scales))
     if isinstance(weight, Int4Weight):
-        weight = weight._replace(minima=torch.full_like(weight.minima, -5.0))
+        weight = replace(weight, minima=torch.full_like(weight.minima, -5.0))
     packed = pack(weight)
     x = torch.randint(-3, 4, (512, 288)).half()
-    exact = (x.double() @ expanded(weight).double().t()).half()
+    exact = (x.double() @ weight.expanded().double().t()).half()
     for count in (1, 2, 16, 17, 64, 65, 512):
         found = linear(x[:count], *packed[:2], None, *packed[2:])
         assert torch.equal(found, exact[:count])
@@ -123,10 +128,10 @@ def test_padded_groups_and_numbers_that_no_half_has() -> None:
     packed = pack(weight)
     assert packed.words.shape == (16, 16)
     assert packed.numbers.shape == (4, 16)
-    unusual = pack(weight._replace(scales=weight.scales * 1.0001))
+    unusual = pack(replace(weight, scales=weight.scales * 1.0001))
     assert (unusual.dtype, unusual.numbers.shape) == ("float32", (2, 4, 16))
     wide = weight.scales.bfloat16().float() * 2.0**20
-    assert pack(weight._replace(scales=wide, minima=-3 * wide)).dtype == "bfloat16"
+    assert pack(replace(weight, scales=wide, minima=-3 * wide)).dtype == "bfloat16"
 
 
 def test_weights_stay_in_registers_on_hopper() -> None:
