@@ -8,7 +8,7 @@ computed by the module and is in the record, or stands in for a weight that is h
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..kernels.quantized.quantized_weight import QuantizedWeight
 from .fx.stand_in import is_stand_in, stand_in
 from .load.checkpoint import Checkpoint
 from .load.gguf_blocks import saved_blocks
-from .load.quantized_layers import saved_layers
+from .load.quantization_schemes import saved_layers
 from .model.loaded import named_tensors
 
 _MAX_COMPUTED_BYTES = 1 << 20
@@ -104,9 +104,7 @@ def quantized_weights(
     Raises:
         Exception: of any kind, if that cannot be read.
     """
-    if quantization == "gguf":
-        return dict(saved_blocks(folder))
-    return dict(saved_layers(folder, _quantized_layers(tensors)))
+    return dict(_saved(folder, tensors, quantization))
 
 
 def weights_differ(
@@ -117,15 +115,9 @@ def weights_differ(
 ) -> str | None:
     """The name of a weight that :func:`quantized_weights` would read otherwise; None if all are
     equal in every bit. Reads them one after the other, as the model may fill the memory."""
-    tensors = dict(named_tensors(module))
-    again: Iterator[tuple[str, QuantizedWeight | None]]
+    left = dict(held)
     try:
-        if quantization == "gguf":
-            again = iter(saved_blocks(folder).items())
-        else:
-            again = saved_layers(folder, _quantized_layers(tensors))
-        left = dict(held)
-        for name, weight in again:
+        for name, weight in _saved(folder, dict(named_tensors(module)), quantization):
             if name not in left:
                 return name
             other = left.pop(name)
@@ -137,11 +129,13 @@ def weights_differ(
     return next(iter(left), None)
 
 
-def _quantized_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, tensor in tensors.items():
-        if is_stand_in(tensor):
-            num_outputs, num_inputs = tensor.shape
-            yield name.removesuffix(".weight"), (num_outputs, num_inputs)
+def _saved(
+    folder: Path, tensors: Mapping[str, Tensor], quantization: str | None
+) -> Iterable[tuple[str, QuantizedWeight | None]]:
+    if quantization == "gguf":
+        return saved_blocks(folder).items()
+    held = ((n.removesuffix(".weight"), t.shape) for n, t in tensors.items() if is_stand_in(t))
+    return saved_layers(folder, ((layer, (shape[0], shape[1])) for layer, shape in held))
 
 
 def _computed(dtype: str, shape: Sequence[int], text: str) -> Tensor:

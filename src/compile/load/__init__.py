@@ -3,7 +3,7 @@
 Read in this order: ``source`` (where a model's files are, with ``embedded`` and ``gguf``), ``load``
 (the way of each, with ``build_module``, ``refusal`` and ``default_sampling``), ``checkpoint`` and
 ``checkpoint_names`` (tensors without a module), ``gguf_blocks`` and ``quantized_load`` (weights
-that stay quantised, with ``quantization_schemes``, ``quantized_layers`` and ``int4_layouts``),
+that stay quantised, with ``quantization_schemes`` and ``int4_layouts``),
 ``tensor_parallel`` with ``parallel_styles`` (one rank's part of a model, by transformers' plan),
 ``weight_source`` with ``weight_names`` and ``weight_names_gguf`` (which parameters a checkpoint's
 tensors fill, for the weight map).

@@ -37,6 +37,15 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return kind if isinstance(kind, type) else None
 
 
+def skeleton_of(config: PreTrainedConfig, kind: Any = None, **options: Any) -> PreTrainedModel:
+    """The module of ``config`` on the meta device, without a weight, by :func:`auto_class` or
+    another class."""
+    kind = kind or auto_class(config)
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = kind.from_config(config, trust_remote_code=False, **options)
+    return skeleton
+
+
 def build_module(
     source: str,
     name: str,

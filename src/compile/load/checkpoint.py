@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,6 +14,15 @@ from torch import Tensor
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUM_READERS = 4
+
+
+def files_of(source: str, **options: Any) -> Path:
+    """A folder, or that of a hub id; ``options`` are for downloading it."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, **options))
 
 
 class Checkpoint:

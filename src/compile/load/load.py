@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..fx.weights import Cut
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
-from .build_module import build_module, read_weights
+from .build_module import build_module
 from .default_sampling import default_sampling, ignored_settings
 from .end_tokens import end_tokens, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
@@ -156,11 +155,7 @@ def _quantized(
     max_model_len: int | None,
 ) -> LoadedModel:
     with as_input_error(name, "must have safetensors weights that a model can be built from"):
-
-        def build(kind: Any, plain: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-            return read_weights(kind, None, name, config=plain, state_dict=state, dtype=dtype)
-
-        module, weights, scheme = load_quantized(source, name, config, build, dtype, device)
+        module, weights, scheme = load_quantized(source, name, config, dtype, device)
     described = _described(module.eval(), _tokenizer(source, name), max_model_len)
     is_made = quantization_of(config) is None
     described = replace(

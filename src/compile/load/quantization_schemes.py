@@ -1,20 +1,25 @@
-"""``Scheme``: how a checkpoint holds its linear layers quantised, read from its config.
+"""``Scheme``: a format in which a checkpoint holds its linear layers quantised.
 
-Whatever a config asks for that is not known here is refused by name: a scale or a permutation that
-is not heeded makes other tokens, not an error.
+A scheme is matched by the config of a checkpoint, names the tensors of a layer, and reads them into
+a :class:`.QuantizedWeight`. Whatever a config asks for that is not known here is refused by name: a
+scale or a permutation that is not heeded makes other tokens, not an error.
+
+Imports nothing of transformers: a restored start goes without it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedModelError
+from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.quantized.quantized_weight import (
     BLOCK,
@@ -24,11 +29,11 @@ from ...kernels.quantized.quantized_weight import (
     quantize_fp8,
     rows_of_blocks,
 )
+from .checkpoint import Checkpoint
 from .int4_layouts import awq_weight, gptq_weight, packed_weight
 
 Parts = Mapping[str, Tensor]
 """The tensors of a layer, by the end of their names."""
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,8 @@ class Scheme:
     """One way in which layers of a checkpoint are held.
 
     Attributes:
-        name: for people.
-        format: of its weights, as :meth:`.context.PassContext.weight_format` names them.
+        name: for messages and statistics.
+        format: of its weights (:attr:`.QuantizedWeight.format`).
         marker: a tensor that quantised layers have, and others do not.
         parts: the tensors of a quantised layer, "bias" apart; those with "?" may be missing.
         read: the weight from its parts and its shape ``(N, K)``. A ValueError says what is wrong.
@@ -50,6 +55,83 @@ class Scheme:
     parts: tuple[str, ...]
     read: Callable[[Parts, tuple[int, int]], QuantizedWeight]
     is_excluded: Callable[[str], bool] = lambda _: False
+
+    @property
+    def known(self) -> list[str]:
+        """All tensors that a layer may have, "bias" apart."""
+        return [part.removesuffix("?") for part in self.parts]
+
+    def layers(
+        self, names: Iterable[str], parameter: Callable[[str], str | None]
+    ) -> Iterator[tuple[str, str, bool]]:
+        """Of each quantised layer of a checkpoint: its name there, its name in the module ("" if
+        the module has none), and whether the config says that it is not quantised.
+
+        Args:
+            names: of the checkpoint's tensors.
+            parameter: the parameter of the module that a tensor becomes (:class:`CheckpointNames`).
+        """
+        end = f".{self.marker}"
+        for file in (name.removesuffix(end) for name in names if name.endswith(end)):
+            layer = (parameter(f"{file}.weight") or "").removesuffix(".weight")
+            yield file, layer, self.is_excluded(layer) or self.is_excluded(file)
+
+    def read_layer(self, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+        """The weight of a layer from its tensors.
+
+        Raises:
+            InvalidInputError: the tensors are not those of the scheme.
+        """
+        missing = [p for p in self.parts if not p.endswith("?") and p not in parts]
+        if missing:
+            raise InvalidInputError("model", layer, f"has no {', '.join(missing)}: {self.name}")
+        try:
+            return self.read(parts, shape)
+        except ValueError as error:
+            raise InvalidInputError("model", layer, f"{error}: {self.name}") from None
+
+    def read_layers(
+        self,
+        checkpoint: Checkpoint,
+        layers: Iterable[tuple[str, str, tuple[int, int]]],
+        device: torch.device,
+    ) -> Iterator[tuple[str, QuantizedWeight]]:
+        """The weights of ``layers`` by parameter name, one after the other, made on ``device``.
+
+        Args:
+            layers: each one's name, its name in the checkpoint, and the shape of its weight.
+
+        Raises:
+            InvalidInputError: as of :meth:`read_layer`.
+        """
+        for layer, file, shape in layers:
+            parts = {
+                part: checkpoint.get(f"{file}.{part}").to(device)
+                for part in self.known
+                if f"{file}.{part}" in checkpoint
+            }
+            yield f"{layer}.weight", self.read_layer(layer, parts, shape)
+
+
+def saved_layers(
+    folder: Path, layers: Iterable[tuple[str, tuple[int, int]]]
+) -> Iterator[tuple[str, QuantizedWeight]]:
+    """:meth:`Scheme.read_layers`, of the checkpoint in a folder, by its config.json; those of one
+    that is not quantised become FP8. Exclusions of the config are ignored. Layers have the same
+    names in the checkpoint, or cannot be read so.
+
+    Args:
+        layers: each one's name and the shape ``(N, K)`` of its weight.
+
+    Raises:
+        Exception: of any kind, if there is no such checkpoint.
+    """
+    named = [(layer, layer, shape) for layer, shape in layers]
+    if not named:
+        return iter(())
+    found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    scheme = fp8_at_load("") if found is None else scheme_of(str(folder), found)
+    return scheme.read_layers(Checkpoint(folder), named, torch.device("cpu"))
 
 
 def fp8_at_load(excluded: str) -> Scheme:
@@ -72,15 +154,9 @@ def scheme_of(model: str, config: Mapping[str, Any]) -> Scheme:
     """
     method = config.get("quant_method")
     try:
-        if method == "fp8":
-            return _fp8(config)
-        if method == "compressed-tensors":
-            return _compressed_tensors(config)
-        if method == "awq":
-            return _awq(config)
-        if method == "gptq":
-            return _gptq(config)
-        raise _Unknown("quant_method", method, f"known are {', '.join(METHODS)}")
+        if not isinstance(method, str) or method not in _METHODS:
+            raise _Unknown("quant_method", method, f"known are {', '.join(_METHODS)}")
+        return _METHODS[method](config)
     except _Unknown as error:
         raise UnsupportedModelError(f"{model}: its quantization_config has {error}") from None
 
@@ -206,6 +282,15 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     name = f"GPTQ int4 in groups of {config.get('group_size')}"
     parts = ("qweight", "qzeros", "scales", "g_idx?")
     return Scheme(name, "int4", "qweight", parts, read)
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+}
+"""The schemes by ``quant_method``."""
 
 
 def _make_fp8(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:

@@ -8,8 +8,7 @@ own quantiser, which would put other modules in place of the layers, is not aske
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from ...kernels.registry import registry
 from ..fx.stand_in import is_stand_in, stand_in
 from ..model.linear_weights import check_readers
 from ..model.loaded import Shard
-from .checkpoint import Checkpoint
+from .build_module import read_weights, skeleton_of
+from .checkpoint import Checkpoint, files_of
 from .checkpoint_names import CheckpointNames
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
-from .quantized_layers import read_layer, read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
-Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
-"""A module of a class from its config and all of its tensors."""
 
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -95,7 +92,6 @@ def load_quantized(
     source: str,
     name: str,
     config: PreTrainedConfig,
-    build: Build,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, QuantizedWeight], str]:
@@ -103,7 +99,6 @@ def load_quantized(
     the config, else fp8 that is made here.
 
     Args:
-        build: makes a module on a CPU.
         dtype: of the module, and of what is not quantised.
         device: where all of it is to be. A layer is moved there and then quantised.
 
@@ -116,21 +111,14 @@ def load_quantized(
     if found is not None:
         scheme = scheme_of(name, found)
         del plain.quantization_config
-    with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
-            plain, dtype=dtype, trust_remote_code=False
-        )
+    skeleton = skeleton_of(plain, AutoModelForCausalLM, dtype=dtype)
     linears = linears_of(skeleton)
     is_made = found is None
     if is_made:
         scheme = fp8_at_load(head_of(skeleton))
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
-    folder = Path(source)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+    folder = files_of(source, allow_patterns=["*.json", "*.safetensors"])
     checkpoint = Checkpoint(folder)
     names = CheckpointNames(skeleton)
     files = _layers(checkpoint, scheme, linears, name, names, is_made=is_made)
@@ -143,7 +131,8 @@ def load_quantized(
         if bias is not None and linears[layer].bias is None and bool(bias.any()):
             raise UnsupportedModelError(f"{name}: {layer} has a bias, and no use for it")
         state[f"{file}.weight"] = stand_in(shapes[layer], dtype)
-    module = build(type(skeleton), plain, state)
+    options: dict[str, Any] = {"config": plain, "state_dict": state, "dtype": dtype}
+    module = read_weights(type(skeleton), None, name, **options)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
     for layer in files:
@@ -151,7 +140,7 @@ def load_quantized(
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
             raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
     to_read = [(layer, file, shapes[layer]) for layer, file in files.items()]
-    weights = dict(read_layers(checkpoint, scheme, to_read, device))
+    weights = dict(scheme.read_layers(checkpoint, to_read, device))
     _move(module, device)
     if is_made:
         # What transformers makes of several tensors, or of a part of one.
@@ -183,7 +172,7 @@ def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWei
         if scheme.is_excluded(layer) or is_stand_in(weight):
             continue
         shape = (linear.out_features, linear.in_features)
-        weights[f"{layer}.weight"] = read_layer(scheme, layer, {"weight": weight}, shape)
+        weights[f"{layer}.weight"] = scheme.read_layer(layer, {"weight": weight}, shape)
         linear.weight.data = stand_in(shape, weight.dtype, weight.device)
         del weight
     return weights
@@ -220,14 +209,11 @@ def _layers(
 ) -> dict[str, str]:
     """The layers whose weights are read quantised, or made so as they are read, by name; with
     their names in the checkpoint."""
-    end = f".{scheme.marker}"
-    marked = [n.removesuffix(end) for n in checkpoint.names if n.endswith(end)]
+    marked = list(scheme.layers(checkpoint.names, names.parameter))
     if not marked:
         raise InvalidInputError("model", name, f"has no {scheme.marker} at all: {scheme.name}")
     found: dict[str, str] = {}
-    for file in marked:
-        layer = (names.parameter(f"{file}.weight") or "").removesuffix(".weight")
-        is_excluded = scheme.is_excluded(layer) or scheme.is_excluded(file)
+    for file, layer, is_excluded in marked:
         if layer in linears and layer not in found and not is_excluded:
             found[layer] = file
         elif is_made:
@@ -248,11 +234,10 @@ def _plain_tensors(
     Args:
         quantized: names of layers in the checkpoint.
     """
-    known = {part.removesuffix("?") for part in scheme.parts}
     state: dict[str, Tensor] = {}
     for key in checkpoint.names:
         layer, _, part = key.rpartition(".")
-        if layer in quantized and part in known:
+        if layer in quantized and part in scheme.known:
             continue
         tensor = checkpoint.get(key)
         if layer in quantized and part != "bias":

@@ -12,12 +12,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -30,11 +29,10 @@ from transformers.core_model_loading import (
 from ...errors import InvalidInputError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Changes, Cut, Region, check_value
-from .build_module import auto_class
-from .checkpoint import Checkpoint
+from .build_module import skeleton_of
+from .checkpoint import Checkpoint, files_of
 from .checkpoint_names import CheckpointNames
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
-from .quantized_layers import read_layer
 from .quantized_load import head_of, linears_of, quantization_of, stays_quantised
 from .source import ModelSource
 
@@ -65,18 +63,10 @@ class FolderNames:
             raise _refusal(source.name, "holds weights that transformers expands as it loads them")
         if found is not None:
             del plain.quantization_config
-        with torch.device("meta"):
-            skeleton: PreTrainedModel = auto_class(plain).from_config(
-                plain, trust_remote_code=False
-            )
-        self._skeleton = skeleton
+        self._skeleton = skeleton = skeleton_of(plain)
         if found is None and quantization == "fp8":
             self._scheme = fp8_at_load(head_of(skeleton))
-        folder = Path(source.files)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(source.files, local_files_only=True))
+        folder = files_of(source.files, local_files_only=True)
         try:
             self._checkpoint = Checkpoint(folder)
         except OSError as error:
@@ -123,8 +113,9 @@ class FolderNames:
         self, file: str, parts: dict[str, Tensor], held: Mapping[str, Any]
     ) -> tuple[str, QuantizedWeight]:
         assert self._scheme is not None  # there is a layer of it
-        known = {part.removesuffix("?") for part in self._scheme.parts}
-        missing = [n for n in known - set(parts) if f"{file}.{n}" in self._checkpoint]
+        missing = [
+            n for n in self._scheme.known if n not in parts and f"{file}.{n}" in self._checkpoint
+        ]
         if missing:
             first = sorted(parts)[0]
             limit = f"must be written in one call with {', '.join(sorted(missing))}"
@@ -134,7 +125,7 @@ class FolderNames:
         device = held[parameter].parts[0].device
         moved = {name: part.to(device) for name, part in parts.items()}
         num_outputs, num_inputs = self._shapes[parameter]
-        return parameter, read_layer(self._scheme, layer, moved, (num_outputs, num_inputs))
+        return parameter, self._scheme.read_layer(layer, moved, (num_outputs, num_inputs))
 
     @cached_property
     def _conversions(self) -> CheckpointNames:
@@ -143,27 +134,18 @@ class FolderNames:
     @cached_property
     def _layers(self) -> dict[str, str]:
         """The quantised layers, by their names in the checkpoint."""
-        scheme, linears = self._scheme, linears_of(self._skeleton)
-        found: dict[str, str] = {}
-        if scheme is None:
-            return found
-        for name in self.names:
-            file, _, part = name.rpartition(".")
-            if part != scheme.marker:
-                continue
-            layer = (self._conversions.parameter(f"{file}.weight") or "").removesuffix(".weight")
-            is_excluded = scheme.is_excluded(layer) or scheme.is_excluded(file)
-            if layer in linears and not is_excluded:
-                found[file] = layer
-        return found
+        if self._scheme is None:
+            return {}
+        linears = linears_of(self._skeleton)
+        found = self._scheme.layers(self.names, self._conversions.parameter)
+        return {file: layer for file, layer, is_out in found if layer in linears and not is_out}
 
     def _layer_of(self, name: str) -> tuple[str, str] | None:
         """The quantised layer that the tensor is a part of, in the module and in the checkpoint."""
         file, _, part = name.rpartition(".")
-        if self._scheme is None or file not in self._layers:
+        if self._scheme is None or part not in self._scheme.known or file not in self._layers:
             return None
-        known = {known.removesuffix("?") for known in self._scheme.parts}
-        return (self._layers[file], file) if part in known else None
+        return self._layers[file], file
 
     @cached_property
     def _table(self) -> dict[str, list[Region] | str]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     Qwen2MoeTensorProcessor,
@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from ...errors import InvalidInputError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Changes, Region, check_value
-from .build_module import auto_class
+from .build_module import skeleton_of
 from .gguf_blocks import blocks_of
 from .gguf_reader import open_gguf, read_values
 from .source import ModelSource
@@ -54,11 +54,7 @@ class GgufNames:
         reader = open_gguf(Path(source.name))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = AutoConfig.from_pretrained(source.files, trust_remote_code=False)
-        with torch.device("meta"):
-            skeleton: PreTrainedModel = auto_class(config).from_config(
-                config, trust_remote_code=False
-            )
-        self._skeleton = skeleton
+        self._skeleton = skeleton = skeleton_of(config)
         kind = TENSOR_PROCESSORS.get(
             read_values(reader, "general.architecture")[0], TensorProcessor
         )
