@@ -126,12 +126,22 @@ class StepPlan:
         return found
 
 
-def refuse_drafts(plan: StepPlan, runner: str) -> None:
-    """Raises EngineError if a row has draft tokens: ``runner`` samples one token per row."""
-    if plan.has_drafts:
-        raise EngineError(
-            f"{runner} computes no draft tokens, and rows of step {plan.step} have some"
-        )
+def refuse_drafts(plan: StepPlan, runner: str, *, takes_plain: bool = False) -> None:
+    """Raises EngineError if a row has draft tokens that ``runner`` does not compute.
+
+    Args:
+        takes_plain: it computes those of requests that neither edit their logits nor have a
+            constraint; else it samples one token per row.
+    """
+    for row in plan.drafts() if plan.has_drafts else ():
+        info = plan.requests[row]
+        is_plain = info.edits is None and info.sampling_params.structured_outputs is None
+        if not (takes_plain and is_plain):
+            which = " of requests with edits or constraints" if takes_plain else ""
+            raise EngineError(
+                f"{runner} computes no draft tokens{which}, and the row of "
+                f"{info.request_id!r} in step {plan.step} has some"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from typing import Protocol
 from .plan import StepPlan, StepResult
 from .request import Request
 
+MAX_DRAFT_TOKENS = 16
+"""Of a row, that a runner which computes draft tokens makes room for."""
+
 
 class Runner(Protocol):
     """Computes plans in dispatch order.
@@ -49,6 +52,11 @@ class Drafter(Protocol):
     """
 
     max_draft_tokens: int
+
+    def serves(self, request: Request) -> bool:
+        """Whether it proposes for a request, which the scheduler then makes settled-only as it
+        arrives. Others have draft tokens if they are settled-only anyway."""
+        ...
 
     def propose(self, request: Request) -> Sequence[int]:
         """Token ids of the target's vocabulary that may follow ``request.token_ids``, all of which

@@ -16,6 +16,7 @@ from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
+from ..engine.runner import MAX_DRAFT_TOKENS
 from ..errors import InvalidInputError
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
@@ -67,7 +68,8 @@ class ModelRunner:
             GPU does. It gains nothing on a CPU.
         processed_logprobs: those of sampled tokens are of what they are sampled from.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
-            its sampled rows, before sampling. Must not keep the tensor without cloning it.
+            its samples, row after row, before sampling. Must not keep the tensor without cloning
+            it.
         threads: of its steps; None leaves torch's number as it is.
 
     Raises:
@@ -95,7 +97,7 @@ class ModelRunner:
             if value < 1:
                 raise InvalidInputError(name, value, "must be 1 or more")
         loaded = captured.loaded
-        self.pipeline_depth, self.max_draft_tokens = int(overlap), 0
+        self.pipeline_depth, self.max_draft_tokens = int(overlap), MAX_DRAFT_TOKENS
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks
         self.block_size, self.num_blocks = block_size, num_blocks
@@ -138,7 +140,7 @@ class ModelRunner:
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
-        refuse_drafts(plan, "the runner on a CPU")
+        refuse_drafts(plan, "the runner on a CPU", takes_plain=True)
         begin = time.perf_counter()
         with torch.inference_mode():
             packed = self._packer.pack(plan)
@@ -223,9 +225,10 @@ class ModelRunner:
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
-        inputs = self._layout.num_input_bytes(Sizes("host", num_tokens, num_rows, num_rows))
-        sampling = num_rows * 6 * 8
-        logprobs = (num_tokens + num_rows) * LOGPROB_FIELDS * 4
+        num_samples = min(num_tokens, num_rows * (1 + self.max_draft_tokens))
+        inputs = self._layout.num_input_bytes(Sizes("host", num_tokens, num_rows, num_samples))
+        sampling = num_samples * 6 * 8
+        logprobs = (num_tokens + num_samples) * LOGPROB_FIELDS * 4
         tables = num_rows * self._max_num_blocks * 4
         return inputs + sampling + logprobs + tables + 4096
 

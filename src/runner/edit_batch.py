@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 
 import numpy as np
 
@@ -166,10 +166,13 @@ class EditPacker:
         return replace(batch, fields=fields, constrained=masks.bits)
 
     def _candidates(self, plan: StepPlan, masks: Masks | None) -> Iterable[tuple[int, int]]:
-        """Rows of the plan that may be edited, with their places among the sampled ones."""
+        """Rows of the plan that may be edited, each with the place of its first sample among those
+        of the step."""
         if masks is not None and not self.any_edited:
             return zip(masks.numbers, masks.places, strict=True)
-        return zip(np.flatnonzero(plan.num_samples).tolist(), count(), strict=False)
+        places = accumulate(plan.num_samples, initial=0)
+        rows = zip(count(), places, plan.num_samples, strict=False)
+        return ((row, place) for row, place, num_samples in rows if num_samples)
 
     def _lists_of(self, request: RequestInfo, vocab_size: int) -> _RowLists:
         try:

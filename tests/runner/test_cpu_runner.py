@@ -11,7 +11,7 @@ from pagespec.compile.captured_model import CapturedModel, CaptureOptions, captu
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
-from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelError
+from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
@@ -135,17 +135,6 @@ def test_packing_of_draft_tokens() -> None:
     assert packed.sampling is not None
     assert packed.sampling.positions.tolist() == [2, 3, 4, 3]
     assert packed.sampling.seeds.tolist() == [a.seed] * 3 + [b.seed]
-
-
-def test_draft_tokens_are_refused_by_name(captured: CapturedModel) -> None:
-    runner = ModelRunner(captured, block_size=4, num_blocks=4)
-    request = make_requests([[1, 2]], 9)[0]
-    plan = StepPlan(3, (request.info,), (0,), (4,), (3,), (1, 2, 3, 4), {0: (0,)})
-    with pytest.raises(EngineError, match=r"runner on a CPU .* no draft tokens, .* step 3"):
-        runner.dispatch(plan)
-    runner.reset()
-    plan = StepPlan(0, (request.info,), (0,), (2,), (1,), (1, 2), {0: (0,)})
-    assert len(runner.collect(runner.dispatch(plan)).token_ids) == 1
 
 
 def test_copies_are_done_before_the_step_also_by_other_ranks(captured: CapturedModel) -> None:

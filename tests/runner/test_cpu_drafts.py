@@ -1,0 +1,172 @@
+"""Rows with draft tokens on a CPU: the same tokens and log-probabilities, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pagespec import SamplingParams
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.core import Engine
+from pagespec.engine.logit_edits import LogitEdits
+from pagespec.engine.logprob_output import add_logprobs
+from pagespec.engine.outputs import CompletionOutput, RequestOutput
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import EngineError
+from pagespec.runner.cpu_runner import ModelRunner, StepHandle
+from tests.support.captures import graph_cache
+from tests.support.models import VOCAB_SIZE, tiny_model
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, NUM_OUTPUTS = 4, 60, 6, 12
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedModel:
+    loaded = load_model(tiny_model("llama", num_hidden_layers=2))
+    return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+
+
+class Guesses:
+    """A drafter that is right about a token with some probability, and offers none for requests
+    that edit their logits.
+
+    Args:
+        answers: the outputs by request.
+    """
+
+    max_draft_tokens = 4
+
+    def __init__(self, answers: dict[str, list[int]], is_right: float) -> None:
+        self._answers, self._is_right = answers, is_right
+
+    def propose(self, request: Request) -> Sequence[int]:
+        done = len(request.output_token_ids)
+        rng = random.Random(f"{request.request_id}, {done}")
+        answer = self._answers[request.request_id][done:]
+        return [t if rng.random() < self._is_right else rng.randrange(VOCAB_SIZE) for t in answer]
+
+
+class StagingRunner(ModelRunner):
+    """Sends each step as rank 0 of several does."""
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        self._sample_constrained()
+        arrays = self.stage(plan)
+        assert sum(array.nbytes for array in arrays) <= self.max_staged_bytes
+        return self.launch([array.copy() for array in arrays], plan)
+
+
+def make_requests() -> list[Request]:
+    """Plain ones, of which some are sampled and some are asked for log-probabilities; each third
+    edits its logits."""
+    rng = random.Random(5)
+    requests = []
+    for i in range(8):
+        asked: dict[str, Any] = {"temperature": (0.0, 0.8)[i % 2], "max_tokens": NUM_OUTPUTS}
+        if i % 4 < 2:
+            asked |= {"logprobs": 2, "prompt_logprobs": 1 if i % 4 == 1 else None}
+        if i % 3 == 2:
+            asked |= ({"repetition_penalty": 1.4}, {"allowed_token_ids": [7, 8, 9]})[i % 2]
+        params = SamplingParams(**asked)
+        edits = LogitEdits.of(params)
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(2 + 3 * i)]
+        requests.append(
+            Request(
+                str(i),
+                prompt,
+                params,
+                max_num_tokens=len(prompt) + NUM_OUTPUTS,
+                seed=i,
+                edits=edits,
+                settled_only=edits is None,
+            )
+        )
+    return requests
+
+
+def run(
+    captured: CapturedModel, drafter: Guesses | None, budget: int, *, overlap: bool, is_staged: bool
+) -> tuple[dict[str, Any], int]:
+    """What callers see of each request, and the largest number of samples in a row."""
+    most = 0
+
+    def on_logits(plan: StepPlan, _: object) -> None:
+        nonlocal most
+        most = max(most, *plan.num_samples)
+
+    runner = (StagingRunner if is_staged else ModelRunner)(
+        captured,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_tokens=budget,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=16,
+        overlap=overlap,
+        on_logits=on_logits,
+    )
+    scheduler = Scheduler(
+        BlockManager(NUM_BLOCKS, BLOCK_SIZE),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=budget,
+        pipeline_depth=runner.pipeline_depth,
+        drafter=drafter,
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    requests = make_requests()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    found = {}
+    for request in requests:
+        answer = CompletionOutput(0, "", request.output_token_ids, request.finish_reason)
+        output = RequestOutput(request.request_id, None, request.token_ids, [answer])
+        add_logprobs(output, [request], None)
+        rows = None if answer.logprobs is None else list(answer.logprobs)
+        prompt_rows = output.prompt_logprobs and list(output.prompt_logprobs)
+        found[request.request_id] = answer.token_ids, answer.cumulative_logprob, rows, prompt_rows
+    return found, most
+
+
+@pytest.mark.parametrize(("overlap", "is_staged"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("budget", [8, 64])
+def test_no_answer_depends_on_draft_tokens(
+    captured: CapturedModel, budget: int, overlap: bool, is_staged: bool
+) -> None:
+    """Rows that edit their logits among them, whose samples lie behind those of others."""
+    how = {"overlap": overlap, "is_staged": is_staged}
+    plain, most = run(captured, None, budget, **how)
+    assert most == 1
+    answers = {
+        name: [] if int(name) % 3 == 2 else token_ids for name, (token_ids, *_) in plain.items()
+    }
+    for is_right in (1.0, 0.6, 0.0):
+        drafted, most = run(captured, Guesses(answers, is_right), budget, **how)
+        assert drafted == plain
+        assert most == 1 + Guesses.max_draft_tokens or budget == 8
+
+
+@pytest.mark.parametrize("asked", [{"min_tokens": 2}, {"presence_penalty": 1.0}])
+def test_draft_tokens_of_edited_rows_are_refused_by_name(
+    captured: CapturedModel, asked: dict[str, Any]
+) -> None:
+    params = SamplingParams(**asked)
+    edits = LogitEdits.of(params, stop_token_ids=[3])
+    plain = Request("plain", [1, 2], SamplingParams(), max_num_tokens=9)
+    edited = Request("edited", [1, 2], params, max_num_tokens=9, edits=edits)
+    runner = ModelRunner(captured, block_size=4, num_blocks=8)
+    rows = (plain.info, edited.info), (0, 0), (3, 3), (2, 2), (1, 2, 3, 1, 2, 3)
+    plan = StepPlan(0, *rows, {0: (0,), 1: (1,)}, prefixes={1: ()})
+    with pytest.raises(EngineError, match=r"on a CPU .* edits .* 'edited' in step 0 has some"):
+        runner.dispatch(plan)
+    runner.reset()
+    first = StepPlan(0, (plain.info,), (0,), (3,), (2,), (1, 2, 3), {0: (0,)})
+    assert len(runner.collect(runner.dispatch(first)).token_ids) == 2
