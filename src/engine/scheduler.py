@@ -133,6 +133,10 @@ class Scheduler:
                 f"needs {num_blocks} KV blocks of {self.blocks.block_size} tokens, "
                 f"the pool has num_blocks = {self.blocks.num_blocks}",
             )
+        if self.drafter is not None:
+            for arrival in (request, *siblings):
+                if self.drafter.serves(arrival):
+                    arrival.settled_only = True  # draft tokens follow settled ones alone
         for arrival in (request, *siblings):
             self.requests[arrival.request_id] = arrival
         self.queues.arrive(request, siblings)

@@ -32,6 +32,9 @@ class FixedDrafts:
         self.drafts, self.max_draft_tokens = drafts, most
         self.num_calls = 0
 
+    def serves(self, _: Request) -> bool:
+        return False
+
     def propose(self, _: Request) -> Sequence[int]:
         self.num_calls += 1
         return self.drafts
@@ -201,6 +204,24 @@ def test_a_chunk_has_no_drafts() -> None:
     assert rows(planned(scheduler)) == [("a", 0, 4, 0)]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_drafter_chooses_the_requests_that_it_serves(depth: int) -> None:
+    """The request and its siblings are settled-only from their arrival on; others stay as asked."""
+
+    class Some(FixedDrafts):
+        def serves(self, request: Request) -> bool:
+            return request.request_id.startswith("a")
+
+    scheduler = scheduler_with(Some(5, 6), depth=depth)
+    leader, other = added(scheduler, "c", settled_only=False), added(scheduler, "d")
+    plain = Request("a0", [1, 2], PARAMS, max_num_tokens=12, settled_only=False)
+    sibling = plain.sibling("a1", 1, None)
+    scheduler.add(plain, [sibling])
+    assert rows(planned(scheduler)) == [("c", 0, 2, 1), ("d", 0, 4, 3), ("a0", 0, 4, 3)]
+    marks = [request.settled_only for request in (leader, other, plain, sibling)]
+    assert marks == [False, True, True, True]
+
+
 def test_the_number_of_samples_is_checked() -> None:
     scheduler = scheduler_with(FixedDrafts(5, 6))
     added(scheduler)
@@ -275,6 +296,9 @@ class FromStreams:
 
     def __init__(self, wrong_every: int, most: int) -> None:
         self._wrong_every, self.max_draft_tokens = wrong_every, most
+
+    def serves(self, _: Request) -> bool:
+        return False
 
     def propose(self, request: Request) -> list[int]:
         done = len(request.output_token_ids)

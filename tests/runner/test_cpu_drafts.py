@@ -35,8 +35,7 @@ def captured() -> CapturedModel:
 
 
 class Guesses:
-    """A drafter that is right about a token with some probability, and offers none for requests
-    that edit their logits.
+    """A drafter of plain requests that is right about a token with some probability.
 
     Args:
         answers: the outputs by request.
@@ -46,6 +45,9 @@ class Guesses:
 
     def __init__(self, answers: dict[str, list[int]], is_right: float) -> None:
         self._answers, self._is_right = answers, is_right
+
+    def serves(self, request: Request) -> bool:
+        return request.info.edits is None
 
     def propose(self, request: Request) -> Sequence[int]:
         done = len(request.output_token_ids)
@@ -86,7 +88,6 @@ def make_requests() -> list[Request]:
                 max_num_tokens=len(prompt) + NUM_OUTPUTS,
                 seed=i,
                 edits=edits,
-                settled_only=edits is None,
             )
         )
     return requests
@@ -145,9 +146,7 @@ def test_no_answer_depends_on_draft_tokens(
     how = {"overlap": overlap, "is_staged": is_staged}
     plain, most = run(captured, None, budget, **how)
     assert most == 1
-    answers = {
-        name: [] if int(name) % 3 == 2 else token_ids for name, (token_ids, *_) in plain.items()
-    }
+    answers = {name: token_ids for name, (token_ids, *_) in plain.items()}
     for is_right in (1.0, 0.6, 0.0):
         drafted, most = run(captured, Guesses(answers, is_right), budget, **how)
         assert drafted == plain

@@ -104,6 +104,9 @@ class OfferedDrafts:
         self.max_draft_tokens = max_draft_tokens
         self.offer: dict[int, tuple[int, ...]] = {}
 
+    def serves(self, _: RealRequest) -> bool:
+        return False
+
     def propose(self, request: RealRequest) -> tuple[int, ...]:
         return self.offer.get(int(request.request_id), ())
 

@@ -36,6 +36,9 @@ class MixedDrafts:
     def __init__(self, seed: int, max_draft_tokens: int) -> None:
         self._seed, self.max_draft_tokens = seed, max_draft_tokens
 
+    def serves(self, _: Request) -> bool:
+        return False
+
     def propose(self, request: Request) -> list[int]:
         known = request.token_ids
         rng = random.Random(f"drafts of {self._seed}: {request.request_id}, {len(known)}")
