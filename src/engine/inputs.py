@@ -15,6 +15,7 @@ from ..validation import is_int, is_list
 from .policy import MAX_PRIORITY
 from .reasoning import Reasoning
 from .sampling_params import SamplingParams
+from .segments import Segment
 from .text_bounds import TextBound, is_plain, text_bound
 
 # A text of more characters per token of the context is counted piece by piece first.
@@ -27,6 +28,12 @@ _PROMPT_KEYS = {*_PROMPT_FORMS, "cache_salt", "priority", "owner"}
 # Other content than tokens, as vLLM's prompts have it.
 _CONTENT_KEYS = ("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs")
 _NO_CONTENT = "is not supported: a prompt has tokens only"
+_PLACEHOLDER = 0
+"""The token id of a position of other content."""
+
+ReadContent = Callable[[str, Any], Segment]
+"""Reads a content segment of one kind: from its field's name and its value; raises
+InvalidInputError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,8 @@ class PromptInput:
     share it is served under the policy "fair". ``is_scored``: only the prompt is wanted; one token
     is sampled and discarded, so the context need not hold it. ``end_token_ids`` end its answers
     beside the model's own, unless these are ignored. ``reasoning`` is what the answer may begin
-    with before its content, of a conversation."""
+    with before its content, of a conversation. ``segments``: of a prompt with other content than
+    tokens, in whose place ``token_ids`` has placeholders; None of any other."""
 
     text: str | None
     token_ids: list[int]
@@ -46,6 +54,7 @@ class PromptInput:
     is_scored: bool = False
     end_token_ids: frozenset[int] = frozenset()
     reasoning: Reasoning | None = None
+    segments: tuple[Segment, ...] | None = None
 
 
 def require_unicode(field: str, text: str) -> None:
@@ -84,22 +93,36 @@ def _checked_owner(field: str, owner: Any) -> str:
     return owner
 
 
-def _tokens_of_segments(field: str, segments: Any) -> list[Any]:
-    """The tokens of a list of token segments, which are joined: where one ends has no meaning."""
+def _read_segments(
+    field: str, segments: Any, kinds: Mapping[str, ReadContent]
+) -> tuple[list[Any], tuple[Segment, ...] | None]:
+    """The tokens of a list of segments, joined, and the segments; None of token segments alone:
+    where one ends has no meaning."""
     if not is_list(segments) or not segments:
         limit = "must be a list of {'prompt_token_ids': ...}, at least one"
         raise InvalidInputError(field, segments, limit)
     token_ids: list[Any] = []
+    found = []
     for i, segment in enumerate(segments):
         place = f"{field}[{i}]"
-        if not isinstance(segment, Mapping) or set(segment) != {"prompt_token_ids"}:
-            limit = "must be {'prompt_token_ids': ...}: other content than tokens is not supported"
+        is_one = isinstance(segment, Mapping) and len(segment) == 1
+        kind: Any = next(iter(segment)) if is_one else None
+        if kind in kinds:
+            found.append(kinds[kind](f"{place}.{kind}", segment[kind]))
+            token_ids += [_PLACEHOLDER] * found[-1].length
+            continue
+        if kind != "prompt_token_ids":
+            forms = " or ".join(f"{{{name!r}: ...}}" for name in ("prompt_token_ids", *kinds))
+            which = "content" if kinds else "content than tokens"
+            limit = f"must be {forms}: other {which} is not supported"
             raise InvalidInputError(place, segment, limit)
-        if not is_list(segment["prompt_token_ids"]) or not segment["prompt_token_ids"]:
+        if not is_list(segment[kind]) or not segment[kind]:
             limit = "must be a list of token ids, at least one"
-            raise InvalidInputError(f"{place}.prompt_token_ids", segment["prompt_token_ids"], limit)
-        token_ids += segment["prompt_token_ids"]
-    return token_ids
+            raise InvalidInputError(f"{place}.{kind}", segment[kind], limit)
+        token_ids += segment[kind]
+        found.append(Segment(len(segment[kind])))
+    has_contents = any(segment.content_hash is not None for segment in found)
+    return token_ids, tuple(found) if has_contents else None
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -152,13 +175,21 @@ class PromptReader:
         tokenizer: a transformers tokenizer, or None: then only token ids are accepted.
         vocab_size: ids must be below it.
         max_model_len: prompts must leave room for one generated token, unless they are scored.
+        kinds: of content segments, each with what reads it. Others are refused.
 
     Attributes:
         encoding_lock: held while a tokenizer that threads may not share encodes a text or renders
             a chat template.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        kinds: Mapping[str, ReadContent] | None = None,
+    ) -> None:
+        self._kinds = kinds or {}
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -185,6 +216,7 @@ class PromptReader:
             InvalidInputError: it is refused; names ``field``, the value and the limit.
         """
         cache_salt, priority, owner = b"", 0, ""
+        segments: tuple[Segment, ...] | None = None
         if isinstance(prompt, Mapping):
             for key in _CONTENT_KEYS:
                 if prompt.get(key) is not None:
@@ -206,7 +238,8 @@ class PromptReader:
                     limit = "must be text; token ids go into 'prompt_token_ids'"
                     raise InvalidInputError(f"{field}.prompt", prompt, limit)
             elif "segments" in prompt:
-                prompt = _tokens_of_segments(f"{field}.segments", prompt["segments"])
+                given = prompt["segments"]
+                prompt, segments = _read_segments(f"{field}.segments", given, self._kinds)
             else:
                 prompt = prompt["prompt_token_ids"]
                 if not is_list(prompt):
@@ -219,8 +252,14 @@ class PromptReader:
             token_ids, text = list(prompt), None
         else:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
-        token_ids = self._check(self._truncated(token_ids, truncate), field, is_scored=is_scored)
-        return PromptInput(text, token_ids, cache_salt, priority, owner, is_scored)
+        if is_scored and segments is not None:
+            limit = "must be tokens to be scored: it has other content"
+            raise InvalidInputError(field, segments, limit)
+        token_ids = self._truncated(token_ids, truncate, segments)
+        token_ids = self._check(token_ids, field, is_scored=is_scored)
+        return PromptInput(
+            text, token_ids, cache_salt, priority, owner, is_scored, segments=segments
+        )
 
     def read_all(
         self,
@@ -243,7 +282,8 @@ class PromptReader:
 
     def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
         """A prompt that was read before, as ``read`` would have cut it."""
-        return replace(prompt, token_ids=self._truncated(prompt.token_ids, truncate))
+        token_ids = self._truncated(prompt.token_ids, truncate, prompt.segments)
+        return replace(prompt, token_ids=token_ids)
 
     def marked(
         self,
@@ -262,10 +302,19 @@ class PromptReader:
             prompt = replace(prompt, owner=_checked_owner("prompt", owner))
         return prompt
 
-    def _truncated(self, token_ids: list[Any], truncate: int | None) -> list[Any]:
+    def _truncated(
+        self,
+        token_ids: list[Any],
+        truncate: int | None,
+        segments: Sequence[Segment] | None = None,
+    ) -> list[Any]:
         if truncate is None:
             return token_ids
-        return token_ids[-(self._max_model_len - 1 if truncate == -1 else truncate) :]
+        kept = token_ids[-(self._max_model_len - 1 if truncate == -1 else truncate) :]
+        if segments is not None and len(kept) < len(token_ids):
+            limit = f"must keep all {len(token_ids)} positions: the prompt has more than tokens"
+            raise InvalidInputError("truncate_prompt_tokens", truncate, limit)
+        return kept
 
     def encode(
         self, text: str, field: str = "bad_words", *, add_special_tokens: bool = False

@@ -105,6 +105,9 @@ class RequestFactory:
         if params.prompt_logprobs is not None and not self._can_score:
             limit = "must be None: this model's head is not found behind its hidden states"
             raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
+        if params.prompt_logprobs is not None and prompt.segments is not None:
+            limit = "must be None: the prompt has other content than tokens"
+            raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
         # The last token is sampled and never computed, so that of a scored prompt may lie beyond.
@@ -135,6 +138,7 @@ class RequestFactory:
             edits=edits,
             reasoning=None if params.structured_outputs is None else prompt.reasoning,
             end_token_ids=own_ends,
+            segments=prompt.segments,
         )
         requests = [leader]
         for index in range(1, params.num_generated):

@@ -28,10 +28,13 @@ class Segment(NamedTuple):
         content_hash: None of a token segment: its tokens are themselves the content. Of other
             content a hash of all that decides its embeddings, their number included (such as pixels
             and settings of the processor); equal hashes stand for equal embeddings.
+        content: what a runner computes the positions from. Plans hold it, and nothing here looks at
+            it.
     """
 
     length: int
     content_hash: bytes | None = None
+    content: object = None
 
 
 class Content(NamedTuple):
@@ -45,10 +48,11 @@ class Content(NamedTuple):
 def contents_of(segments: Sequence[Segment]) -> tuple[Content, ...]:
     """The content segments, in order; none of a prompt of tokens alone."""
     found, begin = [], 0
-    for length, content_hash in segments:
-        if content_hash is not None:
-            found.append(Content(begin, begin + length, content_hash))
-        begin += length
+    for segment in segments:
+        end = begin + segment.length
+        if segment.content_hash is not None:
+            found.append(Content(begin, end, segment.content_hash))
+        begin = end
     return tuple(found)
 
 

@@ -149,7 +149,7 @@ class TraceWriter:
             siblings=[sibling.request_id for sibling in siblings],
             segments=[
                 (length, None if content_hash is None else content_hash.hex())
-                for length, content_hash in request.info.segments
+                for length, content_hash, _ in request.info.segments
             ],
         )
 

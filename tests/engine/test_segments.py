@@ -40,7 +40,7 @@ def positions_of(segments: Sequence[Segment]) -> list[tuple[bytes | None, int]]:
     """What each position holds beside its token: the content itself, and which part of it."""
     return [
         (content_hash, 0 if content_hash is None else i)
-        for length, content_hash in segments
+        for length, content_hash, _ in segments
         for i in range(length)
     ]
 

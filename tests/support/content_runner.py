@@ -34,7 +34,7 @@ def kv_of(token: int, previous_kv: int, position: int) -> int:
 def embeddings(segments: tuple[Segment, ...]) -> dict[int, int]:
     """What stands in place of the token at each position of a content segment."""
     found, position = {}, 0
-    for length, content_hash in segments:
+    for length, content_hash, _ in segments:
         for offset in range(length):
             if content_hash is not None:
                 number = int.from_bytes(content_hash, "little")

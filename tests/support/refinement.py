@@ -149,7 +149,7 @@ def _abstract_segments(request: RealRequest) -> tuple[Segment, ...]:
     """What a runner is told of them."""
     return tuple(
         Segment(length, None if content_hash is None else content_hash[0])
-        for length, content_hash in request.info.segments
+        for length, content_hash, _ in request.info.segments
     )
 
 

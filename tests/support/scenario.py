@@ -199,7 +199,7 @@ class Scenario:
         if self.requests and rng.random() < 0.8:
             segments = list((origin or rng.choice(self.requests)).info.segments)
             if rng.random() < 0.3:
-                segments = [Segment(n, h and rng.choice([h, b"b"])) for n, h in segments]
+                segments = [Segment(n, h and rng.choice([h, b"b"])) for n, h, _ in segments]
         kept = []
         for segment in segments:
             if segment.length <= length:
