@@ -11,7 +11,7 @@ from pagespec.compile.captured_model import CapturedModel, CaptureOptions, captu
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
