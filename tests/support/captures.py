@@ -69,11 +69,11 @@ def capture_once(monkeypatch: pytest.MonkeyPatch) -> list[CapturedModel]:
     found: list[CapturedModel] = []
     capture = build.capture_model
 
-    def captured(loaded: LoadedModel, specs: Any, **settings: Any) -> CapturedModel:
-        key = (loaded.module, tuple(sorted(settings.items())))
+    def captured(loaded: LoadedModel, specs: Any, *options: Any, **settings: Any) -> CapturedModel:
+        key = (loaded.module, options, tuple(sorted(settings.items())))
         if key not in known:
             settings["graph_cache"] = graph_cache()
-            known[key] = capture(loaded, specs, **settings)
+            known[key] = capture(loaded, specs, *options, **settings)
             found.append(known[key])
         return known[key]
 
