@@ -79,6 +79,11 @@ class Field:
     width: int = 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each entry is one word, and the words of it lie as the tensor does."""
+        return self.dtype is np.int32 and self.width == 1
+
+    @property
     def shape_key(self) -> tuple[Per, str, int]:
         """Per what, dtype and width: what a graph depends on."""
         return self.per, np.dtype(self.dtype).name, self.width

@@ -10,7 +10,7 @@ no row, and is never sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, STATE_TABLES, StepInputs
 from ..engine.plan import Blocks, StepPlan
+from ..engine.request import RequestInfo
 from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .cpu_logprobs import LogprobInputs
 from .layout import LAYOUT, Layout, PlanArrays, Sizes
@@ -210,13 +211,11 @@ class CpuStepPacker:
         if self._num_state_slots:
             tensors[STATE_TABLES] = torch.from_numpy(self._tables_of_states(plan, sizes.num_rows))
         inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})
-        sampled = step.sampled_rows.tolist()
-        logprobs = LogprobInputs(
-            sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
-        )
+        sampled = step.sampled_requests
+        logprobs = LogprobInputs(sampled_fields(sampled), prompt_fields(plan))
         # A sample will sit one past the position that it is sampled from.
         kept = packed["logits_to_keep"].numpy()[:num_sampled]
-        sampling = self._sampling(plan, sampled, (positions[kept] + 1).tolist())
+        sampling = self._sampling(sampled, (positions[kept] + 1).tolist())
         return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies)
 
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
@@ -232,10 +231,9 @@ class CpuStepPacker:
         return tables
 
     def _sampling(
-        self, plan: StepPlan, sampled: Iterable[int], positions: Sequence[int]
+        self, requests: Sequence[RequestInfo], positions: Sequence[int]
     ) -> SamplingInputs | None:
-        """``sampled``, ``positions``: of each sample its row and its own position."""
-        requests = [plan.requests[row] for row in sampled]
+        """``requests``, ``positions``: of each sample its request and its own position."""
         params = [request.sampling_params for request in requests]
         if all(p.temperature == 0.0 for p in params):
             return None

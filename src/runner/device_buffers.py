@@ -6,8 +6,6 @@ every step: a step's inputs are written only after the step before has read its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,8 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
 from .gpu_logprobs import max_logprob_rows
 from .layout import LAYOUT, Layout, Sizes
 from .step_shapes import StepShape
+
+_MAX_VIEWS = 128  # shapes whose views are kept
 
 
 class StepBuffers:
@@ -79,23 +79,31 @@ class StepBuffers:
         self.staged = zeros(staging_elements, dtype=torch.int32)
         self.result_row = zeros(1, dtype=torch.int32)
         self.width, self.state_width = width, state_width
+        self._views: dict[StepShape, tuple[dict[str, Tensor], StepInputs]] = {}
 
     def packed(self, shape: StepShape) -> dict[str, Tensor]:
         """The fields that the host sent of a step of this shape, by name."""
-        return self.layout.views(self.staged, Sizes.of(shape))
+        return self._views_of(shape)[0]
 
-    def inputs(self, shape: StepShape, packed: Mapping[str, Tensor] | None = None) -> StepInputs:
-        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows.
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows."""
+        return self._views_of(shape)[1]
 
-        Args:
-            packed: what :meth:`packed` returned for this shape, if it was called.
-        """
-        packed = self.packed(shape) if packed is None else packed
-        tensors = self.layout.inputs(packed, self.derived, Sizes.of(shape))
+    def _views_of(self, shape: StepShape) -> tuple[dict[str, Tensor], StepInputs]:
+        """Made once for each of the shapes that came last."""
+        found = self._views.get(shape)
+        if found is not None:
+            return found
+        sizes = Sizes.of(shape)
+        packed = self.layout.views(self.staged, sizes)
+        tensors = self.layout.inputs(packed, self.derived, sizes)
         tensors["block_tables"] = self.table_store
         if self.state_tables is not None:
             tensors["state_tables"] = self.state_tables[: shape.num_rows]
-        return StepInputs.of(tensors)
+        if len(self._views) == _MAX_VIEWS:
+            del self._views[next(iter(self._views))]
+        self._views[shape] = packed, StepInputs.of(tensors)
+        return self._views[shape]
 
     @staticmethod
     def elements_to_stage(max_num_tokens: int, max_num_rows: int, layout: Layout = LAYOUT) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +21,10 @@ from .row_params import RowParams
 from .step_shapes import StepShape
 from .unpack_kernels import update_tables
 
+_NONE = np.empty(0, np.int32)
 
-@dataclass(frozen=True, slots=True)
-class StagedStep:
+
+class StagedStep(NamedTuple):
     """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
     unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, ``num_logprobs`` of sampled
     rows and ``num_prompt_logprobs`` of prompt positions whose log-probabilities are asked for
@@ -64,18 +64,16 @@ class StagedStep:
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
-        rest = [getattr(self, f.name) for f in fields(self)[1:]]
-        return np.array([*astuple(self.shape), *rest], np.int32)
+        return np.array([*self.shape, *self[1:]], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """What :meth:`to_array` gave."""
         num_tokens, num_rows, is_decode, *rest = array.tolist()
-        values: list[Any] = [
-            bool(value) if f.type == "bool" else value
-            for f, value in zip(fields(cls)[1:], rest, strict=True)
-        ]
-        return cls(StepShape(num_tokens, num_rows, bool(is_decode)), *values)
+        values: dict[str, Any] = dict(zip(cls._fields[1:], rest, strict=True))
+        for name in ("is_captured", "is_edited"):
+            values[name] = bool(values[name])
+        return cls(StepShape(num_tokens, num_rows, bool(is_decode)), **values)
 
 
 class GpuStepPacker:
@@ -123,43 +121,47 @@ class GpuStepPacker:
             What was written, and where: ``array``, or a longer one that did not fit.
         """
         self._tables.place(plan)
-        num_rows = len(plan)
+        num_rows, is_decode_only = len(plan.requests), plan.is_decode_only
         packed_shape = shape or StepShape(
             max(plan.total_num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
         )
+        sizes = Sizes.of(packed_shape)
         is_growing = packed_shape.is_decode and bool(plan.new_blocks)
         new_blocks = np.full(num_rows, -1, np.int32) if is_growing else None
-        writes = self._tables.pending_writes(plan, new_blocks)
+        where, ids = self._tables.pending_writes(plan, new_blocks)
         step = PlanArrays(
             plan,
-            table_rows=self._tables.row_array,
-            new_blocks=-1 if new_blocks is None else new_blocks,
-            result_row=result_row,
-            num_padding_rows=packed_shape.num_rows - num_rows,
+            self._tables.row_array,
+            -1 if new_blocks is None else new_blocks,
+            result_row,
+            packed_shape.num_rows - num_rows,
+            sizes.form,
         )
         step.params = params = self._row_params(step)
-        num_step = self._layout.pack(step, Sizes.of(packed_shape), array)
+        num_step = self._layout.pack(step, sizes, array)
         # No position of a decode step lies in front of a token of a prompt.
-        prompt = () if plan.is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
-        copies = np.array(plan.copies, np.int32).T.ravel() if plan.copies else ()
-        parts = (params.truncated.reshape(-1), params.logprobs, prompt, *writes, copies)
+        prompt = _NONE if is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
+        truncated, logprobs, copies = params.truncated.reshape(-1), params.logprobs, plan.copies
         staged = StagedStep(
             packed_shape,
             shape is not None,
             result_row,
             step.counts["sample"],
             num_step,
-            num_truncated=len(parts[0]),
-            num_writes=len(writes[0]),
-            num_copies=len(plan.copies),
-            num_logprobs=len(params.logprobs),
-            num_prompt_logprobs=len(prompt),
-            is_edited=is_edited,
+            len(truncated),
+            len(where),
+            len(copies),
+            len(logprobs),
+            len(prompt),
+            is_edited,
         )
+        if staged.num_elements == num_step:
+            return staged, array
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
         end = num_step
-        for part in parts:
+        moved = np.array(copies, np.int32).T.ravel() if copies else ()
+        for part in (truncated, logprobs, prompt, where, ids, moved):
             if len(part):
                 begin, end = end, end + len(part)
                 array[begin:end] = part
@@ -168,7 +170,7 @@ class GpuStepPacker:
     def _row_params(self, step: PlanArrays) -> RowParams:
         requests = step.plan.requests
         if not step.plan.is_decode_only:
-            return RowParams.of([requests[row] for row in step.sampled_rows])
+            return RowParams.of(step.sampled_requests)
         return self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
 
 

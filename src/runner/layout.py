@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from itertools import compress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from ..compile.step_fields import (
     graph_inputs,
 )
 from ..engine.plan import StepPlan
+from ..engine.request import RequestInfo
 from .pinned_ring import IntArray
 from .row_params import RowParams
 from .step_shapes import StepShape
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     num_samples: int
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def of(cls, shape: StepShape) -> Sizes:
         """Those of a step on a GPU, which has room for one sample per row."""
         form: Form = "decode" if shape.is_decode else "mixed"
@@ -62,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class PlanArrays:
-    """What the sources of fields read: a plan, and arrays computed from it at their first use.
+    """What the sources of fields read: a plan, and arrays computed from it.
 
     Args:
         params: sampling parameters of the sampled rows.
@@ -71,35 +73,57 @@ class PlanArrays:
             -1 if none grew.
         result_row: where the tokens of the step are to go on the host.
         num_padding_rows: rows that the step is padded with.
+        form: of the step. In the form "decode", whose fields are none of the arrays below, these
+            are computed when a source of another field first reads one.
 
     Attributes:
-        lengths, starts: int32 ``[rows]``. counts: as of :attr:`Sizes.counts`, without padding.
+        counts: as of :attr:`Sizes.counts`, without padding.
+        lengths, starts: int32 ``[rows]``.
+        query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
+        sampled_rows: the row of each sample.
     """
 
     params: RowParams
+    lengths: IntArray
+    starts: IntArray
+    query_starts: IntArray
+    sampled_rows: NDArray[np.intp]
 
     def __init__(
         self,
         plan: StepPlan,
-        *,
         table_rows: IntArray = _NONE,
         new_blocks: IntArray | int = -1,
         result_row: int = 0,
         num_padding_rows: int = 0,
+        form: Form = "host",
     ) -> None:
         self.plan, self.table_rows, self.new_blocks = plan, table_rows, new_blocks
         self.result_row, self.num_padding_rows = result_row, num_padding_rows
         num_rows = len(plan.requests)
         num_sampled = num_rows if plan.is_decode_only else plan.num_sampled
         self.counts = counts_of(len(plan.token_ids), num_rows, num_sampled)
+        if form != "decode":
+            self._compute()
 
-    @cached_property
-    def lengths(self) -> IntArray:
-        return np.array(self.plan.num_tokens, np.int32)
+    def _compute(self) -> None:
+        plan, num_rows = self.plan, self.counts["row"]
+        self.lengths = np.array(plan.num_tokens, np.int32)
+        self.starts = np.array(plan.starts, np.int32)
+        self.query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(self.lengths, out=self.query_starts[1:])
+        num_samples = np.array(plan.num_samples, np.int32)
+        self.sampled_rows = (
+            np.repeat(np.arange(num_rows), num_samples)
+            if plan.has_drafts
+            else np.flatnonzero(num_samples)
+        )
 
-    @cached_property
-    def starts(self) -> IntArray:
-        return np.array(self.plan.starts, np.int32)
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("lengths", "starts", "query_starts", "sampled_rows"):
+            raise AttributeError(f"PlanArrays has no {name}")
+        self._compute()
+        return self.__dict__[name]
 
     @property
     def token_ids(self) -> Sequence[int] | IntArray:
@@ -112,46 +136,57 @@ class PlanArrays:
     def positions(self) -> Sequence[int] | NDArray[Any]:
         if self.plan.is_decode_only:
             return self.plan.starts
-        lengths, first = self.lengths, self.query_starts[:-1]
-        return np.arange(self.plan.total_num_tokens) - np.repeat(first - self.starts, lengths)
+        offsets = np.repeat(self.query_starts[:-1] - self.starts, self.lengths)
+        return np.arange(self.counts["token"], dtype=np.int32) - offsets
 
-    @cached_property
-    def query_starts(self) -> IntArray:
-        """int32 ``[rows + 1]``: the first token of each row, then the number of tokens."""
-        found = np.zeros(len(self.plan) + 1, np.int32)
-        np.cumsum(self.lengths, out=found[1:])
-        return found
-
-    @cached_property
-    def num_samples(self) -> IntArray:
-        return np.array(self.plan.num_samples, np.int32)
-
-    @cached_property
-    def sampled_rows(self) -> NDArray[np.intp]:
-        """The row of each sample."""
-        return np.repeat(np.arange(len(self.plan)), self.num_samples)
+    @property
+    def sampled_requests(self) -> Sequence[RequestInfo]:
+        """The request of each sample."""
+        requests = self.plan.requests
+        if not self.plan.has_drafts:
+            return list(compress(requests, self.plan.num_samples))
+        return [requests[row] for row in self.sampled_rows]
 
     @property
     def logits_to_keep(self) -> NDArray[Any]:
         """The token that each sample follows: the last ones of its row."""
         rows = self.sampled_rows
         last = self.query_starts[1:][rows] - 1
-        if len(rows) == np.count_nonzero(self.num_samples):
-            return last  # one sample per row
-        return last - (np.cumsum(self.num_samples)[rows] - 1 - np.arange(len(rows)))
+        if not self.plan.has_drafts:  # one sample per row
+            return last
+        num_samples = np.array(self.plan.num_samples, np.int32)
+        return last - (np.cumsum(num_samples)[rows] - 1 - np.arange(len(rows)))
 
 
 class Place(NamedTuple):
-    """Where a field lies: words ``[begin, end)``, as ``num_entries`` of each of its
-    arrays. ``dtype`` is None of plain words, which need no view."""
+    """Where a field lies: words ``[begin, end)``, ``num_words`` per entry, of each of its arrays.
+    ``dtype`` is None of plain words, which need no view."""
 
-    field: Field
     source: Source
     per: Per
     begin: int
     end: int
-    num_entries: int
+    num_words: int
     dtype: type | None
+    field: Field
+
+
+class Places(NamedTuple):
+    """Where the fields of a step of some sizes lie.
+
+    Attributes:
+        counts: of the sizes. num_words: of all fields.
+        scalars: of each plain field per step, its source and its word.
+        arrays: all other fields. repeated: those of them that are padded with their last entry.
+        all: each field.
+    """
+
+    counts: Counts
+    num_words: int
+    scalars: tuple[tuple[Source, int], ...]
+    arrays: tuple[Place, ...]
+    repeated: tuple[Place, ...]
+    all: tuple[Place, ...]
 
 
 class Layout:
@@ -168,24 +203,50 @@ class Layout:
                 raise ValueError(f"fields of one name in form {form}: {names}")
         graph_inputs(fields)
         self._fields = tuple(fields)
+        self._inputs = {
+            form: [field for field in fields if field.is_input and form in field.forms]
+            for form in FORMS
+        }
+        self._packed = {
+            form: [
+                (field, field.source, field.per, *_words(field))
+                for field in fields
+                if field.source is not None and form in field.forms
+            ]
+            for form in FORMS
+        }
         self._places = functools.lru_cache(maxsize=256)(self._lay_out)
+        self._padding = functools.lru_cache(maxsize=64)(self._lay_out_padding)
 
-    def _lay_out(self, sizes: Sizes) -> tuple[tuple[Place, ...], int, Counts]:
-        counts, places, at = sizes.counts, [], 0
-        for field in self._fields:
-            if field.source is None or sizes.form not in field.forms:
-                continue
-            count = counts[field.per]
-            end = at + field.num_bytes(counts) // 4
-            is_plain = field.dtype is np.int32 and field.width == 1
-            dtype = None if is_plain else field.dtype
-            places.append(Place(field, field.source, field.per, at, end, count, dtype))
+    def _lay_out(self, sizes: Sizes) -> Places:
+        # Steps that replay no graph are of new sizes all the time.
+        counts, at = sizes.counts, 0
+        scalars, arrays, repeated, places = [], [], [], []
+        for field, source, per, num_words, dtype in self._packed[sizes.form]:
+            end = at + field.width * num_words * counts[per]
+            place = Place(source, per, at, end, num_words, dtype, field)
+            places.append(place)
+            if per == "step" and dtype is None:
+                scalars.append((source, at))
+            else:
+                arrays.append(place)
+                if field.padding == LAST:
+                    repeated.append(place)
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return tuple(places), at, counts
+        return Places(counts, at, tuple(scalars), tuple(arrays), tuple(repeated), tuple(places))
+
+    def _lay_out_padding(self, sizes: Sizes) -> IntArray:
+        """The words of a step of padding alone; 0 where the last entry is to be repeated."""
+        places = self._places(sizes)
+        words = np.zeros(places.num_words, np.int32)
+        for place in places.arrays:
+            if place.field.padding != LAST:
+                words[place.begin : place.end].view(place.field.dtype)[:] = place.field.padding
+        return words
 
     def num_words(self, sizes: Sizes) -> int:
         """int32 words of the packed fields of a step."""
-        return self._places(sizes)[1]
+        return self._places(sizes).num_words
 
     def pack(self, step: PlanArrays, sizes: Sizes, array: IntArray) -> int:
         """Write the fields of a step, padded, into the first words of ``array``.
@@ -196,30 +257,33 @@ class Layout:
         Raises:
             ValueError: the step has more of something than the sizes have room for.
         """
-        places, num_words, padded_counts = self._places(sizes)
+        padded_counts, num_words, scalars, arrays, repeated = self._places(sizes)[:5]
         counts = step.counts
         is_padded = counts != padded_counts
         if is_padded:
             for per, room in padded_counts.items():
                 if counts[per] > room:
                     raise ValueError(f"a step has {counts[per]} {per}s, and is packed for {room}")
-            array[:num_words] = 0
-        # This loop runs in front of every step, and each operation of numpy counts.
-        for field, source, per, begin, end, num_entries, dtype in places:
+            array[:num_words] = self._padding(sizes)
+        # These loops run in front of every step, and each operation of numpy counts.
+        for source, at in scalars:
+            array[at] = source(step)
+        for source, per, begin, end, entry_words, dtype, field in arrays:
             num = counts[per]
-            if dtype is not None:
-                target = _cut(array, begin, end, field)
-                (target[..., :num] if is_padded else target)[:] = source(step)
-            elif per == "step":
-                array[begin] = source(step)
-            else:
+            if dtype is None:
                 array[begin : begin + num] = source(step)
-            if is_padded and num < num_entries and field.padding:
-                target = _cut(array, begin, end, field)
-                if field.padding != LAST:
-                    target[..., num:] = field.padding
-                elif num:
-                    target[..., num:] = target[..., num - 1 : num]
+            elif field.width == 1:
+                array[begin : begin + num * entry_words].view(dtype)[:] = source(step)
+            else:
+                array[begin:end].view(dtype).reshape(field.width, -1)[:, :num] = source(step)
+        if is_padded:
+            for _, per, begin, end, _, _, field in repeated:
+                num = counts[per]
+                if num and num < padded_counts[per]:
+                    entries: NDArray[Any] = (
+                        array[begin:end].view(field.dtype).reshape(field.width, -1)
+                    )
+                    entries[:, num:] = entries[:, num - 1 : num]
         return num_words
 
     def __reduce__(self) -> Any:
@@ -229,7 +293,7 @@ class Layout:
     def views(self, words: Tensor, sizes: Sizes) -> dict[str, Tensor]:
         """The packed fields of a step by name, where they lie in ``words``."""
         found = {}
-        for field, _, _, begin, end, _, dtype in self._places(sizes)[0]:
+        for _, _, begin, end, _, dtype, field in self._places(sizes).all:
             view = words[begin:end]
             if dtype is not None:
                 view = view.view(TORCH_DTYPES[field.dtype])
@@ -255,29 +319,28 @@ class Layout:
         Args:
             packed: as :meth:`views` returns them. derived: at least as long as the sizes say.
         """
-        counts = sizes.counts
-        return {
-            field.name: derived[field.name][..., : counts[field.per]]
-            if field.source is None
-            else packed[field.name]
-            for field in self._fields
-            if field.is_input and sizes.form in field.forms
-        }
+        counts, found = sizes.counts, {}
+        for field in self._inputs[sizes.form]:
+            if field.source is not None:
+                found[field.name] = packed[field.name]
+            else:
+                num, whole = counts[field.per], derived[field.name]
+                found[field.name] = whole[:num] if field.width == 1 else whole[:, :num]
+        return found
 
     def num_input_bytes(self, sizes: Sizes) -> int:
         """Of the inputs of the graph, without tables."""
         counts = sizes.counts
-        inputs = (f for f in self._fields if f.is_input and sizes.form in f.forms)
-        return sum(field.num_bytes(counts) for field in inputs)
+        return sum(field.num_bytes(counts) for field in self._inputs[sizes.form])
 
     def input_names(self, form: Form) -> Iterator[str]:
         """Names of the inputs of a graph, without tables."""
-        return (f.name for f in self._fields if f.is_input and form in f.forms)
+        return (field.name for field in self._inputs[form])
 
 
-def _cut(array: IntArray, begin: int, end: int, field: Field) -> NDArray[Any]:
-    entries: NDArray[Any] = array[begin:end].view(field.dtype)
-    return entries if field.width == 1 else entries.reshape(field.width, -1)
+def _words(field: Field) -> tuple[int, type | None]:
+    """Words per entry, and the dtype that these are viewed as, None of plain ones."""
+    return np.dtype(field.dtype).itemsize // 4, None if field.is_plain else field.dtype
 
 
 LAYOUT: Final = Layout(FIELDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..compile.step_inputs import MIN_SIZE
 
@@ -11,8 +11,7 @@ _MAX_TOKENS_OF_FEW_ROWS = 2048
 _MANY_ROWS = 256  # from here on a matmul takes longer for more tokens
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class StepShape:
+class StepShape(NamedTuple):
     """Sizes a step is padded to: those of a captured graph.
 
     Attributes:

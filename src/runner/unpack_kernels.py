@@ -163,8 +163,7 @@ def unpack(
         null_slot: the slot padding writes its KV to.
         state_interval: tokens of an entry of a state table, where ``b`` has such tables.
     """
-    packed = b.packed(shape)
-    inputs = b.inputs(shape, packed)
+    packed, inputs = b.packed(shape), b.inputs(shape)
     targets = (
         b.sampled, b.table_store, b.derived["input_ids"], b.derived["position_ids"],
         b.derived["slot_mapping"], b.temperatures, b.seeds, b.sample_positions, b.result_row,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,6 +302,33 @@ def test_a_graph_reads_such_an_input_by_its_name() -> None:
         (),
     )
     assert graph(inputs).logits.tolist() == [6, 2]
+
+
+def test_views_of_few_shapes_are_kept_and_read_the_same_memory() -> None:
+    staging = Staging()
+    b, plan = staging.buffers, two_rows(is_decode=False)
+    shapes = [StepShape(t, r, False) for t in range(6, MAX_TOKENS) for r in range(2, MAX_ROWS)]
+    kept = weakref.ref(b.inputs(shapes[0]).context_lens)
+    places = b.inputs(shapes[0]).context_lens.data_ptr()
+    assert kept() is b.inputs(shapes[0]).context_lens
+    for shape in shapes[1:]:
+        b.inputs(shape)
+    assert len(shapes) > 128
+    assert kept() is None
+    assert b.inputs(shapes[0]).context_lens.data_ptr() == places
+    assert staging.inputs(plan, shapes[0]).context_lens.tolist() == [2, 2]
+
+
+def test_a_derived_input_may_have_a_width() -> None:
+    field = Field("grid", "token", dtype=np.int64, is_input=True, width=3)
+    layout = Layout((*FIELDS, field))
+    largest, sizes = Sizes("mixed", 9, 4, 4), Sizes("mixed", 5, 2, 2)
+    derived = layout.allocate(largest, torch.device("cpu"))
+    words = torch.zeros(layout.num_words(sizes), dtype=torch.int32)
+    made = layout.inputs(layout.views(words, sizes), derived, sizes)["grid"]
+    assert made.shape == (3, 5)
+    made.fill_(2)
+    assert derived["grid"].sum() == 2 * 15
 
 
 def test_fields_do_not_overlap_and_are_aligned() -> None:
