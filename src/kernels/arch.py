@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -73,6 +73,12 @@ class Implementation:
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function of that name; its module is imported at first use."""
-        module, _, attribute = self.functions[name].partition(":")
-        found: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), attribute)
+        module, attribute = _module_and_name(self.functions[name])
+        found: Callable[..., Any] = getattr(module, attribute)
         return found
+
+
+@cache
+def _module_and_name(function: str) -> tuple[ModuleType, str]:
+    module, _, attribute = function.partition(":")
+    return import_module(f"{__package__}.{module}"), attribute

@@ -33,15 +33,20 @@ class Gpu:
     def of(cls, device: torch.device) -> Gpu:
         if device.type != "cuda":  # the interpreter
             return cls(1, _LARGE_SHARED_BYTES)
-        found = torch.cuda.get_device_properties(device)
-        num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        arch = Arch.of_capability(found.major, found.minor)
-        return cls(found.multi_processor_count, num_bytes, arch)
+        return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 
     @property
     def is_large(self) -> bool:
         """As large as that which the tiles were tuned on."""
         return self.num_shared_bytes >= _LARGE_SHARED_BYTES
+
+
+@cache
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    arch = Arch.of_capability(found.major, found.minor)
+    return Gpu(found.multi_processor_count, num_bytes, arch)
 
 
 MKL_ROW_UNIT = 4

@@ -25,9 +25,17 @@ class Registry:
 
     def __init__(self, implementations: tuple[Implementation, ...]) -> None:
         self._implementations = implementations
+        # By operation, format and architecture: steps without a graph ask in each layer.
+        self._found: dict[tuple[str, str, str, bool], Implementation | None] = {}
 
     def find(self, operation: str, format: str, arch: Arch) -> Implementation | None:
         """The first that serves; None where the kernels for every device are to be used."""
+        key = operation, format, arch.name, arch.has_gluon
+        if key not in self._found:
+            self._found[key] = self._search(operation, format, arch)
+        return self._found[key]
+
+    def _search(self, operation: str, format: str, arch: Arch) -> Implementation | None:
         for entry in self._implementations:
             if (entry.operation, entry.format) == (operation, format) and entry.serves(arch):
                 return entry
@@ -48,11 +56,11 @@ class Registry:
         implementation: for tests and benchmarks that compare implementations."""
         before = self._implementations
         kept = tuple(entry for entry in before if entry.operation not in without)
-        self._implementations = (*first, *kept)
+        self._implementations, self._found = (*first, *kept), {}
         try:
             yield
         finally:
-            self._implementations = before
+            self._implementations, self._found = before, {}
 
 
 def _all_families() -> tuple[Implementation, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from pagespec.compile.load.quantized_load import check_capability
 from pagespec.errors import InvalidInputError
+from pagespec.kernels import arch as arch_module
 from pagespec.kernels import ops
 from pagespec.kernels.arch import CPU, Arch, Implementation
 from pagespec.kernels.arguments import PagedKV
@@ -129,6 +132,76 @@ def test_operations_can_be_left_out_and_come_back() -> None:
         assert registry().find("matmul", "fp8", HOPPER) is None
         assert registry().find("gated_matmul", "fp8", HOPPER) is not None
     assert registry().find("matmul", "fp8", HOPPER) is not None
+
+
+class _Counted(Implementation):
+    """Counts how often an architecture is compared with its own."""
+
+    __slots__ = ()
+    asked: ClassVar[list[str]] = []
+
+    def serves(self, arch: Arch) -> bool:
+        self.asked.append(arch.name)
+        return Implementation.serves(self, arch)
+
+
+def test_the_table_is_searched_once_per_operation_and_architecture() -> None:
+    """Steps that replay no graph look their kernels up in each layer."""
+    one, other = (_Counted("toy", f, ("sm123",)) for f in ("", "fp8"))
+    _Counted.asked.clear()
+    with registry().changed(first=(one, other)):
+        for _ in range(3):
+            assert registry().find("toy", "", TOY) is one
+            assert registry().find("toy", "fp8", TOY) is other
+            assert registry().find("toy", "", HOPPER) is None
+            assert registry().find("toy", "", Arch("sm90")) is None
+        assert _Counted.asked == ["sm123", "sm123", "sm90", "sm90"]
+        with registry().changed(without=("toy",)):
+            assert registry().find("toy", "", TOY) is None
+        with registry().changed(first=(other,)):
+            assert registry().find("toy", "fp8", TOY) is other
+        assert registry().find("toy", "", TOY) is one
+    assert registry().find("toy", "", TOY) is None
+
+
+def test_the_driver_is_asked_for_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def properties(index: int) -> SimpleNamespace:
+        asked.append(index)
+        return SimpleNamespace(
+            multi_processor_count=7 + index,
+            shared_memory_per_block_optin=99 << 10,
+            major=12,
+            minor=index - 100,
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 103)
+    for _ in range(2):
+        cards = [Gpu.of(torch.device("cuda", index)) for index in (101, 102)]
+        assert [card.num_sms for card in cards] == [108, 109]
+        assert [card.arch.name for card in cards] == ["sm121", "sm122"]
+        assert Gpu.of(torch.device("cuda")).num_sms == 110  # the current one
+    assert asked == [101, 102, 103]
+
+
+def test_a_module_of_kernels_is_imported_once_and_its_functions_can_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported: list[str] = []
+
+    def import_module(name: str) -> SimpleNamespace:
+        imported.append(name)
+        return module
+
+    module = SimpleNamespace(launch=len)
+    monkeypatch.setattr(arch_module, "import_module", import_module)
+    entry = Implementation("toy", "", ("sm123",), {"launch": "toy.of_this_test:launch"})
+    assert [entry.function("launch") for _ in range(3)] == [len] * 3
+    module.launch = max
+    assert entry.function("launch") is max
+    assert imported == ["pagespec.kernels.toy.of_this_test"]
 
 
 def test_reading_the_table_imports_no_triton() -> None:

@@ -19,9 +19,9 @@ import triton
 from torch import Tensor
 
 from .. import e4m3
-from ..arch import Arch
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import (
+    Gpu,
     count_sms,
     has_dependent_launch,
     triggers_dependents_late,
@@ -80,7 +80,7 @@ def paged_attention(
     shared = _shared(query, kv.v_cache, params, t, rows)
     _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token, order)
     if not by_token:
-        by_arch = registry().find("prefill_attention", "", Arch.of(query.device))
+        by_arch = registry().find("prefill_attention", "", Gpu.of(query.device).arch)
         if by_arch is not None and by_arch.function("launch")(query, kv, out, shared, t):
             return out
         group = num_q_heads // num_kv_heads

@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..arch import Arch
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
 from ..device import Gpu, has_dependent_launch
@@ -146,7 +145,7 @@ def attention(
         num_workers = min(max_splits, max(t.num_programs // (num_units * num_groups), 1))
     by_arch = None
     if not num_chosen:
-        by_arch = registry().find("latent_attention", "", Arch.of(query.device))
+        by_arch = registry().find("latent_attention", "", Gpu.of(query.device).arch)
     if by_arch is not None and not by_arch.function("serves")(query, kv.cache, rank, t.block_n):
         by_arch = None
     if by_arch is not None and not is_split and by_arch.function("serves_singles")(num_heads):
