@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from pagespec.kernels import ops
 from pagespec.kernels.arch import CPU, Arch, Implementation
 from pagespec.kernels.arguments import PagedKV
 from pagespec.kernels.attention import launch
+from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.linear import dispatch
 from pagespec.kernels.registry import registry
@@ -78,6 +79,13 @@ def toy_prefill(query: Tensor, kv: PagedKV, out: Tensor, *_: object) -> bool:
     return True
 
 
+def toy_decode(query: Tensor, kv: PagedKV, out: Tensor, shared: dict[str, Any], *rest: Any) -> bool:
+    """Serves rows without a window alone."""
+    assert isinstance(rest[0], Tiling)
+    out.fill_(len(kv.context_lens))
+    return shared["window"] is None
+
+
 class _Toy(Implementation):
     """Its functions stand in this file."""
 
@@ -125,6 +133,21 @@ def test_a_new_generation_is_entries_alone(toy: None) -> None:
     assert dispatch.few_rows_kernel(weight, 2, False) is None
     assert torch.equal(plain, x @ weight.T)
     assert torch.equal(launch.paged_attention(*batch), attended)
+
+
+def test_a_new_generation_has_decode_attention_of_its_own(toy: None) -> None:
+    entry = _Toy("decode_attention", "", ("sm123",), {"launch": "toy_decode"})
+    made = make_batch([(19, 1), (7, 1)], Shape(dk=16, dv=16), num_padding=0)
+    ops.kv_store(*made.store)
+    query, kv, params = bundled(*made.attend)
+    plain = launch.paged_attention(query, kv, params)
+    windowed = params._replace(window=4)
+    near = launch.paged_attention(query, kv, windowed)
+    with registry().changed(first=(entry,)):
+        assert (launch.paged_attention(query, kv, params) == 2).all()
+        assert torch.equal(launch.paged_attention(query, kv, windowed), near)
+    assert torch.equal(launch.paged_attention(query, kv, params), plain)
+    assert not torch.equal(plain, near)
 
 
 def test_operations_can_be_left_out_and_come_back() -> None:

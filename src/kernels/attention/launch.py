@@ -246,7 +246,28 @@ def _decode(
     by_token: bool,
     order: Tensor | None,
 ) -> None:
-    """Launch the decode kernel for each token, or for each row; ``shared``: with what fuses RoPE.
+    """Launch the decode kernel of this architecture, or where it does not serve the one for all."""
+    by_arch = registry().find("decode_attention", "", Gpu.of(query.device).arch)
+    arguments = (query, kv, out, shared, t, arrival_counters, by_token, order)
+    if by_arch is None or not by_arch.function("launch")(*arguments):
+        launch_decode(*arguments)
+
+
+def launch_decode(
+    query: Tensor,
+    kv: PagedKV,
+    out: Tensor,
+    shared: dict[str, Any],
+    t: Tiling,
+    arrival_counters: Tensor | None,
+    by_token: bool,
+    order: Tensor | None,
+) -> None:
+    """Launch the decode kernel for each token, or for each row.
+
+    Args:
+        shared: the arguments that it has in common with prefill, with what fuses RoPE.
+        by_token: a program per token and KV head; else per row and KV head.
 
     Raises:
         ValueError: there are too few counters.
