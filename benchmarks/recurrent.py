@@ -39,7 +39,7 @@ _MOST_LAYERS = 64
 _ROWS_OF_PROMPTS = 256  # of a step with prompts, most of them without tokens
 _FLOPS = 760e12
 BF16 = torch.bfloat16
-Rows = tuple[Tensor, Tensor, Tensor, int]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def _rows(num_rows: int, num_tokens: int) -> Rows:
         starts = torch.cat((starts, starts[-1:].expand(num_empty)))
         contexts = torch.cat((contexts, contexts.new_zeros(num_empty)))
     tables = torch.arange(len(contexts), device="cuda", dtype=torch.int32)[:, None] % num_rows
-    return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), 256
+    of_rows = torch.arange(len(contexts), device="cuda", dtype=torch.int32)
+    return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), of_rows, 256
 
 
 def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tuple[float, int]:

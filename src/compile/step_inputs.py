@@ -45,8 +45,8 @@ class StepInputs:
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         block_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
             ``block_tables`` of each row. The last five as in :mod:`.ops`.
-        state_tables: int32 ``[B, N]``, N at least ``MIN_SIZE``, of a model with recurrent calls
-            (:class:`RecurrentStates`).
+        state_tables: int32 ``[R, N]``, R as of ``block_tables`` and N at least ``MIN_SIZE``, of a
+            model with recurrent calls (:class:`RecurrentStates`).
         more: other inputs by name, ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]`` each, of a
             field with a width ``[width, T]`` and so on (:mod:`.step_fields`).
     """
@@ -151,7 +151,7 @@ def example_inputs(
     sizes, num_rows = EXAMPLE_SIZES, EXAMPLE_SIZES["B"]
     tables = {"block_tables": (sizes["R"], sizes["M"])}
     if has_states:
-        tables[STATE_TABLES] = (num_rows, EXAMPLE_STATE_SIZES["N"])
+        tables[STATE_TABLES] = (sizes["R"], EXAMPLE_STATE_SIZES["N"])
     zeros = {
         name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in tables.items()
     }

@@ -35,7 +35,6 @@ class StepBuffers:
         table_store: int32 ``[rows, M]``, the block table of a running request per row.
         state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
         stored_tables: int32, flat: the one, then the other.
-        state_tables: int32 ``[rows, N]``, where the step looks at them; None without states.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
         result_row: int32 ``[1]``, where this step's tokens are to go on the host.
@@ -67,11 +66,9 @@ class StepBuffers:
         self.stored_tables = zeros(num_rows * (width + state_width), dtype=torch.int32)
         self.table_store = self.stored_tables[: num_rows * width].view(num_rows, width)
         self.state_store: Tensor | None = None
-        self.state_tables: Tensor | None = None
         if state_width:
             states = self.stored_tables[num_rows * width :]
             self.state_store = states.view(num_rows, state_width)
-            self.state_tables = torch.zeros_like(self.state_store)
         self.temperatures = zeros(num_rows, dtype=torch.float32)
         self.seeds = zeros(num_rows)
         self.sample_positions = zeros(num_rows)
@@ -98,8 +95,8 @@ class StepBuffers:
         packed = self.layout.views(self.staged, sizes)
         tensors = self.layout.inputs(packed, self.derived, sizes)
         tensors["block_tables"] = self.table_store
-        if self.state_tables is not None:
-            tensors["state_tables"] = self.state_tables[: shape.num_rows]
+        if self.state_store is not None:
+            tensors["state_tables"] = self.state_store
         if len(self._views) == _MAX_VIEWS:
             del self._views[next(iter(self._views))]
         self._views[shape] = packed, StepInputs.of(tensors)

@@ -178,7 +178,7 @@ class GpuRunner:
         ``num_rows`` rows. This is what a graph captures."""
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
-            inputs = unpack(self.buffers, shape, self.block_size, null_slot, self.state_interval)
+            inputs = unpack(self.buffers, shape, self.block_size, null_slot)
             logits, hidden = self._forward(inputs)
             self._sampler.sample(logits)
         return StepOutputs(logits, None if hidden is None else hidden.contiguous())
@@ -249,7 +249,7 @@ class GpuRunner:
         and lengths of another shape in the inputs."""
         b = self.buffers
         b.staged.zero_()
-        b.table_store.zero_()
+        b.stored_tables.zero_()
         for name, tensor in b.derived.items():
             if name != "logits_to_keep":
                 tensor.zero_()
@@ -283,8 +283,8 @@ class GpuRunner:
             inputs.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             inputs.context_lens.fill_(length)
             b.table_store.fill_(self.num_blocks)
-            if b.state_tables is not None:
-                b.state_tables.fill_(self.num_state_slots)
+            if b.state_store is not None:
+                b.state_store.fill_(self.num_state_slots)
             outputs = self._forward(inputs)
             b.staged.zero_()
             self._sampler.run_worst_case(outputs, shape)

@@ -128,40 +128,13 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         tl.store(sample_positions + i, (position + 1).to(tl.int64), mask=mask)
 
 
-@triton.jit
-def _state_tables_kernel(  # type: ignore[no-untyped-def]
-    table_rows, query_starts, context_lens, state_store, state_tables, interval, width,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The entries that a step looks at, of each row that has tokens. Grid: ``(rows,)``.
-
-    Args:
-        table_rows: row of ``state_store`` of each row. width: entries of a state table.
-    """
-    row = tl.program_id(0)
-    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
-    if length > 0:
-        end = tl.load(context_lens + row)
-        source = state_store + tl.load(table_rows + row).to(tl.int64) * width
-        target = state_tables + row.to(tl.int64) * width
-        first = tl.maximum(end - length - 1, 0) // interval
-        last = (end - 1) // interval
-        for begin in range(first, last + 1, CHUNK):
-            i = begin + tl.arange(0, CHUNK)
-            mask = i <= last
-            tl.store(target + i, tl.load(source + i, mask=mask, other=0), mask=mask)
-
-
-def unpack(
-    b: StepBuffers, shape: StepShape, block_size: int, null_slot: int, state_interval: int = 0
-) -> StepInputs:
+def unpack(b: StepBuffers, shape: StepShape, block_size: int, null_slot: int) -> StepInputs:
     """Unpack ``b.staged``, a step of this shape, into the graph's inputs; can be captured.
 
     ``b.table_store`` gets the new blocks of a decode step.
 
     Args:
         null_slot: the slot padding writes its KV to.
-        state_interval: tokens of an entry of a state table, where ``b`` has such tables.
     """
     packed, inputs = b.packed(shape), b.inputs(shape)
     targets = (
@@ -190,10 +163,4 @@ def unpack(
             *(packed[name] for name in names), *(*targets, num_tokens, num_rows),
             BLOCK_SIZE=block_size, CHUNK=_BLOCK,
         )  # fmt: skip
-    if b.state_store is not None:  # behind the other inputs, which it reads
-        _state_tables_kernel[(num_rows,)](
-            *(packed["table_rows"], inputs.query_starts, inputs.context_lens),
-            *(b.state_store, b.state_tables, state_interval, b.state_width),
-            CHUNK=16,
-        )
     return inputs

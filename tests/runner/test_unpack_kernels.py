@@ -156,46 +156,18 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     assert b.result_row.item() == 7
 
 
-def test_state_tables_have_what_a_step_looks_at() -> None:
-    """Of each row the entry before its first position, to that of its last one."""
-    interval = 4
+def test_state_tables_are_read_in_the_store() -> None:
+    """A step copies none of them: kernels read them by the rows of the store."""
     b = buffers(max_num_tokens=80, max_num_intervals=20)
     assert b.state_store is not None
-    assert b.state_tables is not None
     b.state_store.copy_(torch.arange(b.state_store.numel()).view_as(b.state_store))
-    b.state_tables.fill_(-77)
-    stage(
-        b,
-        StepShape(4, 4, True),
-        positions=[0, 7, 8],
-        table_rows=[3, 5, 1],
-        new_blocks=[-1] * 4,
-        num_padding_rows=1,
-    )
-    step = unpack_kernels.unpack(b, StepShape(4, 4, True), BLOCK_SIZE, 0, interval)
-    expected = torch.full((4, 20), -77, dtype=torch.int32)
-    expected[0, 0] = 60
-    expected[1, 1] = 101
-    expected[2, 1:3] = torch.tensor([21, 22])
-    assert torch.equal(step.state_tables, expected)
-
-    b.state_tables.fill_(-77)
-    starts, ends = (3, 8, 0), (71, 9, 4)
-    lengths = np.subtract(ends, starts)
-    big = StepShape(int(lengths.sum()), 4, False)
-    stage(
-        b,
-        big,
-        query_starts=[0, *lengths.cumsum(), lengths.sum()],
-        context_lens=ends,
-        table_rows=[2, 0, 4],
-    )
-    step = unpack_kernels.unpack(b, big, BLOCK_SIZE, 0, interval)
-    expected.fill_(-77)
-    expected[0, :18] = torch.arange(40, 58)
-    expected[1, 1:3] = torch.tensor([1, 2])
-    expected[2, 0] = 80
-    assert torch.equal(step.state_tables, expected)
+    for shape in (StepShape(4, 4, True), StepShape(70, 4, False)):
+        stage(b, shape, positions=[0, 7, 8], table_rows=[3, 5, 1, 0])
+        step = unpack_kernels.unpack(b, shape, BLOCK_SIZE, 0)
+        assert step.state_tables is not None
+        tables = step.state_tables[step.table_rows.long()]
+        assert tables.tolist() == [[*range(20 * row, 20 * row + 20)] for row in (3, 5, 1, 0)]
+        assert step.state_tables.data_ptr() == b.state_store.data_ptr()
 
 
 def decode_plan(requests: list[Request], **told: Any) -> StepPlan:

@@ -56,6 +56,7 @@ def run_on_states(call: RecurrentCall) -> Tensor:
         inputs.query_starts,
         inputs.context_lens,
         inputs.state_tables,
+        inputs.table_rows,
         states.interval,
         *call.settings,
     )

@@ -31,7 +31,7 @@ from .device_functions import zero_padding
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out, starts, contexts,
-    tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
+    tables, table_rows, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
     a_head_stride, b_stride, b_head_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
@@ -56,13 +56,14 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
     if begin == end:
         return
     position = context - (end - begin)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)

@@ -24,7 +24,7 @@ BATCH = [
     "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride",
     "b_head_stride",
 ]  # fmt: skip
-POINTERS = ["decay", "beta", "starts", "contexts", "tables"]
+POINTERS = ["decay", "beta", "starts", "contexts", "tables", "table_rows"]
 
 
 @triton.jit
@@ -37,9 +37,9 @@ def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: t
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def chunk_inner_kernel(  # type: ignore[no-untyped-def]
-    query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
-    table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
-    a_stride, a_head_stride, b_stride, b_head_stride, num_rows,
+    query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables,
+    table_rows, interval, table_stride, scale, dt_min, dt_max, q_stride, q_head_stride,
+    k_stride, k_head_stride, a_stride, a_head_stride, b_stride, b_head_stride, num_rows,
     KEYS: tl.constexpr, SCALARS: tl.constexpr, RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
@@ -60,6 +60,7 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1)
     position = tl.load(contexts + row) - (end - begin)
+    table_row = tl.load(table_rows + row)
     i0 = position % CHUNK
     begin_of_chunk = begin - i0 + number * CHUNK
     if (begin_of_chunk >= end) | (begin == end):
@@ -69,7 +70,7 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
         end_of_chunks = begin_of_chunk + 1
     record = states
     if position > 0:
-        table = tables + row.to(tl.int64) * table_stride
+        table = tables + table_row.to(tl.int64) * table_stride
         record += first_slot(table, position, interval) * (H * TILES * RECORD)
     first_head = tl.program_id(0) * HEADS
     head_k = first_head // (H // HK)

@@ -27,8 +27,9 @@ from .device_functions import zero_padding
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
-    num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride, k_stride, k_head_stride,
-    v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
+    table_rows, num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride,
+    k_stride, k_head_stride, v_stride, v_head_stride, a_stride, a_head_stride,
+    b_stride, b_head_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
     RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -41,8 +42,9 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
     skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts
-    ``[B]``, tables ``[B, M]``; chunks is what the kernel in front wrote. The interval is a multiple
-    of CHUNK. ``key``, ``query`` and ``value`` have strides in units of UNIT elements.
+    ``[B]``, tables ``[R, M]``, table_rows ``[B]``; chunks is what the kernel in front wrote. The
+    interval is a multiple of CHUNK. ``key``, ``query`` and ``value`` have strides in units of UNIT
+    elements.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -57,13 +59,14 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
     if begin == end:
         return
     position = context - (end - begin)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)

@@ -134,7 +134,7 @@ def _launch(
         "BLOCK_V": chunk_layout.block_v(num_keys, num_values),
         "num_warps": _NUM_WARPS,
     }
-    metadata = rows.query_starts, rows.context_lens, rows.state_tables
+    metadata = rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows
     steps = rows.interval, rows.state_tables.stride(0)
     grid = states.shape[1], num_rows + 1
     is_long = has_long_rows(len(out), num_rows)

@@ -7,11 +7,12 @@ query_starts[b + 1])``, the j-th of its n at position ``context_lens[b] - n + j`
 
 What a layer remembers of a row lies in a *slot* of its ``states [num_slots + 1, ...]``, which are
 contiguous; the last slot is the *null slot*, which means nothing. Positions are cut into intervals;
-``state_tables[b, i]`` is the slot of row b for positions ``[i * interval, (i + 1) * interval)``.
-Before position p > 0 the state is that of slot ``state_tables[b, (p - 1) // interval]``, unless the
-call computed position p - 1; before position 0 it is zeros. After the last position that a call
-computes in interval i, the state is written to slot ``state_tables[b, i]``. So a slot that differs
-from the next one keeps the state at the end of its interval: a checkpoint.
+with ``table = state_tables[table_rows[b]]``, ``table[i]`` is the slot of row b for positions
+``[i * interval, (i + 1) * interval)``. Before position p > 0 the state is that of slot
+``table[(p - 1) // interval]``, unless the call computed position p - 1; before position 0 it is
+zeros. After the last position that a call computes in interval i, the state is written to slot
+``table[i]``. So a slot that differs from the next one keeps the state at the end of its interval: a
+checkpoint.
 
 All ops are batch-invariant and schedule transparent: the output of a token and the state after it
 have the same bits however positions are cut into steps and whatever other rows do. On a GPU they
@@ -42,6 +43,7 @@ def short_conv(
     query_starts: Tensor,
     context_lens: Tensor,
     state_tables: Tensor,
+    table_rows: Tensor,
     interval: int,
     activation: str,
 ) -> Tensor:
@@ -51,7 +53,8 @@ def short_conv(
         x: ``[T, C]``. weight: ``[C, K]``. bias: ``[C]`` or None.
         states: ``[num_slots + 1, K - 1, C]`` in x's dtype: the last inputs.
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        state_tables: int32 ``[B, M]``. interval: positions an entry.
+        state_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
+            ``state_tables`` of each row. interval: positions an entry.
         activation: a key of ``ACTIVATIONS``, or "" for none.
 
     Returns:
@@ -61,7 +64,7 @@ def short_conv(
         from .short_conv import short_conv as kernel
     else:
         kernel = cpu_short_conv.short_conv
-    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, weight, bias, states, rows, activation)
 
 
@@ -80,6 +83,7 @@ def delta_rule(
     query_starts: Tensor,
     context_lens: Tensor,
     state_tables: Tensor,
+    table_rows: Tensor,
     interval: int,
     scale: float,
     l2norm: bool,
@@ -94,7 +98,7 @@ def delta_rule(
         beta: ``[T, H]``.
         states: float32 ``[num_slots + 1, H, K, V]``; on a GPU, of decays ``[T, H]``, as
             :mod:`.chunk_layout` has it.
-        query_starts, context_lens, state_tables, interval: as of :func:`short_conv`.
+        query_starts, context_lens, state_tables, table_rows, interval: as of :func:`short_conv`.
         scale: factor on the queries. l2norm: whether queries and keys are normalised first.
 
     Returns:
@@ -106,7 +110,7 @@ def delta_rule(
 
         has_channels = decay.dim() == 3
         kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
-    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(query, key, value, decay, beta, states, rows, scale, l2norm)
 
 
@@ -127,6 +131,7 @@ def ssd_scan(
     query_starts: Tensor,
     context_lens: Tensor,
     state_tables: Tensor,
+    table_rows: Tensor,
     interval: int,
     dt_softplus: bool,
     dt_min: float,
@@ -139,7 +144,7 @@ def ssd_scan(
         B: ``[T, G, N]``, H a multiple of G. C: alike. D: ``[H]`` or None.
         dt_bias: ``[H]`` or None, added to dt before softplus (if dt_softplus) and the limits.
         states: float32 ``[num_slots + 1, H, N, P]``; on a GPU as :mod:`.chunk_layout` has it.
-        query_starts, context_lens, state_tables, interval: as of :func:`short_conv`.
+        query_starts, context_lens, state_tables, table_rows, interval: as of :func:`short_conv`.
 
     Returns:
         float32 ``[T, H, P]``.
@@ -148,7 +153,7 @@ def ssd_scan(
         from .chunked import ssd_scan as kernel
     else:
         kernel = cpu_linear_state.ssd_scan
-    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, dt, A, B, C, D, dt_bias, states, rows, dt_softplus, dt_min, dt_max)
 
 
@@ -179,6 +184,7 @@ def selective_scan(
     query_starts: Tensor,
     context_lens: Tensor,
     state_tables: Tensor,
+    table_rows: Tensor,
     interval: int,
     dt_softplus: bool,
 ) -> Tensor:
@@ -190,7 +196,7 @@ def selective_scan(
         D: ``[I]`` or None. z: ``[T, I]`` or None.
         dt_bias: ``[I]`` or None, added to dt before softplus (if dt_softplus).
         states: float32 ``[num_slots + 1, N, I]``.
-        query_starts, context_lens, state_tables, interval: as of :func:`short_conv`.
+        query_starts, context_lens, state_tables, table_rows, interval: as of :func:`short_conv`.
 
     Returns:
         ``[T, I]``, in the dtype of ``(x + x * D) * z``.
@@ -199,5 +205,5 @@ def selective_scan(
         from .selective_scan import selective_scan as kernel
     else:
         kernel = cpu_selective_scan.selective_scan
-    rows = StepRows(query_starts, context_lens, state_tables, interval)
+    rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, dt, A, B, C, D, z, dt_bias, states, rows, dt_softplus)

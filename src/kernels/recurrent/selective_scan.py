@@ -43,18 +43,20 @@ def _load_token(  # type: ignore[no-untyped-def]
         "num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride",
         "b_stride", "c_stride", "z_stride",
     ],
-    do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", "starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=[
+        "x", "dt", "B", "C", "z", "starts", "contexts", "tables", "table_rows",
+    ],
 )  # fmt: skip
 def _selective_scan_kernel(  # type: ignore[no-untyped-def]
-    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, num_rows, num_tokens,
-    interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
+    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, table_rows, num_rows,
+    num_tokens, interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
     INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is that of padding.
 
     Shapes, I being INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
     dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[B, M]``.
+    ``[R, M]``, table_rows ``[B]``.
 
     ``unit`` is 1. The compiler, which must not know, would otherwise give a thread what lies side
     by side; so it gives a thread half of the state of one channel.
@@ -65,6 +67,7 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_i = i < INNER
     begin = tl.load(starts + row)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + i, begin, num_tokens, mask_i, INNER)
         return
@@ -73,7 +76,7 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
         return
     position = tl.load(contexts + row) - (end - begin)
     token = begin.to(tl.int64)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     n = tl.arange(0, N_PAD)
     mask_n = n < N
     mask = mask_n[None, :] & mask_i[:, None]
@@ -152,8 +155,9 @@ def selective_scan(
     x_rows, dt_rows, b_rows, c_rows, z_rows = tokens
     _selective_scan_kernel[(triton.cdiv(inner, _BLOCK_I), num_rows + 1)](
         x_rows, dt_rows, A.contiguous(), b_rows, c_rows, D, z_rows, dt_bias, states, out,
-        rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x), rows.interval,
-        rows.state_tables.stride(0), 1, *(0 if one is None else one.stride(0) for one in tokens),
+        rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows, num_rows,
+        len(x), rows.interval, rows.state_tables.stride(0), 1,
+        *(0 if one is None else one.stride(0) for one in tokens),
         INNER=inner,
         N=size,
         BLOCK_I=_BLOCK_I,

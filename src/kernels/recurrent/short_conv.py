@@ -41,17 +41,18 @@ def _load_inputs(  # type: ignore[no-untyped-def]
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["num_rows", "num_tokens", "interval", "table_stride", "x_stride"],
-    do_not_specialize_on_alignment=["x", "starts", "contexts", "tables"],
+    do_not_specialize_on_alignment=["x", "starts", "contexts", "tables", "table_rows"],
 )
 def _short_conv_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, states, out, starts, contexts, tables, num_rows, num_tokens, interval,
-    table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, weight, bias, states, out, starts, contexts, tables, table_rows, num_rows, num_tokens,
+    interval, table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(ceil(C / BLOCK_C), programs + 1)``, the first of them for padding; of the others one
     is each row's where a tile has one token, else they are dealt as :func:`.part_of_row` says.
     Shapes: x and out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states ``[slots, K - 1, C]``,
-    starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; interval >= K - 1."""
+    starts ``[B + 1]``, contexts ``[B]``, tables ``[R, M]``, table_rows ``[B]``; interval
+    >= K - 1."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < C
@@ -64,6 +65,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
         row, number = part_of_row(starts, num_rows, row, PART, 1)
         first = number * PART
     begin = tl.load(starts + row)
+    table_row = tl.load(table_rows + row)
     length = tl.load(starts + row + 1) - begin
     if first >= length:
         return
@@ -71,7 +73,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
     if BLOCK_T > 1:
         last = tl.minimum(first + PART, length)
     position = tl.load(contexts + row) - length
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     mask = mask_c[None, :]
     history = states
     has_history = position > 0
@@ -150,8 +152,8 @@ def short_conv(
         grid = triton.cdiv(channels, block_c), parts + 1
         _short_conv_kernel[grid](
             x, weight.contiguous(), bias, states, out,
-            rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x),
-            rows.interval, rows.state_tables.stride(0), x.stride(0),
+            rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows, num_rows,
+            len(x), rows.interval, rows.state_tables.stride(0), x.stride(0),
             C=channels,
             K=width,
             BLOCK_C=block_c,

@@ -32,6 +32,7 @@ class StepRows(NamedTuple):
     query_starts: Tensor
     context_lens: Tensor
     state_tables: Tensor
+    table_rows: Tensor
     interval: int
 
 
@@ -56,8 +57,11 @@ def stretches(rows: StepRows) -> list[list[Stretch]]:
     parts: list[tuple[int, int, int, int]] = []  # number, begin, end and position
     entries: list[int] = []  # of the flat tables, two for each part
     num = -1
-    for row, ((begin, end), context) in enumerate(
-        zip(pairwise(rows.query_starts.tolist()), rows.context_lens.tolist(), strict=True)
+    for row, (begin, end), context in zip(
+        rows.table_rows.tolist(),
+        pairwise(rows.query_starts.tolist()),
+        rows.context_lens.tolist(),
+        strict=True,
     ):
         position = context - (end - begin)
         num += begin < end

@@ -49,13 +49,13 @@ def _load_token(  # type: ignore[no-untyped-def]
         "b_stride", "b_head_stride",
     ],
     do_not_specialize_on_alignment=[
-        "query", "key", "value", "decay", "beta", "starts", "contexts", "tables",
+        "query", "key", "value", "decay", "beta", "starts", "contexts", "tables", "table_rows",
     ],
 )  # fmt: skip
 def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, states, out, starts, contexts, tables, num_rows, num_tokens,
-    interval, table_stride, unit, scale, q_stride, q_head_stride, k_stride, k_head_stride,
-    v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
+    query, key, value, decay, beta, states, out, starts, contexts, tables, table_rows, num_rows,
+    num_tokens, interval, table_stride, unit, scale, q_stride, q_head_stride, k_stride,
+    k_head_stride, v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     LANES: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H, K]``, beta
     ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[B, M]``.
+    ``[R, M]``, table_rows ``[B]``.
 
     ``unit`` is 1. The compiler, which must not know, would otherwise give a thread values that lie
     side by side, and sums over keys would cross more lanes.
@@ -76,6 +76,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     j = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = j < V
     begin = tl.load(starts + row)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + head * V + j, begin, num_tokens, mask_v, H * V)
         return
@@ -84,7 +85,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
         return
     position = tl.load(contexts + row) - (end - begin)
     token = begin.to(tl.int64)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     # A lane's keys lie side by side, so that what is loaded of a token comes in wide words.
     lane, n = tl.arange(0, K_PAD) % LANES, tl.arange(0, K_PAD) // LANES
     i = lane * (K_PAD // LANES) + n
@@ -172,8 +173,9 @@ def delta_rule(
     num_rows = len(rows.context_lens)
     _walked_delta_rule_kernel[(num_heads * triton.cdiv(num_values, tile), num_rows + 1)](
         *tokens, states, out,
-        rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(out), rows.interval,
-        rows.state_tables.stride(0), 1, scale, *(x.stride(n) for x in tokens for n in (0, 1)),
+        rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows, num_rows,
+        len(out), rows.interval, rows.state_tables.stride(0), 1, scale,
+        *(x.stride(n) for x in tokens for n in (0, 1)),
         H=num_heads,
         HK=query.shape[1],
         K=num_keys,

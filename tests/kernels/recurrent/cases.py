@@ -19,7 +19,7 @@ class Case:
     Attributes:
         per_token: arguments ``[T, ...]`` by their place; of every sequence.
         call: the op, given all per-token arguments, the states and (starts, contexts, tables,
-            interval).
+            table_rows, interval).
         state_shape: of one state. state_dtype: its dtype.
         key, value: which of the inputs a GPU keeps in slots beside a state, where it computes in
             chunks; key -1 if it does not.
@@ -187,13 +187,16 @@ class Steps:
             contexts.append(request.done)
         width = max([1, *(len(request.table) for request, _ in work)])
         tables = [r.table + [null] * (width - len(r.table)) for r, _ in work]
+        # As in a store: more rows than the step has, in another order.
+        tables = [[null] * width, *reversed(tables), [null] * width]
         index = torch.tensor(tokens + [0] * num_padding, dtype=torch.int64)
         out = self.case.call(
             [x[index] for x in self.case.per_token],
             self.states,
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(contexts, dtype=torch.int32),
-            torch.tensor(tables, dtype=torch.int32).view(len(work), width),
+            torch.tensor(tables, dtype=torch.int32).view(len(work) + 2, width),
+            torch.arange(len(work), 0, -1, dtype=torch.int32),
             self.interval,
         )
         for (request, _), begin, end in zip(work, starts[:-1], starts[1:], strict=True):

@@ -31,7 +31,7 @@ from pagespec.kernels.recurrent import (
 )
 
 CONV_KERNEL = short_conv._short_conv_kernel
-ROWS = dict.fromkeys(("starts", "contexts", "tables"), "*i32")
+ROWS = dict.fromkeys(("starts", "contexts", "tables", "table_rows"), "*i32")
 LINEAR = {
     **dict.fromkeys(("query", "key", "value", "beta", "dt_bias", "skip"), "*bf16"),
     **dict.fromkeys(("rates", "states", "chunks"), "*fp32"),

@@ -47,7 +47,8 @@ def rows(states: Tensor) -> tuple[Any, ...]:
     """One row of all tokens, in slot 0."""
     starts, contexts = torch.tensor([0, NUM_TOKENS]), torch.tensor([NUM_TOKENS])
     table = torch.zeros(1, 3)
-    return states, *(x.to(torch.int32) for x in (starts, contexts, table)), 32
+    of_row = torch.zeros(1)
+    return states, *(x.to(torch.int32) for x in (starts, contexts, table, of_row)), 32
 
 
 def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
@@ -82,7 +83,9 @@ def test_short_conv(family: str, activation: str | None, dtype: torch.dtype) -> 
     theirs = module.causal_conv1d_update(new, x[:, :, -3:].clone(), weight, bias, activation)
     one = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([NUM_TOKENS + 1]).int()
     table = torch.zeros(1, 3, dtype=torch.int32)
-    ours = ops.short_conv(new[0].t(), weight, bias, states, *one, table, 32, activation or "")
+    ours = ops.short_conv(
+        new[0].t(), weight, bias, states, *one, table, table[0, :1], 32, activation or ""
+    )
     assert_close(ours, theirs[0].t(), 1e-5 if dtype == torch.float32 else 2**-8)
 
 

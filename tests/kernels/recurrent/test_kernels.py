@@ -73,8 +73,8 @@ def by_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     function, place = kernel_of(case.name + " in chunks" * case.in_chunks)
 
     def call(*arguments: Any) -> Tensor:
-        rows = StepRows(*arguments[place : place + 4])
-        return function(*arguments[:place], rows, *arguments[place + 4 :])
+        rows = StepRows(*arguments[place : place + 5])
+        return function(*arguments[:place], rows, *arguments[place + 5 :])
 
     monkeypatch.setattr(cases.ops, case.name, call)
 

@@ -86,11 +86,12 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(name: str) -> None:
     starts = torch.arange(5, dtype=torch.int32)
     contexts = torch.ones(4, dtype=torch.int32)
     tables = torch.arange(4, dtype=torch.int32)[:, None].repeat(1, 2)
+    of_rows = torch.arange(4, dtype=torch.int32)
     states = torch.zeros(5, *case.slot_shape, dtype=case.state_dtype)
     tokens = [x[:4].clone() for x in case.per_token]
 
     def step() -> torch.Tensor:
-        return case.call(tokens, states, starts, contexts, tables, 4)
+        return case.call(tokens, states, starts, contexts, tables, of_rows, 4)
 
     step()
     torch.cuda.synchronize()
