@@ -11,7 +11,7 @@ from pagespec.compile.captured_model import CapturedModel, CaptureOptions, captu
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
-from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelError
+from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
@@ -67,28 +67,6 @@ def test_one_graph_serves_all_sizes(captured: CapturedModel) -> None:
             requests = make_requests([[3, 1, 4, 1, 5]] * num_rows, 3)
             drive(runner, requests, block_size=block_size, num_blocks=num_blocks, chunk=4)
             assert len({tuple(r.token_ids) for r in requests}) == 1
-
-
-def test_draft_tokens_are_refused_by_name_and_disturb_nothing(captured: CapturedModel) -> None:
-    """Dispatched, and staged for several ranks."""
-    request = make_requests([[1, 2, 3]], 4)[0].info
-
-    def plan(number: int, *token_ids: int, num_samples: int, tables: Any = None) -> StepPlan:
-        start, num_tokens = number, len(token_ids)
-        return StepPlan(
-            number, (request,), (start,), (num_tokens,), (num_samples,), token_ids, tables or {}
-        )
-
-    def tokens(runner: ModelRunner, *, refuses: bool) -> list[int]:
-        first = runner.collect(runner.dispatch(plan(0, 1, num_samples=1, tables={0: (2,)})))
-        for send in (runner.dispatch, runner.stage) if refuses else ():
-            with pytest.raises(EngineError, match=r"runner on a CPU .* draft tokens.* step 1"):
-                send(plan(1, 5, 6, 7, num_samples=3))
-        second = runner.collect(runner.dispatch(plan(1, -1, num_samples=1)))
-        return [*first.token_ids, *second.token_ids]
-
-    plain, other = (ModelRunner(captured, block_size=4, num_blocks=4) for _ in range(2))
-    assert tokens(other, refuses=True) == tokens(plain, refuses=False)
 
 
 def test_a_step_without_samples_returns_none(captured: CapturedModel) -> None:
