@@ -24,9 +24,8 @@ class RowParams:
 
     Attributes:
         seeds: int64 ``[S]``. temperatures: float32 ``[S]``.
-        truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
-            ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists, the place and then the parameters
-            that are declared with the stage "cut", in that order.
+        truncated: int32 ``[TRUNCATED_FIELDS, n]``, of the n rows that use a parameter declared with
+            the stage "cut": the place, then these parameters in their order, as sent.
         logprobs: what :func:`.sampled_fields` makes of them, flat.
     """
 

@@ -48,7 +48,7 @@ def reference_inputs(rows: list[Row], device: str = "cpu") -> SamplingInputs:
 
 
 def staged(rows: list[Row]) -> Tensor:
-    """The fields of those rows that truncate, int32 ``[4, n]``, by the code that stages them."""
+    """The fields of those rows that truncate, int32 ``[TRUNCATED_FIELDS, n]``, as staged."""
     params = [
         SamplingParams(
             temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, min_p=row.min_p
@@ -73,14 +73,11 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0)
     place = tl.load(fields + row)
-    k = tl.load(fields + num_rows + row)
-    top_p = tl.load(fields + 2 * num_rows + row).to(tl.float32, bitcast=True)
-    min_p_distance = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
     temperature = tl.load(temperatures + place)
     base = logits + place.to(tl.int64) * VOCAB
     top = largest_logit(base, None, VOCAB, TILE)
     limit, num_at_threshold, is_tied = find_threshold(
-        base, None, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+        base, None, top, temperature, fields + num_rows, row, num_rows, VOCAB, VOCAB, TILE
     )
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):

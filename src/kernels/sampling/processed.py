@@ -28,27 +28,18 @@ def _processed_kernel(  # type: ignore[no-untyped-def]
     """Scores ``[n, VOCAB]`` of some rows of logits. Grid: ``(n,)``."""
     row = tl.program_id(0)
     place = tl.load(places + row)
-    # What a row that is not among the truncated ones has: k of 0, p of 1, distance of infinity.
-    k = place * 0
-    top_p = place * 0
-    min_p = place * 0
-    num_found = place * 0
+    own = place * 0 - 1  # of a row that is not among the truncated ones
     for first in range(0, num_truncated, LOOKUP):
         at = first + tl.arange(0, LOOKUP)
         is_own = tl.load(truncated + at, mask=at < num_truncated, other=-1) == place
-        fields = truncated + num_truncated + at
-        k += tl.sum(tl.load(fields, mask=is_own, other=0), 0)
-        top_p += tl.sum(tl.load(fields + num_truncated, mask=is_own, other=0), 0)
-        min_p += tl.sum(tl.load(fields + 2 * num_truncated, mask=is_own, other=0), 0)
-        num_found += tl.sum(is_own.to(tl.int32), 0)
-    top_p = tl.where(num_found > 0, top_p, 0x3F800000).to(tl.float32, bitcast=True)
-    min_p = tl.where(num_found > 0, min_p & 0x7FFFFFFF, 0x7F800000)
+        own += tl.sum(tl.where(is_own, at + 1, 0), 0)
     temperature = tl.load(temperatures + place)
     temperature = tl.where(temperature > 0.0, temperature, 1.0)
     base = logits + place.to(tl.int64) * logits_stride
     top = largest_logit(base, None, VOCAB, TILE)
+    cuts = truncated + num_truncated
     limit, num_at_threshold, is_tied = find_threshold(
-        base, None, top, temperature, k, top_p, min_p, VOCAB, TILE
+        base, None, top, temperature, cuts, own, num_truncated, VOCAB, VOCAB, TILE
     )
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):
@@ -65,8 +56,8 @@ def processed_scores(
     """float32 ``[n, V]``, of the rows of ``logits [N, V]`` at ``places [n]``, int32.
 
     Args:
-        truncated: int32 ``[4 * m]``, laid out as ``TRUNCATED_FIELDS`` says, of the rows that use
-            top_k, top_p or min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
+        truncated: int32, what ``TRUNCATED_FIELDS`` lists of the m rows that use top_k, top_p or
+            min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
     """
     num_rows, vocab_size = len(places), logits.shape[1]
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)

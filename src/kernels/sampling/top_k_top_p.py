@@ -13,14 +13,19 @@ from torch import Tensor
 
 from .draw_functions import MaskedRows, Results, first_of_best, noise_of, places_of, store_token
 from .sampler import GROUP
-from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
+from .top_k_top_p_threshold import (
+    CUT_FIELDS,
+    find_threshold,
+    keep_mask,
+    largest_logit,
+    token_keys,
+)
 
 # The quickest on an H100 (docs/notes/sampling.md).
 _TILE = 4096
 _NUM_WARPS = 32
-TRUNCATED_FIELDS = 4
-"""int32 fields of a row to sample, each an array ``[S]``: place, top_k (0 or less: all), bits of
-the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
+TRUNCATED_FIELDS = 1 + CUT_FIELDS
+"""int32 fields of a row to sample, each an array ``[S]``: its place, then ``CUT_FIELDS``."""
 
 
 @triton.jit(
@@ -39,13 +44,9 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     place = tl.load(fields + row)
     if place >= 0:
-        k = tl.load(fields + num_rows + row)
-        top_p = tl.load(fields + 2 * num_rows + row).to(tl.float32, bitcast=True)
-        # The sign goes: -log(1) may be -0.
-        min_p_distance = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
         temperature = tl.load(temperatures + place)
         # Greedy is the first of the likeliest.
-        k = tl.where(temperature > 0.0, k, 1)
+        most = tl.where(temperature > 0.0, VOCAB, 1)
         temperature = tl.where(temperature > 0.0, temperature, 1.0)
         base = logits + place.to(tl.int64) * logits_stride
         words = None
@@ -53,7 +54,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
             words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
         top = largest_logit(base, words, VOCAB, TILE)
         limit, num_at_threshold, is_tied = find_threshold(
-            base, words, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+            base, words, top, temperature, fields + num_rows, row, num_rows, most, VOCAB, TILE
         )
 
         seed = tl.load(seeds + place)
@@ -105,7 +106,7 @@ def sample_truncated(
 
     Args:
         logits: ``[N, V]``, any float dtype, rows contiguous, V at most 1023 tiles.
-        fields: int32 ``[4 * S]``, laid out as :data:`TRUNCATED_FIELDS` says. A place is a row of
+        fields: int32, what :data:`TRUNCATED_FIELDS` lists, of S rows. A place is a row of
             ``logits``; below 0, there is nothing to do.
         temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
         sampled: int64 ``[>= N]``, written at the places given. results: written there, too.

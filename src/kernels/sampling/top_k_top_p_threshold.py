@@ -15,6 +15,10 @@ import triton.language as tl
 
 from .draw_functions import allowed
 
+CUT_FIELDS = 3
+"""int32 fields that say what a row keeps, each an array ``[S]``: top_k (0 or less: all), bits of
+the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
+
 _LARGEST_KEY = tl.constexpr(0x7F7FFFFF)
 _NO_KEY = tl.constexpr(0x7F800000)
 
@@ -183,23 +187,28 @@ def largest_logit(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def find_threshold(  # type: ignore[no-untyped-def]
-    base, words, top, temperature, k, top_p, min_p_distance,
+    base, words, top, temperature, cuts, row, num_rows, most,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What a row keeps: (last key, how many tokens at it, whether there are more than that).
 
-    ``words`` is the row's mask, or None. ``min_p_distance`` is the last key that min_p keeps; k of
-    0 or less and top_p of 1 keep all.
+    ``words`` is the row's mask, or None. ``cuts`` is what :data:`CUT_FIELDS` lists, of ``num_rows``
+    rows; a ``row`` below 0 keeps all. ``most`` bounds top_k.
     """
+    is_cut = row >= 0
+    k = tl.load(cuts + row, mask=is_cut, other=0)
+    k = tl.minimum(tl.where(k > 0, k, VOCAB), most)
+    top_p = tl.load(cuts + num_rows + row, mask=is_cut, other=0x3F800000)
+    top_p = top_p.to(tl.float32, bitcast=True)
+    # The last key that min_p keeps. The sign goes: -log(1) may be -0.
+    min_p_distance = tl.load(cuts + 2 * num_rows + row, mask=is_cut, other=_NO_KEY) & 0x7FFFFFFF
     limit = tl.minimum(min_p_distance, _LARGEST_KEY)
-    if (k > 0) & (k < VOCAB):
+    if k < VOCAB:
         limit = _key_of_rank(base, words, top, temperature, k, limit, VOCAB, TILE)
     num_below, num_limit, _, below, _, _ = _tally(
         base, words, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
     )
-    num_at_threshold = num_limit - num_below
-    if k > 0:
-        num_at_threshold = tl.minimum(num_at_threshold, k - num_below)
+    num_at_threshold = tl.minimum(num_limit - num_below, k - num_below)
     is_tied = num_limit - num_below > num_at_threshold
     if top_p < 1.0:
         total = below + num_at_threshold * _weight(limit)
