@@ -86,9 +86,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     shown = [inspect.Parameter("ctx", keyword, annotation=typer.Context)]
     for parameter in inspect.signature(function).parameters.values():
         annotation = hints[parameter.name]
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            own = getattr(annotation, "options", None)
-            options = own() if own else options_of(annotation, annotation.PANEL)  # type: ignore[attr-defined]
+        own = getattr(annotation, "options", None)
+        if own or dataclasses.is_dataclass(annotation):
+            options = own() if own else options_of(annotation, annotation.PANEL)
             groups[parameter.name] = annotation, options
             shown.extend(each.parameter for each in options)
         else:
@@ -131,6 +131,10 @@ class Option:
         type_ = self.type | None if default is None else self.type
         return dataclasses.replace(self, type=type_, default=default, settings=shown)
 
+    def in_panel(self, panel: str) -> Option:
+        """The same in another panel of the help."""
+        return dataclasses.replace(self, settings={**self.settings, "rich_help_panel": panel})
+
     @functools.cached_property
     def parameter(self) -> inspect.Parameter:
         return inspect.Parameter(
@@ -154,23 +158,26 @@ def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
     for field in dataclasses.fields(group):
         known, names = field.metadata.get("param"), field.metadata.get("names")
         if known is not None and known.flag is not None:
-            names = known.flags
+            names, is_time = known.flags, field.name.endswith("_s")
             type_ = _option_type(eval(str(field.type), names_there))
+            if not names and (is_time or field.default is False):  # True has --no-NAME as well
+                names = ("--" + field.name.removesuffix("_s").replace("_", "-"),)
             settings = {"help": known.help, "show_default": known.absent or True}
-            settings["metavar"] = known.metavar or _METAVARS.get(type_)
+            settings["metavar"] = known.metavar or ("S" if is_time else _METAVARS.get(type_))
         elif names is not None:
             settings, type_ = field.metadata["settings"], eval(str(field.type), names_there)
         else:
             continue
         settings = {**settings, "rich_help_panel": panel}
-        found.append(Option(field.name, type_, field.default, names, settings))
+        default = None if field.default == () else field.default
+        found.append(Option(field.name, type_, default, names, settings))
     return tuple(found)
 
 
 def _option_type(hint: Any) -> Any:
     """The type of what is typed for a field: text for a path, a list of texts for a sequence."""
     members = get_args(hint)
-    if Sequence[str] in members:
+    if Sequence[str] in members or hint == tuple[str, ...]:
         return list[str] | None
     if str in members:
         return str | None if type(None) in members else str

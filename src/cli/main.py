@@ -16,7 +16,7 @@ from .bench import Workload, report
 from .command import command, prepare_streams, refuse
 from .foreign_flags import EngineCommand
 from .options import EngineOptions, ReplicaOptions, SamplingOptions, ServedEngineOptions
-from .serve import SafetyOptions, ServerOptions, serve_model
+from .serve import ServerOptions, serve_model
 
 app = typer.Typer(
     name="pagespec",
@@ -152,7 +152,7 @@ def chat(
 
 @app.command(cls=EngineCommand)
 @command
-def serve(*, server: ServerOptions, safety: SafetyOptions, engine: ServedEngineOptions) -> None:
+def serve(*, server: ServerOptions, engine: ServedEngineOptions) -> None:
     """Serve a model over HTTP: OpenAI's interface, with vLLM's additions.
 
     \b
@@ -166,7 +166,7 @@ def serve(*, server: ServerOptions, safety: SafetyOptions, engine: ServedEngineO
     503), refuses new requests with 503, and answers those that run; at a second
     one it ends at once. Exit code 0, or 128 and the number of a second signal.
     """
-    serve_model(engine, server, safety)
+    serve_model(engine, server)
 
 
 @app.command(cls=EngineCommand)

@@ -121,9 +121,7 @@ class SamplingParams(UnsupportedParams):
         takes_none=False,
         flag=None,
     )
-    ignore_eos: bool = param(
-        False, "Go on past the model's end-of-sequence tokens.", flag(), flag="--ignore-eos"
-    )
+    ignore_eos: bool = param(False, "Go on past the model's end-of-sequence tokens.", flag())
     seed: int | None = param(
         None,
         "64-bit seed of this request's random numbers. Continuation i has seed + i, and the "

@@ -34,7 +34,8 @@ class Param:
         metavar: of its option, if its type does not say it.
         flag: spellings of its option; empty: its name; None: it has no option.
         stage: what reads it. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
-            Of a sampling parameter "cut" if it decides which tokens are kept.
+            Of a sampling parameter "cut" if it decides which tokens are kept. Of a server's setting
+            the panel of the help.
         wire: where a request over HTTP has it: "field" of its body, or only in the "object"
             ``sampling_params``; None: nowhere.
         is_of_model: the generation config may have its default.

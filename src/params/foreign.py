@@ -202,7 +202,7 @@ ENGINE: dict[str, Foreign] = {
 _NO_TEMPLATE = "the template of the model is used: give a folder that has another"
 
 SERVER: dict[str, Foreign] = {
-    "allowed_origins": Foreign(same_as="cors_origin"),
+    "allowed_origins": Foreign(same_as="cors_origins"),
     "disable_uvicorn_access_log": Foreign(
         _OFF, "use --no-access-log", as_ours={True: {"access_log": False}}
     ),

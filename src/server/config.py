@@ -2,98 +2,132 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..validation import is_int, is_list, is_number
+from ..params.checks import flag, integer, number
+from ..params.declare import check_fields, describe, param
+from ..validation import is_list
 
 # A million token ids, written out, and then some. A body is held in memory.
 _MAX_BODY_BYTES = 16 << 20
 _MAX_HELD_BYTES = 128 << 20
+_COUNT = integer(1, math.inf, "of 1 or more")
+_TIMEOUT = number(0.0, math.inf, "above 0", is_above=True)
+# Panels of the help: where to serve; who may use a server, and how much of it.
+_server = partial(param, stage="Server")
+_safety = partial(param, stage="Safety")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidInputError(name, value, "must be text, not empty")
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not is_list(value) or not all(isinstance(one, str) and one for one in value):
+        shown = "(not shown)" if name == "api_keys" else value
+        raise InvalidInputError(name, shown, "must be a list of texts, none empty")
+    return tuple(value)
+
+
+def _keys(name: str, value: Any) -> tuple[str, ...]:
+    # A header can carry no other, and a comparison of other text fails.
+    keys = _texts(name, value)
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise InvalidInputError(name, "(not shown)", "must be printable ASCII")
+    return keys
+
+
+def _root_path(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value[:1] not in ("", "/"):
+        raise InvalidInputError(name, value, 'must be empty, or begin with "/"')
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of a server.
-
-    Attributes:
-        model: name of the model where no name to serve it under is given.
-        served_model_names: names that requests may call it by; the first is used in answers.
-        host, port: where to listen; port 0 takes a free one.
-        uds: path of a Unix socket to listen on instead.
-        root_path: path under which a proxy shows this server.
-        ssl_keyfile, ssl_certfile: serve HTTPS; both or none.
-        api_keys: keys of which a request must bring one; none: no key is asked for.
-        salt_per_key: requests with different keys do not share the prefix cache.
-        enable_admin: serve ``/pause``, ``/resume``, ``/is_paused`` and ``/reset_prefix_cache``.
-        cors_origins: web pages' origins that browsers may let use this server; "*" all.
-        max_num_requests: most requests that wait or run, each of ``n`` continuations one.
-        max_body_bytes: most bytes of a request's body.
-        body_timeout_s: longest that a request's body may take to arrive.
-        write_timeout_s: longest that a client may take no byte of its answer, after which its
-            connection is closed; None: any time.
-        request_timeout_s: longest that a request may take; None: any time.
-        drain_timeout_s: after SIGTERM, longest that running requests are waited for.
-        access_log: log a line for each request.
-        log_json: log JSON, one object a line.
+    """Settings of a server, which are the options of ``pagespec serve``.
 
     Raises:
         InvalidInputError: a setting is outside its limits.
     """
 
-    model: str = "model"
-    served_model_names: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    api_keys: tuple[str, ...] = ()
-    salt_per_key: bool = False
-    enable_admin: bool = False
-    cors_origins: tuple[str, ...] = ()
-    max_num_requests: int = 1024
-    max_body_bytes: int = _MAX_BODY_BYTES
-    body_timeout_s: float = 60.0
-    write_timeout_s: float | None = 60.0
-    request_timeout_s: float | None = None
-    drain_timeout_s: float = 60.0
-    access_log: bool = True
-    log_json: bool = False
+    model: str = param(
+        "model", "Its name, where none to serve it under is given.", _text, flag=None
+    )
+    host: str = _server("127.0.0.1", "Where to listen; 0.0.0.0 is every network.", _text)
+    port: int = _server(
+        8000, "0 takes a free one, which is logged.", integer(0, (1 << 16) - 1, "from 0 to 65535")
+    )
+    uds: str | None = _server(None, "A Unix socket to listen on instead.", _text, metavar="PATH")
+    root_path: str = _server(
+        "", "Path under which a proxy shows this server.", _root_path, metavar="PATH"
+    )
+    ssl_keyfile: str | None = _server(None, "Serve HTTPS with this key.", _text, metavar="FILE")
+    ssl_certfile: str | None = _server(None, "The certificate of that key.", _text, metavar="FILE")
+    served_model_names: tuple[str, ...] = _server(
+        (),
+        "What requests call the model; may be repeated, answers have the first.",
+        _texts,
+        absent="--model",
+        metavar="NAME",
+        flag="--served-model-name",
+    )
+    access_log: bool = _server(True, "Log a line for each request.", flag())
+    log_json: bool = _server(False, "Log JSON, one object a line.", flag())
+    api_keys: tuple[str, ...] = _safety(
+        (),
+        "A key of which requests must bring one; may be repeated. The environment variable "
+        "PAGESPEC_API_KEY can hold some too, with commas between them: other users of this machine "
+        "can read command lines.",
+        _keys,
+        metavar="KEY",
+        flag="--api-key",
+    )
+    salt_per_key: bool = _safety(False, "Different keys do not share the prefix cache.", flag())
+    enable_admin: bool = _safety(
+        False, "Serve /pause, /resume, /is_paused and /reset_prefix_cache.", flag()
+    )
+    cors_origins: tuple[str, ...] = _safety(
+        (),
+        "Web pages that browsers may let use this server; may be repeated, * is all.",
+        _texts,
+        metavar="ORIGIN",
+        flag="--cors-origin",
+    )
+    max_num_requests: int = _safety(
+        1024, "Most requests that wait or run; more are refused (429).", _COUNT
+    )
+    max_body_bytes: int = _safety(_MAX_BODY_BYTES, "Most bytes of a request's body (413).", _COUNT)
+    body_timeout_s: float = _safety(60.0, "Longest that a body may take to arrive (408).", _TIMEOUT)
+    write_timeout_s: float | None = _safety(
+        60.0,
+        "Longest that a client may take no byte of its answer; then it is closed.",
+        _TIMEOUT,
+        takes_none=True,
+    )
+    request_timeout_s: float | None = _safety(
+        None, "Longest that a request may take (503).", _TIMEOUT, absent="any time"
+    )
+    drain_timeout_s: float = _safety(
+        60.0,
+        "After SIGTERM, longest that running requests are waited for.",
+        number(0.0, math.inf, "of 0 or more"),
+    )
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_keys", "cors_origins"):
-            _check_texts(name, getattr(self, name))
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("model", "host"):
-            _require(self, name, _is_text(getattr(self, name)), "must be text, not empty")
-        for name in ("uds", "ssl_keyfile", "ssl_certfile"):
-            value = getattr(self, name)
-            _require(self, name, value is None or _is_text(value), "must be a path, or None")
-        for name in ("salt_per_key", "enable_admin", "access_log", "log_json"):
-            _require(self, name, isinstance(getattr(self, name), bool), "must be True or False")
-        _require(self, "port", is_int(self.port) and 0 <= self.port < 1 << 16, "0 to 65535")
-        has_root = isinstance(self.root_path, str) and self.root_path[:1] in ("", "/")
-        _require(self, "root_path", has_root, 'must be empty, or begin with "/"')
-        has_both = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
-        _require(self, "ssl_certfile", has_both, "is given together with ssl_keyfile")
-        _require(self, "salt_per_key", not self.salt_per_key or self.api_keys, "needs an API key")
-        # A header can carry no other, and a comparison of other text fails.
-        is_plain = all(key.isascii() and key.isprintable() for key in self.api_keys)
-        if not is_plain:
-            raise InvalidInputError("api_keys", "(not shown)", "must be printable ASCII")
-        for name in ("max_num_requests", "max_body_bytes"):
-            value = getattr(self, name)
-            _require(self, name, is_int(value) and value >= 1, "must be an integer of 1 or more")
-        for name in ("body_timeout_s", "write_timeout_s", "request_timeout_s"):
-            value = getattr(self, name)
-            is_none = value is None and name != "body_timeout_s"
-            _require(self, name, is_none or (is_number(value) and value > 0), "must be above 0")
-        is_time = is_number(self.drain_timeout_s) and self.drain_timeout_s >= 0
-        _require(self, "drain_timeout_s", is_time, "must be 0 or more")
+        check_fields(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            limit = "is given together with ssl_keyfile"
+            raise InvalidInputError("ssl_certfile", self.ssl_certfile, limit)
+        if self.salt_per_key and not self.api_keys:
+            raise InvalidInputError("salt_per_key", True, "needs an API key")
 
     @property
     def max_held_bytes(self) -> int:
@@ -118,16 +152,4 @@ class ServerConfig:
         return values | {"api_keys": len(self.api_keys)}
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _check_texts(name: str, values: object) -> None:
-    if not is_list(values) or not all(_is_text(value) for value in values):  # type: ignore[attr-defined]
-        shown = "(not shown)" if name == "api_keys" else values
-        raise InvalidInputError(name, shown, "must be a list of texts, none empty")
-
-
-def _require(config: ServerConfig, name: str, is_met: object, limit: str) -> None:
-    if not is_met:
-        raise InvalidInputError(name, getattr(config, name), limit)
+ServerConfig.__doc__ = f"{ServerConfig.__doc__}\n    Attributes:\n{describe(ServerConfig, 8)}"

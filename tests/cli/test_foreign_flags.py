@@ -103,10 +103,10 @@ def test_a_server_takes_flags_of_vllm_serve(
 ) -> None:
     found: dict[str, Any] = {}
 
-    def serve(engine: Any, server: Any, safety: Any) -> None:
+    def serve(engine: Any, server: Any) -> None:
         from pagespec.cli.serve import server_config
 
-        config = server_config(engine, server, safety)
+        config = server_config(engine, server)
         found.update({**engine.config.arguments(), **vars(config), "model": engine.model})
 
     monkeypatch.setattr("pagespec.cli.main.serve_model", serve)
