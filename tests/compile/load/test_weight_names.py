@@ -65,17 +65,24 @@ def check(
 ) -> LLM:
     """An engine of ``folder`` that is written to what ``to`` holds is an engine of ``to``."""
     content = (folder / "model.safetensors").read_bytes()
-    llm, fresh = engine(folder, **options), engine(to, **options)
+    llm = engine(folder, **options)
+    check_written(llm, engine(to, **options), groups(values), set(values))
+    assert (folder / "model.safetensors").read_bytes() == content
+    return llm
+
+
+def check_written(
+    llm: LLM, fresh: LLM, groups: Iterable[dict[str, Tensor]], names: set[str]
+) -> None:
+    """``llm`` with ``groups`` written to it is as ``fresh``; ``names``: all that it has."""
     wanted = answers(fresh)
     assert answers(llm) != wanted
-    assert set(map_of(llm).names) == set(values)
-    write_each(llm, groups(values))
+    assert set(map_of(llm).names) == names
+    write_each(llm, groups)
     llm.reset_prefix_cache()
     assert answers(llm) == wanted
     pairs = zip(held_by(llm), held_by(fresh), strict=True)
     assert all(torch.equal(bits(one), bits(two)) for one, two in pairs)
-    assert (folder / "model.safetensors").read_bytes() == content
-    return llm
 
 
 def singly(values: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
@@ -205,14 +212,7 @@ def test_gguf(quantization: str | None, tmp_path: Path, monkeypatch: pytest.Monk
     values = write_gguf(tmp_path / "new.gguf", 1)
     llm = engine(tmp_path / "old.gguf", quantization=quantization)
     fresh = engine(tmp_path / "new.gguf", quantization=quantization)
-    wanted = answers(fresh)
-    assert answers(llm) != wanted
-    assert set(map_of(llm).names) == set(values)
-    write_each(llm, singly(values))
-    llm.reset_prefix_cache()
-    assert answers(llm) == wanted
-    pairs = zip(held_by(llm), held_by(fresh), strict=True)
-    assert all(torch.equal(bits(one), bits(two)) for one, two in pairs)
+    check_written(llm, fresh, singly(values), set(values))
 
 
 @pytest.mark.nightly
@@ -229,11 +229,7 @@ def test_gguf_of_other_architectures(
     tensors = GGUFReader(tmp_path / "new.gguf").tensors
     values = {t.name: torch.from_numpy(np.array(t.data)) for t in tensors}
     llm, fresh = engine(tmp_path / "old.gguf"), engine(tmp_path / "new.gguf")
-    wanted = answers(fresh)
-    assert answers(llm) != wanted
-    write_each(llm, singly(values))
-    llm.reset_prefix_cache()
-    assert answers(llm) == wanted
+    check_written(llm, fresh, singly(values), set(values))
 
 
 @pytest.mark.nightly

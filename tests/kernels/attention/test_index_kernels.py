@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from pagespec.kernels import ops
 from pagespec.kernels.attention import index_launch
 from pagespec.kernels.attention.index_kernels import choose_kernel
-from tests.kernels.attention.test_indexer import NUM_CHOSEN, ROWS, SHAPES, choose, weights_of
+from tests.kernels.attention.test_indexer import NUM_CHOSEN, ROWS, SHAPES, choose
 from tests.support.apart import run_apart
 from tests.support.paged import Batch, Rows, Shape, make_batch, poisoned_memory, rescheduled
 
@@ -28,13 +29,7 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def indexed(batch: tuple, key: Tensor, slots: Tensor, **changes: int) -> Tensor:
-    """What the kernels choose, of the arguments of ``paged_attention``."""
-    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch
-    of_step = (cache, slots, starts, contexts, tables, table_rows)
-    return index_launch.index_topk(
-        query, key, weights_of(query), *of_step, scale, NUM_CHOSEN, **changes
-    )
+indexed = partial(choose, by=index_launch.index_topk)
 
 
 def stored(batch: Batch) -> Batch:
@@ -131,21 +126,7 @@ def test_of_equal_scores_the_first_are_taken(
 
 def test_more_than_any_context_has_are_all() -> None:
     batch = make_batch([(3, 4), (0, 1)], SHAPES[0])
-    query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch.attend
-    key, slots = batch.store[0][:, 0], batch.store[4]
-    chosen = index_launch.index_topk(
-        query,
-        key,
-        weights_of(query),
-        cache,
-        slots,
-        starts,
-        contexts,
-        tables,
-        table_rows,
-        scale,
-        500,
-    )
+    chosen = indexed(batch.attend, batch.store[0][:, 0], batch.store[4], 500)
     for found, last in zip(chosen.tolist(), [3, 4, 5, 6, 0, -1, -1, -1], strict=True):
         assert found == [*range(last + 1), *[-1] * (499 - last)]
 

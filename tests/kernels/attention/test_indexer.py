@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,21 +33,18 @@ def weights_of(query: Tensor) -> Tensor:
     return query.float().sum(-1).cos()
 
 
-def choose(batch: tuple, key: Tensor, slots: Tensor) -> Tensor:
+def choose(
+    batch: tuple,
+    key: Tensor,
+    slots: Tensor,
+    num_chosen: int = NUM_CHOSEN,
+    by: Callable[..., Tensor] = ops.index_topk,
+    **options: int,
+) -> Tensor:
+    """What ``by`` chooses, of the arguments of ``paged_attention``."""
     query, cache, _, starts, contexts, tables, table_rows, scale, *_ = batch
-    return ops.index_topk(
-        query,
-        key,
-        weights_of(query),
-        cache,
-        slots,
-        starts,
-        contexts,
-        tables,
-        table_rows,
-        scale,
-        NUM_CHOSEN,
-    )
+    of_step = (cache, slots, starts, contexts, tables, table_rows)
+    return by(query, key, weights_of(query), *of_step, scale, num_chosen, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
