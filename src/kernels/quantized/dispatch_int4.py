@@ -9,6 +9,7 @@ equal, and equal to those of a model that holds the weight dequantised in the dt
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ def linear(
     has_minima: bool,
     max_fused_rows: int = MAX_FUSED_ROWS,
     max_custom_rows: int = dispatch.ALL_ROWS,
+    *,
+    has_gate: bool = False,
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, x ``[..., K]``, the weight by the fields of its
     :class:`.PackedWeight`.
@@ -56,38 +59,9 @@ def linear(
     Args:
         max_fused_rows: up to how many rows it is unpacked in the matmul.
         max_custom_rows: as of :func:`..linear.dispatch.linear`, above that.
+        has_gate: as of :func:`linear_silu_mul`.
     """
     weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
-    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
-
-
-def linear_silu_mul(
-    x: Tensor,
-    words: Tensor,
-    numbers: Tensor,
-    bias: Tensor | None,
-    num_bits: int,
-    group: int,
-    dtype: str,
-    has_minima: bool,
-    max_fused_rows: int = MAX_FUSED_ROWS,
-    max_custom_rows: int = dispatch.ALL_ROWS,
-) -> Tensor:
-    """``silu(gate) * up`` of the halves of :func:`linear`."""
-    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
-    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
-
-
-def multiply(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    max_fused_rows: int,
-    max_custom_rows: int,
-    *,
-    has_gate: bool = False,
-) -> Tensor:
-    """:func:`linear` or :func:`linear_silu_mul` with a weight in one piece."""
     width = x.shape[-1]
     if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
         rows = x.reshape(-1, width)
@@ -108,3 +82,10 @@ def multiply(
     tile = tiles.choose_tile(len(rows), num_outs, width, x.itemsize, has_gate, Gpu.of(x.device))
     out = plain_matmul(rows, plain, bias, tile=tile, has_gate=has_gate)
     return out.view(*x.shape[:-1], num_outs)
+
+
+def linear_silu_mul(
+    x: Tensor, words: Tensor, numbers: Tensor, bias: Tensor | None, *data: Any
+) -> Tensor:
+    """``silu(gate) * up`` of the halves of :func:`linear`, which gets ``data`` too."""
+    return linear(x, words, numbers, bias, *data, has_gate=True)

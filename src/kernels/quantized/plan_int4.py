@@ -6,6 +6,8 @@ It is observed, as in :mod:`..linear.plan`, on the GPU at hand.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,9 +55,10 @@ class RowLimits:
         if not self._plans.transparent:
             return MAX_FUSED_ROWS, max_custom_rows
         counts = [count for count in SWEEP_ROWS if count <= MAX_FUSED_ROWS]
+        data: tuple[Any, ...] = (*weight[2:], MAX_FUSED_ROWS, max_custom_rows)
 
         def multiply(x: Tensor) -> Tensor:
-            return dispatch_int4.multiply(x, weight, None, MAX_FUSED_ROWS, max_custom_rows)
+            return dispatch_int4.linear(x, *weight[:2], None, *data)
 
         def reference(x: Tensor) -> Tensor:
             return dispatch.linear(x, plain, None, max_custom_rows)
