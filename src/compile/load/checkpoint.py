@@ -66,3 +66,18 @@ class Checkpoint:
         """In order; side by side, as copies to a device wait for the disk."""
         with ThreadPoolExecutor(_NUM_READERS) as readers:
             return list(readers.map(lambda of: self.read(of[0], of[1], device), names))
+
+
+def check_float(name: str, tensor: Tensor, shape: tuple[int, ...] = ()) -> None:
+    """Raises ValueError unless the tensor has finite floats, and this shape if one is given."""
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} is {form_of(tensor)}; known are float32, float16 and bfloat16")
+    if shape and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {form_of(tensor)}, not of shape {shape}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has NaN or infinity")
+
+
+def form_of(tensor: Tensor) -> str:
+    """Dtype and shape, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Unpacks 4-bit weights of AWQ, GPTQ and compressed-tensors into ``Int4Weight``.
+"""``Int4Layout``: reads 4-bit weights of AWQ, GPTQ and compressed-tensors into ``Int4Weight``.
 
 All three hold eight values in an int32, from its lowest bits up. Along which dimension, in which
 order, and what a zero point is, differs:
@@ -26,98 +26,125 @@ the order of their importance. Columns are then sorted by group, and so are the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels.quantized.quantized_weight import GROUP, Int4Weight
+from .checkpoint import check_float, form_of
 
 _PER_WORD = 8
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 has outputs 0, 1, 2, ...
 _MIDDLE = 8
 _ONES = 0x11111111  # 1 in each field of an int32
 
 
-def awq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Weight:
-    """``scales`` ``[G, N]``."""
-    values, zeros = (_unpacked(words)[..., _AWQ_PLACES].flatten(-2) for words in (qweight, qzeros))
-    return _grouped(values.t(), zeros.t(), scales.t())
+@dataclass(frozen=True, slots=True)
+class Int4Layout:
+    """Where a checkpoint has the numbers of a layer.
 
-
-def gptq_weight(
-    qweight: Tensor,
-    qzeros: Tensor,
-    scales: Tensor,
-    groups: Tensor | None = None,
-    *,
-    is_shifted: bool,
-) -> Int4Weight:
-    """``scales`` ``[G, N]``; ``is_shifted`` in the first format; ``groups`` as of
-    :func:`order_of`."""
-    values = _unpacked(qweight).transpose(1, 2).flatten(0, 1)
-    if is_shifted:
-        # A carry out of the highest field is dropped.
-        qzeros = ((qzeros.long() + _ONES + 2**31) % 2**32 - 2**31).int()
-    zeros = _unpacked(qzeros).flatten(-2)
-    return _sorted(values.t(), zeros.t(), scales.t(), groups)
-
-
-def packed_weight(
-    packed: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None = None
-) -> Int4Weight:
-    """Of compressed-tensors; ``scales`` ``[N, G]``; ``groups`` as of :func:`order_of`."""
-    values = _unpacked(packed).flatten(-2)
-    if zeros is None:
-        numbers = torch.full(scales.shape, _MIDDLE, device=scales.device)
-    else:
-        numbers = _unpacked(zeros).transpose(1, 2).flatten(0, 1)
-    return _sorted(values, numbers, scales, groups)
-
-
-def order_of(groups: Tensor, num_groups: int) -> Tensor | None:
-    """The inputs sorted by group, int64; None if they are.
-
-    Args:
-        groups: the group of each input, ``[K]``.
-
-    Raises:
-        ValueError: groups are not of one size.
+    Attributes:
+        values, zeros: names of tensors, and the dimension along which an int32 has eight elements.
+        scales, groups: names of tensors.
+        is_input_first: whether values are ``[K, N]``, zero points and scales ``[G, N]``; else
+            ``[N, K]`` and ``[N, G]``.
+        places: where an int32 has elements 0, 1, 2, ...; empty if in this order.
+        is_shifted: whether 1 was subtracted from zero points.
     """
-    groups = groups.long()
-    expected = torch.arange(len(groups), device=groups.device) // (len(groups) // num_groups)
-    if torch.equal(groups, expected):
-        return None
-    order = groups.argsort(stable=True)
-    if not torch.equal(groups[order], expected):
-        raise ValueError(
-            f"g_idx must put {len(groups) // num_groups} inputs into each of {num_groups} groups"
-        )
-    return order
+
+    values: tuple[str, int]
+    zeros: tuple[str, int]
+    scales: str
+    groups: str = "g_idx"
+    is_input_first: bool = True
+    places: tuple[int, ...] = ()
+    is_shifted: bool = False
+
+    def read(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Int4Weight:
+        """The weight ``[N, K]`` of a layer's tensors.
+
+        Raises:
+            ValueError: a tensor is not of the layout.
+        """
+        num_outputs, num_inputs = shape
+        values = self._unpacked(parts, *self.values, shape)
+        scales, dim = parts[self.scales], 0 if self.is_input_first else 1
+        num_groups = scales.shape[dim] if scales.dim() > dim else 0
+        if num_groups < 1 or num_inputs % num_groups or num_inputs // num_groups % GROUP:
+            groups = f"{num_groups} groups of {num_inputs} inputs"
+            raise ValueError(f"{groups}; a group must be of a multiple of {GROUP}")
+        by_group = num_outputs, num_groups
+        check_float(self.scales, scales, self._as_stored(by_group))
+        scales = (scales.t() if self.is_input_first else scales).float()
+        zeros = torch.full_like(scales, _MIDDLE)
+        if self.zeros[0] in parts:
+            zeros = self._unpacked(parts, *self.zeros, by_group, is_shifted=self.is_shifted)
+        order = self._order(parts, num_inputs, num_groups)
+        if order is not None:
+            values = values[:, order]
+        halves = values.reshape(num_outputs, -1, 2, GROUP // 2)
+        numbers = [
+            part.repeat_interleave(num_inputs // GROUP // num_groups, 1)
+            for part in (scales, -zeros.float() * scales)
+        ]
+        return Int4Weight(halves[:, :, 0] | halves[:, :, 1] << 4, *numbers, order=order)
+
+    def _as_stored(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape[::-1] if self.is_input_first else shape
+
+    def _unpacked(
+        self,
+        parts: Mapping[str, Tensor],
+        name: str,
+        dim: int,
+        shape: tuple[int, int],
+        *,
+        is_shifted: bool = False,
+    ) -> Tensor:
+        """uint8 of this shape, whose first dimension is outputs."""
+        words, expected = parts[name], list(self._as_stored(shape))
+        expected[dim] //= _PER_WORD
+        if words.dtype != torch.int32 or list(words.shape) != expected:
+            raise ValueError(f"{name} is {form_of(words)}, not int32 {tuple(expected)}")
+        if is_shifted:
+            # A carry out of the highest field is dropped.
+            words = ((words.long() + _ONES + 2**31) % 2**32 - 2**31).int()
+        pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, _PER_WORD // 2))
+        elements = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+        if self.places:
+            elements = elements[..., self.places]
+        found = elements.movedim(-1, dim + 1).flatten(dim, dim + 1)
+        return found.t() if self.is_input_first else found
+
+    def _order(
+        self, parts: Mapping[str, Tensor], num_inputs: int, num_groups: int
+    ) -> Tensor | None:
+        """The inputs sorted by group, int64; None if they are, or if the layer does not name the
+        group of each input: -1 says so."""
+        groups = parts.get(self.groups)
+        if groups is None or bool((groups == -1).all()):
+            return None
+        if groups.is_floating_point() or tuple(groups.shape) != (num_inputs,):
+            raise ValueError(f"{self.groups} is {form_of(groups)}, not int32 {(num_inputs,)}")
+        groups, size = groups.long(), num_inputs // num_groups
+        expected = torch.arange(num_inputs, device=groups.device) // size
+        if torch.equal(groups, expected):
+            return None
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], expected):
+            raise ValueError(f"g_idx must put {size} inputs into each of {num_groups} groups")
+        return order
 
 
-def _sorted(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Int4Weight:
-    order = None if groups is None else order_of(groups, scales.shape[1])
-    if order is None:
-        return _grouped(values, zeros, scales)
-    return replace(_grouped(values[:, order], zeros, scales), order=order)
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """uint8 ``[.., 8]``: the values of each int32 ``[..]``, lowest bits first."""
-    pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, _PER_WORD // 2))
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-
-
-def _grouped(values: Tensor, zeros: Tensor, scales: Tensor) -> Int4Weight:
-    """From values ``[N, K]``, zero points and scales ``[N, G]``."""
-    num_groups = values.shape[1] // GROUP
-    scales = scales.float()
-    minima = -zeros.float() * scales
-    repeats = num_groups // scales.shape[1]
-    halves = values.reshape(len(values), num_groups, 2, GROUP // 2)
-    return Int4Weight(
-        halves[:, :, 0] | halves[:, :, 1] << 4,
-        scales.repeat_interleave(repeats, 1),
-        minima.repeat_interleave(repeats, 1),
-    )
+AWQ = Int4Layout(("qweight", 1), ("qzeros", 1), "scales", places=(0, 4, 1, 5, 2, 6, 3, 7))
+GPTQ_V2 = Int4Layout(("qweight", 0), ("qzeros", 1), "scales")
+GPTQ = Int4Layout(("qweight", 0), ("qzeros", 1), "scales", is_shifted=True)
+PACKED = Int4Layout(
+    ("weight_packed", 1),
+    ("weight_zero_point", 0),
+    "weight_scale",
+    "weight_g_idx",
+    is_input_first=False,
+)
+"""Of compressed-tensors."""

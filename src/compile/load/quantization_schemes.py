@@ -23,14 +23,13 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.quantized.quantized_weight import (
     BLOCK,
-    GROUP,
     Fp8Weight,
     QuantizedWeight,
     quantize_fp8,
     rows_of_blocks,
 )
-from .checkpoint import Checkpoint
-from .int4_layouts import awq_weight, gptq_weight, packed_weight
+from .checkpoint import Checkpoint, check_float, form_of
+from .int4_layouts import AWQ, GPTQ, GPTQ_V2, PACKED
 
 Parts = Mapping[str, Tensor]
 """The tensors of a layer, by the end of their names."""
@@ -186,7 +185,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     def read(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
         num_blocks = tuple(-(-size // BLOCK) for size in shape)
         values, scales = _e4m3_bits(parts, shape), parts["weight_scale_inv"]
-        _check_float("weight_scale_inv", scales, num_blocks)
+        check_float("weight_scale_inv", scales, num_blocks)
         return Fp8Weight(values, rows_of_blocks(scales, shape[0]))
 
     return Scheme(
@@ -236,23 +235,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     _expect(weights, "weights.", num_bits=(4,), type=("int",), dynamic=(False, None))
     _expect(weights, "weights.", strategy=("group", "channel"))
 
-    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
-        scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
-        num_groups = scales.shape[1] if scales.dim() == 2 else 0
-        _check_groups(shape, num_groups)
-        _check_float("weight_scale", scales, (shape[0], num_groups))
-        _check_words("weight_packed", parts["weight_packed"], (shape[0], shape[1] // 8))
-        if zeros is not None:
-            _check_words("weight_zero_point", zeros, (shape[0] // 8, num_groups))
-        groups = _groups("weight_g_idx", parts, shape[1])
-        return packed_weight(parts["weight_packed"], zeros, scales, groups)
-
     return Scheme(
         f"compressed-tensors int4 with a scale for each {weights['strategy']}",
         "int4",
         "weight_packed",
         ("weight_packed", "weight_scale", "weight_shape?", "weight_zero_point?", "weight_g_idx?"),
-        read,
+        PACKED.read,
         is_excluded,
     )
 
@@ -260,28 +248,17 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 def _awq(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "", bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
 
-    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
-        _check_words("qweight", parts["qweight"], (shape[1], shape[0] // 8))
-        return awq_weight(*_zeros_and_scales(parts, shape))
-
     name = f"AWQ int4 in groups of {config.get('group_size')}"
     excluded = _listed(config.get("modules_to_not_convert"))
-    return Scheme(name, "int4", "qweight", ("qweight", "qzeros", "scales"), read, excluded)
+    return Scheme(name, "int4", "qweight", ("qweight", "qzeros", "scales"), AWQ.read, excluded)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "", bits=(4,), checkpoint_format=(None, "gptq", "gptq_v2"), dynamic=(None, {}))
-    is_shifted = config.get("checkpoint_format") != "gptq_v2"
-
-    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
-        _check_words("qweight", parts["qweight"], (shape[1] // 8, shape[0]))
-        operands = _zeros_and_scales(parts, shape)
-        groups = _groups("g_idx", parts, shape[1])
-        return gptq_weight(*operands, groups, is_shifted=is_shifted)
-
     name = f"GPTQ int4 in groups of {config.get('group_size')}"
     parts = ("qweight", "qzeros", "scales", "g_idx?")
-    return Scheme(name, "int4", "qweight", parts, read)
+    layout = GPTQ_V2 if config.get("checkpoint_format") == "gptq_v2" else GPTQ
+    return Scheme(name, "int4", "qweight", parts, layout.read)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -294,13 +271,13 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def _make_fp8(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
-    _check_float("weight", parts["weight"], shape)
+    check_float("weight", parts["weight"], shape)
     return quantize_fp8(parts["weight"])
 
 
 def _read_fp8_rows(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
     values, scales = _e4m3_bits(parts, shape), parts["weight_scale"]
-    _check_float("weight_scale", scales, ())
+    check_float("weight_scale", scales)
     if scales.numel() not in (1, shape[0]):
         raise ValueError(f"weight_scale has {scales.numel()} elements for {shape[0]} outputs")
     return Fp8Weight(values, scales.float().reshape(-1, 1).expand(shape[0], 1).contiguous())
@@ -309,55 +286,11 @@ def _read_fp8_rows(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
 def _e4m3_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
     weight = parts["weight"]
     if weight.dtype != torch.float8_e4m3fn or tuple(weight.shape) != shape:
-        raise ValueError(f"weight is {_form(weight)}, not float8_e4m3fn {shape}")
+        raise ValueError(f"weight is {form_of(weight)}, not float8_e4m3fn {shape}")
     bits = weight.view(torch.uint8)
     if e4m3.has_nan(bits):
         raise ValueError("weight has NaN")
     return bits
-
-
-def _zeros_and_scales(parts: Parts, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, zero points ``[G, N / 8]`` and scales ``[G, N]`` of AWQ and GPTQ."""
-    scales = parts["scales"]
-    _check_groups(shape, len(scales))
-    _check_float("scales", scales, (len(scales), shape[0]))
-    _check_words("qzeros", parts["qzeros"], (len(scales), shape[0] // 8))
-    return parts["qweight"], parts["qzeros"], scales
-
-
-def _groups(name: str, parts: Parts, num_inputs: int) -> Tensor | None:
-    """The group of each input, where the layer names them; -1 says that it does not."""
-    groups = parts.get(name)
-    if groups is None or bool((groups == -1).all()):
-        return None
-    if groups.is_floating_point() or tuple(groups.shape) != (num_inputs,):
-        raise ValueError(f"{name} is {_form(groups)}, not int32 {(num_inputs,)}")
-    return groups
-
-
-def _check_groups(shape: tuple[int, int], num_groups: int) -> None:
-    if num_groups < 1 or shape[1] % num_groups or shape[1] // num_groups % GROUP:
-        raise ValueError(
-            f"{num_groups} groups of {shape[1]} inputs; a group must be of a multiple of {GROUP}"
-        )
-
-
-def _check_words(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {_form(tensor)}, not int32 {shape}")
-
-
-def _check_float(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{name} is {_form(tensor)}; known are float32, float16 and bfloat16")
-    if shape and tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {_form(tensor)}, not of shape {shape}")
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} has NaN or infinity")
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _matches(name: str, entry: str) -> bool:
