@@ -6,7 +6,8 @@
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
 - a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
 - ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
-  (:mod:`.gpu_quantized`), a gated activation behind it included where that has one;
+  (:mod:`...kernels.families` say where it is served), a gated activation behind it included where
+  that has one;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
   behind it likewise.
 """
@@ -25,6 +26,10 @@ from ...kernels.experts import grouped_mm
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear.plan_cache import LinearPlans
+from ...kernels.quantized import dispatch_fp8, dispatch_int4
+from ...kernels.quantized.int4_packing import pack
+from ...kernels.quantized.plan_int4 import RowLimits
+from ...kernels.quantized.quantized_weight import GROUP
 from ..fx.nodes import (
     calls,
     calls_op,
@@ -37,8 +42,7 @@ from ..fx.nodes import (
     tensor_of,
 )
 from ..fx.pass_context import PassContext
-from .gpu_quantized import gpu_kernels
-from .quantize_linear import QuantizedCalls
+from .quantize_linear import Kernel, KernelTable, QuantizedCalls
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +52,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     graph, count = gm.graph, 0
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
-    quantized = QuantizedCalls(graph, context, gpu_kernels(dtype, plans))
+    quantized = QuantizedCalls(graph, context, _kernels(dtype, plans))
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
     columns = {
         node: found for node in graph.nodes if (found := left_matmul_operands(node)) is not None
@@ -111,6 +115,23 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
         count += 1
     quantized.release_weights()
     return count
+
+
+def _kernels(dtype: torch.dtype, plans: LinearPlans) -> KernelTable:
+    """By format, what multiplies rows of ``dtype`` with a weight that stays quantised; ``plans``
+    are of the matmuls with dequantised weights."""
+
+    def fp8(weight: Any) -> Kernel:
+        return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight), pack=dispatch_fp8.pack)
+
+    def integers(weight: Any) -> Kernel:
+        packed = pack(weight)
+        chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
+        data = (*packed[2:], *chosen)
+        return Kernel(dispatch_int4.linear, packed[:2], data, dispatch_int4.linear_silu_mul)
+
+    limits = RowLimits(dtype, plans)
+    return {"fp8": fp8, "int4": integers, "int8": integers}
 
 
 def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bool] | None:

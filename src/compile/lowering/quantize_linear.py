@@ -1,6 +1,5 @@
 """Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` and
-:func:`.lower_gpu.lower_gpu` lower them: on a GPU by a table of kernels by format
-(:mod:`.gpu_quantized`).
+:func:`.lower_gpu.lower_gpu` lower them: on a GPU by a table of kernels by format.
 
 Then the float weights are given back, where there were any: a checkpoint's quantised layers have
 stand-ins from the beginning. Whatever reads such a parameter of the model reads NaN.
@@ -52,13 +51,11 @@ KernelTable = Mapping[str, Callable[[QuantizedWeight], Kernel]]
 
 
 class _Packed(NamedTuple):
-    """A kernel whose parts are placeholders."""
+    """A kernel with placeholders for its parts, and for an order of inputs other than their own."""
 
-    function: Callable[..., Tensor]
-    parts: tuple[Node, ...]
-    data: tuple[Any, ...]
-    gated: Callable[..., Tensor] | None
-    order: Node | None  # of inputs, where it is not their own
+    kernel: Kernel
+    parts: list[Node]
+    order: Node | None
 
 
 class QuantizedCalls:
@@ -99,15 +96,15 @@ class QuantizedCalls:
         packed = self._packed[matrix]
         if packed is None:
             return None
-        function = packed.gated if has_gate else packed.function
+        kernel, parts, order = packed
+        function, data = kernel.gated if has_gate else kernel.function, kernel.data
         if function is None:
             return None
-        data = packed.data
-        if packed.order is not None:
-            x = self._in_order(x, packed.order, node)
-        if packed.function is native.linear:
+        if order is not None:
+            x = self._in_order(x, order, node)
+        if function is native.linear:
             data = (*data, self._query_starts(x))
-        return function, (x, *packed.parts, bias, *data), {}
+        return function, (x, *parts, bias, *data), {}
 
     def _in_order(self, x: Node, order: Node, node: Node) -> Node:
         """The rows of ``node`` with their elements in this order, for all that reads them so."""
@@ -143,7 +140,7 @@ class QuantizedCalls:
         nodes = self._placeholders(format, matrix, kernel.parts)
         inputs = None if order is None else self._context.constants[order.name]
         self._context.weights.packed(weight, kernel.parts, kernel.pack, format, inputs)
-        return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated, order)
+        return _Packed(kernel, nodes, order)
 
     def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
         """What stands for ``parts`` beside ``matrix``."""
