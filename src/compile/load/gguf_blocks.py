@@ -36,6 +36,7 @@ _MIDDLE = 8
 _SIGNATURE = 64
 # Part of the file's name: raise it when what is kept changes.
 _VERSION = 2
+_PLAIN = ("F32", "F16", "BF16", "F64")
 _WIDE = "wide"  # names in the file's metadata
 
 
@@ -107,63 +108,43 @@ def read_blocks(path: Path, module: nn.Module) -> dict[str, QuantizedWeight | No
         module: made from the file, in float32.
     """
     from gguf import GGUFReader
+    from gguf.quants import dequantize
 
-    sources = [_Source(tensor) for tensor in GGUFReader(path).tensors if tensor.data.ndim == 2]
-    by_row: dict[bytes, _Source] = {}
+    by_row: dict[bytes, Any] = {}  # tensors that are kept, by each of their rows
+    others: set[bytes] = set()
+    for tensor in GGUFReader(path).tensors:
+        kind = tensor.tensor_type
+        if tensor.data.ndim != 2 or kind.name in _PLAIN:
+            continue
+        blocks = blocks_of(tensor.data, kind.name)
+        if blocks is None:
+            others.add(_bits(torch.from_numpy(dequantize(tensor.data[:1], kind)[0])))
+        else:
+            by_row |= dict.fromkeys(_signatures(blocks.expanded()), tensor)
     found: dict[str, QuantizedWeight | None] = {}
-    for source in sources:
-        if source.is_kept:
-            for signature in _signatures(source.dequantized()):
-                by_row[signature] = source
-    others = {_bits(s.first_row()) for s in sources if s.is_quantized and not s.is_kept}
     for name, parameter in module.named_parameters():
         if parameter.dim() != 2 or parameter.dtype != torch.float32:
             continue
         origin = by_row.get(_signature(parameter[0]))
-        blocks = None if origin is None else origin.blocks_of(parameter)
-        if blocks is not None or _bits(parameter[0]) in others:
-            found[name] = blocks
+        blocks = None if origin is None else blocks_of(origin.data, origin.tensor_type.name)
+        held = None if blocks is None else _in_order(blocks, parameter)
+        if held is not None or _bits(parameter[0]) in others:
+            found[name] = held
     return found
 
 
-class _Source:
-    """A matrix of a GGUF file.
-
-    Args:
-        tensor: gguf's ``ReaderTensor``, whose data is mapped into memory: ``[N, bytes]``.
-    """
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self._type: str = tensor.tensor_type.name
-        self.is_kept = self._type in _READERS
-        self.is_quantized = self._type not in ("F32", "F16", "BF16", "F64")
-
-    def first_row(self) -> Tensor:
-        from gguf.quants import dequantize
-
-        return torch.from_numpy(dequantize(self._tensor.data[:1], self._tensor.tensor_type)[0])
-
-    def _blocks(self) -> QuantizedWeight:
-        return _READERS[self._type](np.ascontiguousarray(self._tensor.data))
-
-    def dequantized(self) -> Tensor:
-        """float32 ``[N, K]``, the gguf package's to the bit."""
-        return self._blocks().expanded()
-
-    def blocks_of(self, parameter: Tensor) -> QuantizedWeight | None:
-        """The blocks in the order of the parameter's rows, if those are rows of this matrix."""
-        blocks = self._blocks()
-        whole = blocks.expanded()
-        if whole.shape != parameter.shape:
-            return None
-        if torch.equal(whole, parameter):
-            return blocks
-        places = {signature: row for row, signature in enumerate(_signatures(whole))}
-        rows = [places.get(signature, 0) for signature in _signatures(parameter.detach())]
-        if not torch.equal(whole[rows], parameter):
-            return None
-        return blocks.mapped(lambda part: part[rows])
+def _in_order(blocks: QuantizedWeight, parameter: Tensor) -> QuantizedWeight | None:
+    """The blocks in the order of the parameter's rows; None if it has other rows."""
+    whole = blocks.expanded()
+    if whole.shape != parameter.shape:
+        return None
+    if torch.equal(whole, parameter):
+        return blocks
+    places = {signature: row for row, signature in enumerate(_signatures(whole))}
+    rows = [places.get(signature, 0) for signature in _signatures(parameter.detach())]
+    if not torch.equal(whole[rows], parameter):
+        return None
+    return blocks.mapped(lambda part: part[rows])
 
 
 def _read_q4_0(data: NDArray[np.uint8]) -> Int4Weight:
@@ -206,7 +187,7 @@ _READERS: dict[str, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
     "Q4_K": _read_q4_k,
     "Q8_0": _read_q8_0,
 }
-"""From rows of bytes ``[N, bytes]``."""
+"""From rows of bytes ``[N, bytes]``, by the name of a GGUF type."""
 
 
 def blocks_of(data: NDArray[np.uint8], format: str) -> QuantizedWeight | None:
