@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from .capture.traced import Traced
 from .load.end_tokens import warn_of_dropped
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
-from .load.weight_source import names_of
 from .model.loaded import LoadedModel, TensorTree, longest_context
 from .start_tensors import (
     NotRestorable,
@@ -130,6 +130,7 @@ class StartRecord:
         traced = read_graph(self._graphs, noted["graph"], tensors, is_symbolic=self._is_compiled)
         tree: Any = TensorTree(noted["architecture"], tensors.items())
         nothing: Any = None
+        source = ModelSource(self._name, str(self._source))
         loaded = LoadedModel(
             tree,
             nothing,
@@ -142,7 +143,7 @@ class StartRecord:
             default_sampling=noted["default_sampling"],
             ignored_settings=noted["ignored_settings"],
             dropped_eos_token_ids=noted["dropped_eos_token_ids"],
-            names=names_of(ModelSource(self._name, str(self._source)), self._quantization),
+            names=partial(source.weight_names, self._quantization),
         )
         # As loading does, which this start goes without.
         warn_of_dropped(str(self._source), loaded.dropped_eos_token_ids, loaded.vocab_size)

@@ -314,7 +314,7 @@ class WeightMap:
             own = held.get(region.parameter)
             if own is not None and region.parameter not in changes.quantized:
                 _check_held(region.parameter, own)
-                raise _refusal(region.parameter, f"is held as {own.what}: its layer must be given")
+                raise refused(region.parameter, f"is held as {own.what}: its layer must be given")
             if not _is_live(tensor):
                 continue
             for box in region.within(self._cuts.get(region.parameter)):
@@ -355,7 +355,7 @@ class WeightMap:
             others = [name for name in tied if name not in values]
             if others or not all(torch.equal(values[given[0]], values[n]) for n in given[1:]):
                 limit = f"is one parameter with {', '.join(n for n in tied if n != given[0])}"
-                raise _refusal(given[0], f"{limit}: write equal values in one call")
+                raise refused(given[0], f"{limit}: write equal values in one call")
 
     def _copies_of(self, views: Sequence[Tensor]) -> list[_Copy]:
         ranges = [_memory(view) for view in views]
@@ -391,14 +391,15 @@ def check_value(name: str, value: Tensor, expected: Tensor) -> None:
     """Raises InvalidInputError unless the shape is that of ``expected``, and the dtype is the same
     or both are floats of 16 or 32 bits."""
     if tuple(value.shape) != tuple(expected.shape):
-        raise _refusal(name, f"has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
+        raise refused(name, f"has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
     floats = (torch.float32, torch.float16, torch.bfloat16)
     is_float = value.dtype in floats and expected.dtype in floats
     if value.dtype != expected.dtype and not is_float:
-        raise _refusal(name, f"is {value.dtype}, not {expected.dtype}")
+        raise refused(name, f"is {value.dtype}, not {expected.dtype}")
 
 
-def _refusal(name: str, limit: str) -> InvalidInputError:
+def refused(name: str, limit: str) -> InvalidInputError:
+    """The error for a tensor of the checkpoint, or a parameter, that cannot be found or written."""
     return InvalidInputError("weights", name, limit)
 
 
@@ -410,7 +411,7 @@ def _is_live(tensor: Tensor) -> bool:
 def _check_held(parameter: str, held: Held) -> None:
     """Refuses a form that cannot be written in place."""
     if held.pack is None or not all(isinstance(part, Tensor) for part in held.parts):
-        raise _refusal(parameter, f"is held as {held.what}, which cannot be written in place")
+        raise refused(parameter, f"is held as {held.what}, which cannot be written in place")
 
 
 def _make_again(copies: Sequence[_Copy]) -> None:
@@ -438,7 +439,7 @@ def _pack(
 ) -> None:
     """Enter the parts of a matrix, with the rows of ``weight`` in it, into ``packed``."""
     if not is_same_order(weight.order, held.order):
-        raise _refusal(parameter, "would have its inputs in another order than it is held in")
+        raise refused(parameter, "would have its inputs in another order than it is held in")
     _check_held(parameter, held)
     weight = weight.in_order()
     new = _parts_of(held, weight, lambda part: part)
@@ -451,10 +452,10 @@ def _pack(
         high = _parts_of(held, weight, _ones)
         masks = [_difference(*pair) for pair in zip(low, high, strict=True)]
     if len(new) != len(held.parts):
-        raise _refusal(parameter, f"would be held in another form than {held.what}")
+        raise refused(parameter, f"would be held in another form than {held.what}")
     for target, value, mask in zip(held.parts, new, masks, strict=True):
         if value.shape != target.shape or value.dtype != target.dtype:
-            raise _refusal(parameter, f"would be held in another form than {held.what}")
+            raise refused(parameter, f"would be held in another form than {held.what}")
         now = packed.get(id(target), (target, target))[1]
         packed[id(target)] = target, value if mask is None else _chosen(mask, value, now)
 
@@ -508,13 +509,13 @@ class ModuleNames:
 
     def regions(self, name: str) -> Sequence[Region]:
         if name not in self._tensors:
-            raise _refusal(name, "is no tensor of the model")
+            raise refused(name, "is no tensor of the model")
         return [Region.whole(name, self._tensors[name].shape)]
 
     def changes(self, values: Mapping[str, Tensor], held: Mapping[str, Any]) -> Changes:
         for name, value in values.items():
             self.regions(name)
             if name in held:
-                raise _refusal(name, "is held quantised, and the model is one in memory")
+                raise refused(name, "is held quantised, and the model is one in memory")
             check_value(name, value, self._tensors[name])
         return Changes([(self.regions(name)[0], value) for name, value in values.items()], {})

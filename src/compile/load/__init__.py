@@ -5,8 +5,8 @@ Read in this order: ``source`` (where a model's files are, with ``embedded`` and
 ``checkpoint_names`` (tensors without a module), ``gguf_blocks`` and ``quantized_load`` (weights
 that stay quantised, with ``quantization_schemes`` and ``int4_layouts``),
 ``tensor_parallel`` with ``parallel_styles`` (one rank's part of a model, by transformers' plan),
-``weight_source`` with ``weight_names`` and ``weight_names_gguf`` (which parameters a checkpoint's
-tensors fill, for the weight map).
+``weight_names`` and ``weight_names_gguf`` (which parameters a checkpoint's tensors fill, for the
+weight map).
 
 Imports ``compile.model``, ``compile.fx`` and ``kernels``. Imported by ``start_record`` and
 ``start_tensors`` of ``compile``, and by ``build``, ``distributed`` and ``cli``.

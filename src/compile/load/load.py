@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Cut
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module
@@ -29,7 +32,6 @@ from .quantized_load import (
 from .refusal import as_input_error, asks_to_run_code, cause, code_not_run
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
-from .weight_source import names_of
 
 _DTYPES = {
     "float32": torch.float32,
@@ -98,73 +100,45 @@ def load_model(
     is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
     if is_quantised:
         check_quantized(name, config, quantization, torch_dtype, device, shard)
-    if quantization == "gguf" and device.type == "cuda":
-        return _gguf(source, name, config, torch_dtype or torch.bfloat16, device, max_model_len)
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
         configured: Any = text_config.dtype or config.dtype or torch.bfloat16
+        if quantization == "gguf":
+            configured = torch.bfloat16  # its conversion is in float32
         torch_dtype = torch.float32 if device.type == "cpu" else configured
+    options: dict[str, Any] = {}
+    weights: Mapping[str, QuantizedWeight | None] = {}
     if is_quantised and load_format == "auto":
-        return _quantized(source, name, config, torch_dtype, device, max_model_len)
-    module = build_module(source, name, config, torch_dtype, load_format, device, shard)
-    cuts: dict[str, Cut] = {}
-    vocab_sizes = shard_model(module, shard, cuts) if shard.num_ranks > 1 else None
-    module = module.to(device).eval()  # type: ignore[arg-type]
-    described = _described(module, _tokenizer(source, name), max_model_len)
-    described = replace(described, shard=shard, vocab_sizes=vocab_sizes, cuts=cuts)
+        with as_input_error(name, "must have safetensors weights that a model can be built from"):
+            module, weights, scheme = load_quantized(source, name, config, torch_dtype, device)
+        is_made = quantization_of(config) is None
+        options = {"quantization": scheme, "is_quantized_at_load": is_made}
+    elif quantization == "gguf":
+        # Parameters are recognised by their values, which are float32.
+        cpu = torch.device("cpu")
+        module = build_module(source, name, config, torch.float32, load_format, cpu, shard)
+        weights = kept_blocks(Path(name), Path(source), module)
+        _cast(module, torch_dtype)
+        module = module.to(device)  # type: ignore[arg-type]
+    else:
+        module = build_module(source, name, config, torch_dtype, load_format, device, shard)
+        cuts: dict[str, Cut] = {}
+        vocab_sizes = shard_model(module, shard, cuts) if shard.num_ranks > 1 else None
+        options = {"shard": shard, "vocab_sizes": vocab_sizes, "cuts": cuts}
+        module = module.to(device)  # type: ignore[arg-type]
+        if is_quantised:
+            weights, scheme = quantize_module(module)
+            options |= {"quantization": scheme, "is_quantized_at_load": True}
     if load_format == "auto":
-        described = replace(described, names=names_of(ModelSource(name, source), quantization))
-    if quantization == "gguf":
-        described.quantized.update(kept_blocks(Path(name), Path(source), module))
-    elif is_quantised:
-        weights, scheme = quantize_module(module)
-        described = replace(described, quantization=scheme, is_quantized_at_load=True)
-        described.quantized.update(weights)
-    return described
-
-
-def _gguf(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int | None,
-) -> LoadedModel:
-    """For a GPU: what is held there in other blocks than 4 and 8 bits becomes ``dtype``."""
-    # Parameters are recognised by their values, which are float32.
-    cpu = torch.device("cpu")
-    module = build_module(source, name, config, torch.float32, "auto", cpu, WHOLE)
-    blocks = kept_blocks(Path(name), Path(source), module)
-    _cast(module, dtype)
-    module = module.to(device).eval()  # type: ignore[arg-type]
-    described = _described(module, _tokenizer(source, name), max_model_len)
-    described = replace(described, names=names_of(ModelSource(name, source), "gguf"))
-    for parameter, held in blocks.items():
-        if held is not None:
-            described.quantized[parameter] = held.mapped(lambda part: part.to(device))
-    return described
-
-
-def _quantized(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int | None,
-) -> LoadedModel:
-    with as_input_error(name, "must have safetensors weights that a model can be built from"):
-        module, weights, scheme = load_quantized(source, name, config, dtype, device)
-    described = _described(module.eval(), _tokenizer(source, name), max_model_len)
-    is_made = quantization_of(config) is None
+        options["names"] = partial(ModelSource(name, source).weight_names, quantization)
     described = replace(
-        described,
-        quantization=scheme,
-        is_quantized_at_load=is_made,
-        names=names_of(ModelSource(name, source), "fp8" if is_made else None),
+        _described(module.eval(), _tokenizer(source, name), max_model_len), **options
     )
-    described.quantized.update(weights)
+    for parameter, held in weights.items():
+        if device.type == "cpu":
+            described.quantized[parameter] = held
+        elif held is not None:  # other blocks than 4 and 8 bits are of the module's dtype
+            described.quantized[parameter] = held.mapped(lambda part: part.to(device))
     return described
 
 

@@ -88,6 +88,28 @@ def check_capability(format: str, device: torch.device) -> None:
         raise InvalidInputError("device", str(device), limit)
 
 
+def described(
+    name: str, config: PreTrainedConfig, quantization: str | None, kind: Any = None, **options: Any
+) -> tuple[PreTrainedConfig, PreTrainedModel, Scheme | None]:
+    """The config without its quantization, the module of that on the meta device, and the scheme
+    of its linear layers: that of the config, or fp8 if ``quantization`` makes it.
+
+    Args:
+        kind, options: as of :func:`.skeleton_of`.
+
+    Raises:
+        UnsupportedModelError: the scheme is not known.
+    """
+    plain, found = copy.deepcopy(config), quantization_of(config)
+    scheme = None if found is None else scheme_of(name, found)
+    if found is not None:
+        del plain.quantization_config
+    skeleton = skeleton_of(plain, kind, **options)
+    if found is None and quantization == "fp8":
+        scheme = fp8_at_load(head_of(skeleton))
+    return plain, skeleton, scheme
+
+
 def load_quantized(
     source: str,
     name: str,
@@ -106,16 +128,10 @@ def load_quantized(
         UnsupportedModelError: a scheme, or a quantised tensor, that is not known here.
         InvalidInputError: the tensors are not those of the scheme.
     """
-    found = quantization_of(config)
-    plain = copy.deepcopy(config)
-    if found is not None:
-        scheme = scheme_of(name, found)
-        del plain.quantization_config
-    skeleton = skeleton_of(plain, AutoModelForCausalLM, dtype=dtype)
-    linears = linears_of(skeleton)
-    is_made = found is None
+    plain, skeleton, scheme = described(name, config, "fp8", AutoModelForCausalLM, dtype=dtype)
+    assert scheme is not None  # there is one of fp8 at least
+    linears, is_made = linears_of(skeleton), quantization_of(config) is None
     if is_made:
-        scheme = fp8_at_load(head_of(skeleton))
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
     folder = files_of(source, allow_patterns=["*.json", "*.safetensors"])

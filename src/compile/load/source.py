@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ...errors import InvalidInputError
 from ...model_name import check_model_path
 from ...validation import path_of
+from ..fx.weights import WeightNames
 from .gguf import converted_folder
 
 
@@ -17,6 +18,21 @@ class ModelSource(NamedTuple):
 
     name: str
     files: str
+
+    def weight_names(self, quantization: str | None) -> WeightNames:
+        """The names of the checkpoint's tensors, for the weight map. Imports transformers' modeling
+        code, which a restored start goes without.
+
+        Args:
+            quantization: as the caller has set it.
+        """
+        if self.name.endswith(".gguf"):
+            from .weight_names_gguf import GgufNames
+
+            return GgufNames(*self)
+        from .weight_names import FolderNames
+
+        return FolderNames(*self, quantization)
 
 
 def find_source(

@@ -8,7 +8,7 @@ name.
 
 from __future__ import annotations
 
-import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,74 +26,60 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
-from ...errors import InvalidInputError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.weights import Changes, Cut, Region, check_value
-from .build_module import skeleton_of
+from ..fx.weights import Changes, Cut, Region, check_value, refused
+from ..model.loaded import named_tensors
 from .checkpoint import Checkpoint, files_of
 from .checkpoint_names import CheckpointNames
-from .quantization_schemes import Scheme, fp8_at_load, scheme_of
-from .quantized_load import head_of, linears_of, quantization_of, stays_quantised
-from .source import ModelSource
-
-
-def _refusal(name: str, limit: str) -> InvalidInputError:
-    return InvalidInputError("weights", name, limit)
+from .quantized_load import described, linears_of, quantization_of, stays_quantised
 
 
 class FolderNames:
     """Of a folder, or a hub id that was loaded before.
 
     Args:
+        name, files: as of :class:`.ModelSource`.
         quantization: "fp8" if linear layers were quantised as they were loaded.
 
     Raises:
         Exception: of any kind, if the files are not there any more.
     """
 
-    def __init__(self, source: ModelSource, quantization: str | None) -> None:
-        config = AutoConfig.from_pretrained(source.files, trust_remote_code=False)
-        self._name = source.name
-        self._scheme: Scheme | None = None
-        plain = copy.deepcopy(config)
-        found = quantization_of(config)
-        if found is not None and stays_quantised(config):
-            self._scheme = scheme_of(source.name, found)
-        elif found is not None:
-            raise _refusal(source.name, "holds weights that transformers expands as it loads them")
-        if found is not None:
-            del plain.quantization_config
-        self._skeleton = skeleton = skeleton_of(plain)
-        if found is None and quantization == "fp8":
-            self._scheme = fp8_at_load(head_of(skeleton))
-        folder = files_of(source.files, local_files_only=True)
+    def __init__(self, name: str, files: str, quantization: str | None) -> None:
+        config = AutoConfig.from_pretrained(files, trust_remote_code=False)
+        self._name = name
+        if quantization_of(config) is not None and not stays_quantised(config):
+            raise refused(name, "holds weights that transformers expands as it loads them")
+        _, self._skeleton, self._scheme = described(name, config, quantization)
+        folder = files_of(files, local_files_only=True)
         try:
             self._checkpoint = Checkpoint(folder)
         except OSError as error:
-            raise _refusal(source.name, f"has no safetensors files ({error})") from error
+            raise refused(name, f"has no safetensors files ({error})") from error
         self.names: Sequence[str] = sorted(self._checkpoint.names, key=dot_natural_key)
-        self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
+        self._shapes = {n: t.shape for n, t in self._skeleton.state_dict().items()}
+        self._aliases = aliases_of(self._skeleton)
 
     @cached_property
     def ties(self) -> Sequence[Sequence[str]]:
-        groups: dict[int, dict[str, str]] = {}
-        tensors = _named(self._skeleton)
+        groups: dict[str, dict[str, str]] = {}
         for name in self.names:
             found = self._table[name]
             for region in found if isinstance(found, list) else ():
-                groups.setdefault(id(tensors[region.parameter]), {})[region.parameter] = name
+                first = self._aliases[region.parameter][0]
+                groups.setdefault(first, {})[region.parameter] = name
         return [list(group.values()) for group in groups.values() if len(set(group.values())) > 1]
 
     def regions(self, name: str) -> Sequence[Region]:
         if name not in self._checkpoint:
-            raise _refusal(name, f"is no tensor of {self._name}")
+            raise refused(name, f"is no tensor of {self._name}")
         layer = self._layer_of(name)
         if layer is not None:
             parameter = f"{layer[0]}.weight"
             return [Region.whole(parameter, self._shapes[parameter])]
         found = self._table[name]
         if isinstance(found, str):
-            raise _refusal(name, found)
+            raise refused(name, found)
         return found
 
     def changes(self, values: Mapping[str, Tensor], held: Mapping[str, Any]) -> Changes:
@@ -119,7 +105,7 @@ class FolderNames:
         if missing:
             first = sorted(parts)[0]
             limit = f"must be written in one call with {', '.join(sorted(missing))}"
-            raise _refusal(f"{file}.{first}", limit)
+            raise refused(f"{file}.{first}", limit)
         layer = self._layers[file]
         parameter = f"{layer}.weight"
         device = held[parameter].parts[0].device
@@ -183,17 +169,21 @@ class FolderNames:
 
     def _tie(self, table: dict[str, list[Region] | str]) -> None:
         """Adds the parameters that are tied to those that the checkpoint has."""
-        tensors = _named(self._skeleton)
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            aliases.setdefault(id(tensor), []).append(name)
         filled = {r.parameter for found in table.values() if isinstance(found, list) for r in found}
         for found in table.values():
             for region in list(found) if isinstance(found, list) else ():
                 assert isinstance(found, list)  # it has regions
-                for alias in aliases[id(tensors[region.parameter])]:
+                for alias in self._aliases[region.parameter]:
                     if alias not in filled:
                         found.append(replace(region, parameter=alias))
+
+
+def aliases_of(module: nn.Module) -> dict[str, list[str]]:
+    """Of each name of a parameter or buffer all of its names, which tied ones share."""
+    named, found = dict(named_tensors(module)), defaultdict[int, list[str]](list)
+    for name, tensor in named.items():
+        found[id(tensor)].append(name)
+    return {name: found[id(tensor)] for name, tensor in named.items()}
 
 
 def regions_of(
@@ -259,12 +249,23 @@ class _Merged:
     def of(cls, name: str, shape: Sequence[int]) -> _Merged:
         return cls(shape, [(name, Region.whole("", shape))])
 
-    def moved(self, dim: int, offset: int) -> list[tuple[str, Region]]:
-        """The regions in a tensor in which this one begins there."""
-        return [
-            (name, replace(r, begin=_set(r.begin, dim, r.begin[dim] + offset)))
+    def unsqueezed(self, dim: int) -> _Merged:
+        def inserted(values: Sequence[Any], value: Any) -> tuple[Any, ...]:
+            return (*values[:dim], value, *values[dim:])
+
+        regions = [
+            (
+                name,
+                replace(
+                    r,
+                    begin=inserted(r.begin, 0),
+                    sizes=inserted(r.sizes, 1),
+                    dims=inserted(r.dims, None),
+                ),
+            )
             for name, r in self.regions
         ]
+        return _Merged(inserted(self.shape, 1), regions)
 
     def transposed(self, dim0: int, dim1: int) -> _Merged:
         order = list(range(len(self.shape)))
@@ -286,33 +287,23 @@ class _Merged:
             end = min(begin + size, self.shape[dim])
             cut = Cut(dim, ((begin, end),))
             regions = [(name, box) for name, r in self.regions for box in r.within(cut)]
-            made.append(_Merged(_set(tuple(self.shape), dim, end - begin), regions))
+            made.append(_Merged(_set(self.shape, dim, end - begin), regions))
         return made
 
 
 def _stacked(parts: Sequence[_Merged], dim: int) -> _Merged:
-    regions = []
     if len({part.shape for part in parts}) != 1:
         raise ValueError("is stacked with tensors of other shapes")
-    for place, part in enumerate(parts):
-        for name, r in part.regions:
-            made = replace(
-                r,
-                begin=(*r.begin[:dim], place, *r.begin[dim:]),
-                sizes=(*r.sizes[:dim], 1, *r.sizes[dim:]),
-                dims=(*r.dims[:dim], None, *r.dims[dim:]),
-            )
-            regions.append((name, made))
-    shape = parts[0].shape
-    return _Merged((*shape[:dim], len(parts), *shape[dim:]), regions)
+    return _concatenated([part.unsqueezed(dim) for part in parts], dim)
 
 
 def _concatenated(parts: Sequence[_Merged], dim: int) -> _Merged:
     regions, size = [], 0
     for part in parts:
-        regions += part.moved(dim, size)
+        for name, r in part.regions:
+            regions.append((name, replace(r, begin=_set(r.begin, dim, r.begin[dim] + size))))
         size += part.shape[dim]
-    return _Merged(_set(tuple(parts[0].shape), dim, size), regions)
+    return _Merged(_set(parts[0].shape, dim, size), regions)
 
 
 def _listed(parts: Any) -> list[_Merged]:
@@ -323,8 +314,3 @@ def _set(values: Sequence[int], place: int, value: int) -> tuple[int, ...]:
     found = list(values)
     found[place] = value
     return tuple(found)
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return found | dict(module.named_buffers(remove_duplicate=False))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,70 +23,60 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from ...errors import InvalidInputError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.weights import Changes, Region, check_value
+from ..fx.weights import Changes, Region, check_value, refused
 from .build_module import skeleton_of
 from .gguf_blocks import blocks_of
 from .gguf_reader import open_gguf, read_values
-from .source import ModelSource
+from .weight_names import aliases_of
 
 _EXPERTS = {"gate": 0, "up": 1, "down": 0}
 """The half of the parameter that the matrices of all experts fill."""
-
-
-def _refusal(name: str, limit: str) -> InvalidInputError:
-    return InvalidInputError("weights", name, limit)
 
 
 class GgufNames:
     """Of a GGUF file and its conversion.
 
     Args:
-        keeps_blocks: whether matrices may be held in the blocks of the file.
+        name, files: as of :class:`.ModelSource`.
     """
 
     ties: Sequence[Sequence[str]] = ()
 
-    def __init__(self, source: ModelSource, *, keeps_blocks: bool) -> None:
-        self._name, self._keeps_blocks = source.name, keeps_blocks
-        reader = open_gguf(Path(source.name))
+    def __init__(self, name: str, files: str) -> None:
+        self._name = name
+        reader = open_gguf(Path(name))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        config = AutoConfig.from_pretrained(source.files, trust_remote_code=False)
-        self._skeleton = skeleton = skeleton_of(config)
+        config = AutoConfig.from_pretrained(files, trust_remote_code=False)
+        skeleton = skeleton_of(config)
         kind = TENSOR_PROCESSORS.get(
             read_values(reader, "general.architecture")[0], TensorProcessor
         )
         self._processor: TensorProcessor = kind(config=config.to_dict())
         self._parameters: dict[str, str] = get_gguf_hf_weights_map(skeleton, self._processor)
         self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
+        self._aliases = aliases_of(skeleton)
 
     @property
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 
-    @cached_property
-    def _aliases(self) -> dict[str, list[str]]:
-        """Of each parameter all of its names."""
-        named = list(self._skeleton.named_parameters(remove_duplicate=False))
-        return {name: [n for n, other in named if other is tensor] for name, tensor in named}
-
     def regions(self, name: str) -> Sequence[Region]:
         if name not in self._tensors:
-            raise _refusal(name, f"is no tensor of {self._name}")
+            raise refused(name, f"is no tensor of {self._name}")
         part = self._expert_part(name)
         # The table has the matrices of experts without the end of their names.
         key = name if part is None else name.removesuffix(".weight")
         parameter = self._parameters.get(key, self._parameters.get(name))
         if parameter is None or parameter not in self._shapes:
-            raise _refusal(name, "is not read by the model")
+            raise refused(name, "is not read by the model")
         shape, own = self._shapes[parameter], self._shape(name)
         region = Region.whole(parameter, shape)
         if part is not None and own != shape:
             begin = (0, _EXPERTS[part] * own[1], 0)
             region = replace(region, begin=begin, sizes=tuple(own))
         elif own.numel() != shape.numel():
-            raise _refusal(name, f"has shape {tuple(own)}, and {parameter} {tuple(shape)}")
+            raise refused(name, f"has shape {tuple(own)}, and {parameter} {tuple(shape)}")
         if part is None and type(self._processor) is not TensorProcessor:
             region = replace(region, notes=(type(self._processor).__name__,))
         names = self._aliases.get(parameter, [parameter])
@@ -132,7 +121,7 @@ class GgufNames:
         tensor = self._tensors[name]
         kind: str = tensor.tensor_type.name
         if value.dtype != torch.uint8 or tensor.data.dtype != np.uint8:
-            raise _refusal(name, f"is held in blocks of the file: give them, of {kind}, as uint8")
+            raise refused(name, f"is held in blocks of the file: give them, of {kind}, as uint8")
         check_value(name, value, torch.empty(tensor.data.shape, dtype=torch.uint8))
         blocks = blocks_of(value.numpy(), kind)
         if blocks is None:
@@ -140,7 +129,7 @@ class GgufNames:
         rows = torch.arange(len(value), dtype=torch.float64).unsqueeze(1)
         order = self._converted(name, rows)
         if order.shape != rows.shape:
-            raise _refusal(name, "is converted in a way that does not keep rows")
+            raise refused(name, "is converted in a way that does not keep rows")
         places = order[:, 0].long()
         return blocks.mapped(lambda part: part[places])
 
@@ -155,5 +144,5 @@ class GgufNames:
             parsed_parameters={"tensors": {}},
         )
         if result.name != name:
-            raise _refusal(name, f"is converted by {type(self._processor).__name__}: not followed")
+            raise refused(name, f"is converted by {type(self._processor).__name__}: not followed")
         return torch.from_numpy(np.copy(result.weights))
