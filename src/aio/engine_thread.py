@@ -92,7 +92,10 @@ class EngineThread:
                 self._wake.clear()
                 self._do_operations()
                 if self._can_step():
-                    self._step()
+                    try:
+                        self._engine.step()
+                    except BaseException as error:
+                        _logging_errors(self._on_failure, as_engine_error(error))
                 _logging_errors(self._after_step)
                 if not self._can_step() and not self._is_closing:
                     self._wake.wait()
@@ -103,12 +106,6 @@ class EngineThread:
 
     def _can_step(self) -> bool:
         return not self.is_paused and self._engine.has_work
-
-    def _step(self) -> None:
-        try:
-            self._engine.step()
-        except BaseException as error:
-            _logging_errors(self._on_failure, as_engine_error(error))
 
     def _do_operations(self) -> None:
         while self._operations:

@@ -6,7 +6,7 @@ service), ``core`` (the step loop, around a ``runner``), ``generation`` (what ``
 the door: ``config``, ``sampling_params`` with ``unsupported_params`` and ``edit_checks``,
 ``logit_edits``, ``structured_outputs``, ``inputs``, ``request_factory``, ``detokenizer``,
 ``outputs``. ``logprobs`` and ``logprob_output`` keep log-probabilities. Beside: ``batches``,
-``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
+``invariants``, ``trace``, ``stats``, ``record``.
 
 Imports only ``params``, ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``,
 ``llm``, ``verify`` and ``cli``.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TypeVar
 
 from ..errors import EngineError, InvalidInputError
 from .invariants import InvariantError, RunnerView, check_plan, check_state
-from .lock import EngineLock
 from .logprob_output import keep_logprobs, trim_logprobs
 from .outputs import RequestMetrics
 from .pace import StepPace
@@ -24,6 +25,25 @@ from .segments import refuse_contents
 from .trace import TraceWriter
 
 _T = TypeVar("_T")
+_GIVE_WAY_S, _GIVE_WAY_TIMES = 50e-6, 20
+
+
+class _StepErrors:
+    """Raises what a step raised as an EngineError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (EngineError, InvariantError)):
+            raise EngineError(f"a step failed: {error}") from error
+
+
+_AS_ENGINE_ERRORS = _StepErrors()
 
 
 class Engine:
@@ -76,7 +96,11 @@ class Engine:
         self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
         self._records = Records()
-        self._lock = EngineLock()
+        # Reentrant, so that a callback that calls back is refused, not deadlocked.
+        self._mutex = threading.RLock()
+        self._waiting: set[int] = set()  # ids of threads
+        # A hint: an interrupt just before its reset leaves it True until the next operation.
+        self._is_busy = False
         self._is_changing = False
         self._num_taken = 0  # steps
         self.schedule_s = self.commit_s = 0.0
@@ -105,19 +129,19 @@ class Engine:
             owner: is given the ends of the requests, whichever thread's operation ends them; the
                 engine then forgets them.
         """
-        self._lock.run(self._guard, self._add, request, caller, siblings, owner)
+        self._run(self._add, request, caller, siblings, owner)
 
     def abort(self, request_id: str) -> None:
         """End a request now; a no-op if it has ended already."""
-        self._lock.run(self._guard, self._abort, request_id)
+        self._run(self._abort, request_id)
 
     def pause(self, request_id: str) -> None:
         """See Scheduler.pause."""
-        self._lock.run(self._guard, self._pause, request_id)
+        self._run(self._pause, request_id)
 
     def resume(self, request_id: str) -> None:
         """See Scheduler.resume."""
-        self._lock.run(self._guard, self._resume, request_id)
+        self._run(self._resume, request_id)
 
     def step(self) -> list[Request]:
         """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
@@ -130,7 +154,7 @@ class Engine:
         Raises:
             EngineError: the step failed.
         """
-        return self._lock.run(self._guard, self._step, self._num_taken)
+        return self._run(self._step, self._num_taken)
 
     def settle(self) -> list[Request]:
         """Settle all steps in flight and dispatch none. Returns the requests that finished.
@@ -138,7 +162,7 @@ class Engine:
         Raises:
             EngineError: a step failed.
         """
-        return self._lock.run(self._guard, self._settle)
+        return self._run(self._settle)
 
     def reset_prefix_cache(self) -> list[Request]:
         """Settle all steps in flight, then see Scheduler.reset_prefix_cache. Returns the requests
@@ -147,23 +171,23 @@ class Engine:
         Raises:
             EngineError: a step failed.
         """
-        return self._lock.run(self._guard, self._reset_prefix_cache)
+        return self._run(self._reset_prefix_cache)
 
     def sweep(self) -> None:
         """Abort what no caller waits for any more. While another operation runs that is left to the
         next: a finalizer may call this in the middle of one, or with a lock that one waits for."""
-        if not self._lock.is_busy:
-            # Nobody waits for what fails here. A runner that stays broken fails the next step.
+        if not self._is_busy:
+            # No caller waits for what fails here. A runner that stays broken fails the next step.
             with contextlib.suppress(EngineError):
-                self._lock.run(self._guard, self._drain)
+                self._run(self._drain)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a finished request; a no-op if it is gone."""
-        self._lock.run(self._guard, self._records.forget, request)
+        self._run(self._records.forget, request)
 
     def metrics(self, request: Request) -> RequestMetrics:
         """Metrics of a finished request that was not forgotten yet."""
-        return self._lock.run(self._guard, self._records.metrics, request)
+        return self._run(self._records.metrics, request)
 
     def error(self, request: Request) -> EngineError | None:
         """Why a request that was not forgotten yet ended with reason "error": a RequestError if the
@@ -172,44 +196,72 @@ class Engine:
 
     # Whole or not at all ----------------------------------------------------------------------
 
-    def _guard(self, operation: Callable[..., _T], *args: object) -> _T:
-        if self._is_changing:
-            if self._is_reentered():
-                raise EngineError(
-                    "the engine is in use by this thread: its callbacks cannot use it"
-                )
-            try:
-                self._recover("an operation of the engine was interrupted")
-            except Exception as error:
-                raise EngineError(f"no recovery from a failed step: {error}") from error
-        self._is_changing = True
+    def _run(self, operation: Callable[..., _T], *args: object) -> _T:
+        """Call ``operation(*args)`` while no other thread is in an operation.
+
+        CPython handles signals after calls and at the ends of loops, never between a lock written
+        in C and the block of its ``with``: only such a ``with`` locks here.
+        """
+        thread = threading.get_ident()
+        if self._waiting:
+            self._give_way(thread)
+        self._waiting.add(thread)
         try:
-            gone = self._records.gone
-            while gone:
-                self._drop(gone[0].request)
-                gone.popleft()  # only now: a drop may be interrupted
-            result = operation(*args)
-        except InvalidInputError:  # of add, pause and resume: nothing was changed
-            self._is_changing = False
-            raise
-        except BaseException as error:
-            is_error = isinstance(error, Exception)
-            # If this fails it is the first error that counts, and the next operation tries again.
-            with contextlib.suppress(Exception):
-                self._recover(str(error) if is_error else f"stopped by {type(error).__name__}")
-            raise
-        self._is_changing = False
-        return result
+            with self._mutex:
+                self._waiting.discard(thread)
+                self._is_busy = True
+                try:
+                    if self._is_changing:
+                        self._resolve()
+                    self._is_changing = True
+                    try:
+                        gone = self._records.gone
+                        while gone:
+                            self._drop(gone[0].request)
+                            gone.popleft()  # only now: a drop may be interrupted
+                        result = operation(*args)
+                    except InvalidInputError:  # of add, pause and resume: nothing was changed
+                        self._is_changing = False
+                        raise
+                    except BaseException as error:
+                        # If this fails, the first error counts, and the next operation recovers.
+                        with contextlib.suppress(Exception):
+                            self._recover(_reason_of(error))
+                        raise
+                    self._is_changing = False
+                    return result
+                finally:
+                    self._is_busy = False
+        finally:
+            self._waiting.discard(thread)  # it was interrupted while it waited
+
+    def _give_way(self, thread: int) -> None:
+        """Sleep a moment where other threads wait. Python's locks are not fair: a thread that steps
+        in a loop would have the lock again before the threads that it woke."""
+        self._waiting.discard(thread)
+        for _ in range(_GIVE_WAY_TIMES):
+            if not self._waiting:
+                return
+            time.sleep(_GIVE_WAY_S)
+
+    def _resolve(self) -> None:
+        """An operation has not returned: it was interrupted, or this thread is still in it."""
+        if self._is_reentered():
+            raise EngineError("the engine is in use by this thread: its callbacks cannot use it")
+        try:
+            self._recover("an operation of the engine was interrupted")
+        except Exception as error:
+            raise EngineError(f"no recovery from a failed step: {error}") from error
 
     def _is_reentered(self) -> bool:
-        """Whether an operation of this thread has not returned yet. Only the stack knows: a flag
-        would be left behind by an interrupt."""
-        frame = sys._getframe(1).f_back
+        """Whether an earlier operation of this thread has not returned yet. The stack is searched,
+        as a flag would be left behind by an interrupt."""
+        frame, num_found = sys._getframe(), 0
         while frame is not None:
-            if frame.f_code is Engine._guard.__code__ and frame.f_locals.get("self") is self:
-                return True
+            if frame.f_code is Engine._run.__code__ and frame.f_locals.get("self") is self:
+                num_found += 1
             frame = frame.f_back
-        return False
+        return num_found > 1
 
     def _recover(self, failure: str) -> None:
         """From any state whatever to one with no request and a whole pool. May be begun again."""
@@ -279,12 +331,43 @@ class Engine:
         if num_taken != self._num_taken:
             return []
         self._num_taken += 1
-        return _raising_engine_errors(self._dispatch_and_settle)
+        with _AS_ENGINE_ERRORS:
+            scheduler = self.scheduler
+            if len(self._handles) <= scheduler.pipeline_depth:
+                begin = time.perf_counter()
+                pace = self._pace
+                if pace is None:
+                    plan = scheduler.schedule()
+                else:
+                    most = scheduler.max_num_batched_tokens
+                    plan = scheduler.schedule(pace.budget(scheduler.queues, most))
+                scheduled = time.perf_counter()
+                self.schedule_s += scheduled - begin
+                if self._view is not None:
+                    check_state(scheduler)
+                    check_plan(scheduler, plan)
+                    self._view.check(scheduler, plan)
+                if plan.requests:
+                    if plan.tables:
+                        requests = scheduler.in_flight[-1].requests
+                        self._records.note_scheduled([requests[row] for row in plan.tables])
+                    self._begun.append(scheduled)
+                    self._handles.append(self.runner.dispatch(plan))
+                    if self._trace is not None:  # only now: a device may be computing it already
+                        self._trace.plan(plan, begin, scheduled)
+                    if len(self._handles) <= scheduler.pipeline_depth:
+                        return []
+                elif not self._handles and scheduler.has_work:
+                    raise EngineError(
+                        "no request can make progress; this is a bug in the scheduler"
+                    )
+            return self._settle_oldest() if self._handles else []
 
     def _settle(self) -> list[Request]:
         finished: list[Request] = []
-        while self._handles:
-            finished += _raising_engine_errors(self._settle_oldest)
+        with _AS_ENGINE_ERRORS:
+            while self._handles:
+                finished += self._settle_oldest()
         return finished
 
     def _reset_prefix_cache(self) -> list[Request]:
@@ -295,36 +378,6 @@ class Engine:
         if self._view is not None:
             check_state(self.scheduler)
         return finished
-
-    def _dispatch_and_settle(self) -> list[Request]:
-        scheduler = self.scheduler
-        if len(self._handles) <= scheduler.pipeline_depth:
-            begin = time.perf_counter()
-            pace = self._pace
-            if pace is None:
-                plan = scheduler.schedule()
-            else:
-                most = scheduler.max_num_batched_tokens
-                plan = scheduler.schedule(pace.budget(scheduler.queues, most))
-            scheduled = time.perf_counter()
-            self.schedule_s += scheduled - begin
-            if self._view is not None:
-                check_state(scheduler)
-                check_plan(scheduler, plan)
-                self._view.check(scheduler, plan)
-            if plan.requests:
-                if plan.tables:
-                    requests = scheduler.in_flight[-1].requests
-                    self._records.note_scheduled([requests[row] for row in plan.tables])
-                self._begun.append(scheduled)
-                self._handles.append(self.runner.dispatch(plan))
-                if self._trace is not None:  # only now: a device may be computing it already
-                    self._trace.plan(plan, begin, scheduled)
-                if len(self._handles) <= scheduler.pipeline_depth:
-                    return []
-            elif not self._handles and scheduler.has_work:
-                raise EngineError("no request can make progress; this is a bug in the scheduler")
-        return self._settle_oldest() if self._handles else []
 
     def _settle_oldest(self) -> list[Request]:
         step = self.scheduler.in_flight[0]
@@ -372,10 +425,5 @@ class Engine:
         return request
 
 
-def _raising_engine_errors(take_step: Callable[[], _T]) -> _T:
-    try:
-        return take_step()
-    except (EngineError, InvariantError):
-        raise
-    except Exception as error:
-        raise EngineError(f"a step failed: {error}") from error
+def _reason_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, Exception) else f"stopped by {type(error).__name__}"

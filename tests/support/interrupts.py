@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -43,14 +43,15 @@ class LineRaiser:
 
     Args:
         places: which lines raise, counted from the one that raised before (the start, at first).
+        file: the only file whose lines count for the first place; empty: all.
     """
 
-    def __init__(self, places: list[int], kind: type[BaseException]) -> None:
+    def __init__(self, places: list[int], kind: type[BaseException], file: str = "") -> None:
         self._places = list(places)
-        self._kind = kind
+        self._kind, self._file = kind, file
         self._is_ours: dict[str, bool] = {}  # by file; to hash a frame's code takes far longer
         self.num_lines = 0
-        self.lines_of: defaultdict[str, list[int]] = defaultdict(list)  # numbers, by file
+        self.lines_of: Counter[str] = Counter()  # how many, by file
         self.raised_at: list[str] = []
 
     def __enter__(self) -> LineRaiser:
@@ -83,11 +84,13 @@ class LineRaiser:
         return on_event
 
     def _on_line(self, frame: FrameType) -> None:
+        self.lines_of[frame.f_code.co_filename] += 1
+        if self._file not in ("", frame.f_code.co_filename):
+            return
         self.num_lines += 1
-        self.lines_of[frame.f_code.co_filename].append(self.num_lines)
         if self.num_lines == self._places[0]:
             self._places.pop(0)
-            self.num_lines = 0
+            self.num_lines, self._file = 0, ""
             name, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(name, number).strip()
             self.raised_at.append(f"{Path(name).name}:{number} {line}")
@@ -281,21 +284,24 @@ class Run:
             assert outputs == alone[: len(outputs)]
 
 
-def lines_by_file(seed: int) -> list[list[int]]:
-    """The lines that the program of ``seed`` executes, numbered in their order, file by file."""
+def lines_by_file(seed: int) -> Counter[str]:
+    """How many lines of each file the program of ``seed`` executes."""
     with LineRaiser([1 << 60], KeyboardInterrupt) as raiser:
         Run(seed).calls()
-    return list(raiser.lines_of.values())
+    return raiser.lines_of
 
 
-def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Path | None) -> str:
-    """Run the program of ``seed``, raising ``kind`` at these places, and check what is left.
+def interrupt(
+    seed: int, places: list[int], kind: type[BaseException], trace: Path | None, file: str = ""
+) -> str:
+    """Run the program of ``seed``, raising ``kind`` at these places, and check what is left. Places
+    and file as of :class:`LineRaiser`.
 
     Returns:
         Where it was raised.
     """
     run = Run(seed, trace)
-    raiser = LineRaiser(places, kind)
+    raiser = LineRaiser(places, kind, file)
     # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
     # keep the traceback, and with its frames the callers that are to go.
     with mock.patch.object(sys, "unraisablehook", new=_ignore):
@@ -331,19 +337,20 @@ def campaign(num_injections: int, first_seed: int, folder: Path) -> Counter[str]
     seed = first_seed
     while sum(files.values()) < num_injections:
         rng = random.Random(seed)
-        files_lines = lines_by_file(seed)
-        num_lines = sum(map(len, files_lines))
+        num_lines = lines_by_file(seed)
         for i in range(16):
             # Of any file alike, too: most lines are the planner's.
-            places = [rng.choice(rng.choice(files_lines)) if i % 4 else rng.randint(1, num_lines)]
+            file = rng.choice(list(num_lines)) if i % 4 else ""
+            places = [rng.randint(1, num_lines[file] if file else num_lines.total())]
             if i % 2:
                 places.append(rng.randint(1, 80))
             trace = folder / "trace.jsonl" if i % 4 < 2 else None
             kind = rng.choice(_KINDS)
             try:
-                where = interrupt(seed, places, kind, trace)
+                where = interrupt(seed, places, kind, trace, file)
             except BaseException as error:
-                error.add_note(f"interrupt({seed}, {places}, {kind.__name__}, {trace})")
+                given = f"{seed}, {places}, {kind.__name__}, {trace}, {file!r}"
+                error.add_note(f"interrupt({given})")
                 raise
             files.update(place.split(":")[0] for place in where.split(" then ") if place)
         seed += 1
