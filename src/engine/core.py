@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TypeVar
 
 from ..errors import EngineError, InvalidInputError
@@ -256,7 +256,8 @@ class Engine:
     def _is_reentered(self) -> bool:
         """Whether an earlier operation of this thread has not returned yet. The stack is searched,
         as a flag would be left behind by an interrupt."""
-        frame, num_found = sys._getframe(), 0
+        frame: FrameType | None = sys._getframe()
+        num_found = 0
         while frame is not None:
             if frame.f_code is Engine._run.__code__ and frame.f_locals.get("self") is self:
                 num_found += 1
