@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
-from ..aio.lanes import SHORT, lane_of
+from ..aio.lanes import lane_of
 from ..chat.deltas import ContentDelta, Delta, ReasoningDelta
 from ..chat.messages import read_tools
 from ..chat.tool_choice import ToolChoice, forced_output
 from ..engine.inputs import PromptInput
+from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
@@ -24,7 +25,7 @@ from .logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from .protocol.chat import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
-from .sse import EventStream, Extra, abort_all, dumps
+from .sse import Choices, Extra, respond
 from .template_fields import check_effort, check_roles
 from .texts import require_bounded
 from .usage import usage_of
@@ -43,36 +44,9 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
     with context_errors(params.max_tokens or 1):
         prompt = await lane_of("text", num_bytes).run(_read_prompt, body, context, params, choice)
-    if body.stream:
-        generations = await call.submit([(prompt, params)])
-        return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
-    return await _answer(call, body, params, choice, prompt)
-
-
-async def _answer(
-    call: Call, body: ChatRequest, params: SamplingParams, choice: ToolChoice, prompt: PromptInput
-) -> Response:
     generations = await call.submit([(prompt, params)])
-    try:
-        result = await generations[0].result()
-    finally:
-        abort_all(generations)
-    choices = _Choices(call, body, params, choice, generations[0])
-
-    def content() -> bytes:
-        found: dict[str, Any] = {
-            **choices.head,
-            "object": "chat.completion",
-            "choices": [choices.choice(whole(answer)) for answer in result.outputs],
-            "usage": choices.usage(),
-        }
-        if body.return_token_ids:
-            found["prompt_token_ids"] = result.prompt_token_ids
-        if body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
-        return dumps(found).encode()
-
-    return Response(await SHORT.run(content), media_type="application/json")
+    choices = _Choices(call, body, params, generations, choice)
+    return await respond(choices, is_stream=bool(body.stream), is_long=True)
 
 
 def _read_fields(body: ChatRequest, context: ServerContext) -> tuple[ToolChoice, SamplingParams]:
@@ -112,26 +86,18 @@ def _read_prompt(
     )
 
 
-class _Choices:
-    """Forms choices from answers, which may come in pieces: what is joined is the same."""
-
+class _Choices(Choices):
     def __init__(
         self,
         call: Call,
         body: ChatRequest,
         params: SamplingParams,
+        generations: Sequence[Generation],
         choice: ToolChoice,
-        generation: Generation,
     ) -> None:
-        self.head: Mapping[str, Any] = {
-            "id": call.id,
-            "object": "chat.completion.chunk",
-            "created": call.created,
-            "model": call.model,
-        }
-        self._llm = call.context.engine.llm
-        self._body, self._params, self._choice = body, params, choice
-        self._generation = generation
+        super().__init__(call, params, generations, id=call.id, object="chat.completion.chunk")
+        self._body, self._choice = body, choice
+        self._prompt = generations[0].prompt
         self._texts = TokenTexts(
             self._llm.factory,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -139,12 +105,26 @@ class _Choices:
         )
         self._answers: dict[int, ChatAnswer] = {}
 
+    def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        (result,) = results
+        found: dict[str, Any] = {
+            **self.head,
+            "object": "chat.completion",
+            "choices": [self.choice(whole(answer)) for answer in result.outputs],
+            "usage": self.usage(),
+        }
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = result.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        return found
+
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
         """First the role, then what the answer grows by, at last why it ended."""
         index = delta.index
         if index not in self._answers:
             is_told = self._body.return_token_ids and not self._answers
-            extra = {"prompt_token_ids": self._generation.prompt.token_ids} if is_told else None
+            extra = {"prompt_token_ids": self._prompt.token_ids} if is_told else None
             yield _chunk(index, {"role": "assistant", "content": ""}), extra
         answer = self._answer(index)
         # The first chunk of several has what belongs to the tokens.
@@ -174,7 +154,7 @@ class _Choices:
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         is_known = self._llm.chat_reader.answer_format is not None
         return usage_of(
-            [self._generation],
+            self.generations,
             num_output_tokens=num_output_tokens,
             num_reasoning_tokens=(
                 sum(answer.num_reasoning_tokens for answer in self._answers.values())
@@ -187,7 +167,7 @@ class _Choices:
         answer = self._answers.get(index)
         if answer is None:
             reader = self._llm.chat_reader.reader(
-                self._generation.prompt,
+                self._prompt,
                 self._params,
                 tools=self._body.tools,
                 tool_choice=self._choice,

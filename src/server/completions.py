@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
-from ..aio.lanes import SHORT, Lane, lane_of
+from ..aio.lanes import Lane, lane_of
 from ..engine.inputs import PromptInput
+from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from .bodies import BodyRoute, run_for_body
 from .call import Call, read_call, require_parts, whole
@@ -24,9 +25,8 @@ from .logprobs import (
 from .protocol.completions import CompletionRequest
 from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
-from .sse import EventStream, abort_all, dumps
+from .sse import Choices, respond
 from .texts import require_bounded
-from .usage import usage_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -42,35 +42,11 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
-        generations = await call.submit(items, is_scored=is_echo_alone(body))
-        return EventStream(call, generations, _Choices(call, body, params, generations))
-    return await _answer(call, body, params, items)
-
-
-async def _answer(
-    call: Call, body: CompletionRequest, params: SamplingParams, items: Sequence[Any]
-) -> Response:
     generations = await call.submit(items, is_scored=is_echo_alone(body))
-    try:
-        results = [await generation.result() for generation in generations]
-    finally:
-        abort_all(generations)
     choices = _Choices(call, body, params, generations)
-
-    def content() -> bytes:
-        found = []
-        for place, result in enumerate(results):
-            for answer in result.outputs:
-                choice = choices.choice(place, whole(answer))
-                if body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
-                found.append(choice)
-        return dumps({**choices.head, "choices": found, "usage": choices.usage()}).encode()
-
     # Of a long prompt there are many numbers to write.
     is_long = params.prompt_logprobs is not None
-    written = await SHORT.run(content) if is_long else content()
-    return Response(written, media_type="application/json")
+    return await respond(choices, is_stream=bool(body.stream), is_long=is_long)
 
 
 async def _prompts_of(
@@ -98,9 +74,7 @@ async def _encoded(
     return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 
-class _Choices:
-    """Forms choices from answers, which may come in pieces: what is joined is the same."""
-
+class _Choices(Choices):
     def __init__(
         self,
         call: Call,
@@ -108,21 +82,25 @@ class _Choices:
         params: SamplingParams,
         generations: Sequence[Generation],
     ) -> None:
-        self.head: Mapping[str, Any] = {
-            "id": call.id,
-            "object": "text_completion",
-            "created": call.created,
-            "model": call.model,
-        }
-        self._engine = call.context.engine.llm
-        self._body, self._params, self._generations = body, params, generations
+        super().__init__(call, params, generations, id=call.id, object="text_completion")
+        self._body = body
         self._is_prompt_alone = is_echo_alone(body)
         self._texts = TokenTexts(
-            self._engine.factory,
+            self._llm.factory,
             as_ids=bool(body.return_tokens_as_token_ids),
             skips_special=params.skip_special_tokens,
         )
         self._begun: dict[int, CompletionLogprobs | None] = {}
+
+    def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        found = []
+        for place, result in enumerate(results):
+            for answer in result.outputs:
+                choice = self.choice(place, whole(answer))
+                if self._body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+                found.append(choice)
+        return {**self.head, "choices": found, "usage": self.usage()}
 
     def index(self, place: int, delta: AnswerDelta) -> int:
         return place * self._params.n + delta.index
@@ -134,9 +112,7 @@ class _Choices:
             yield self.choice(place, delta), None
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        if self._is_prompt_alone:
-            num_output_tokens = 0
-        return usage_of(self._generations, num_output_tokens=num_output_tokens)
+        return super().usage(0 if self._is_prompt_alone else num_output_tokens)
 
     def choice(self, place: int, delta: AnswerDelta) -> dict[str, Any]:
         """A choice, or what it grew by.
@@ -150,7 +126,7 @@ class _Choices:
         if self._is_prompt_alone:
             text, token_ids, entries = "", [], None if entries is None else []
         is_first = index not in self._begun
-        generation = self._generations[place]
+        generation = self.generations[place]
         prompt = generation.prompt
         prompt_text = self._prompt_text(place, prompt) if is_first and body.echo else ""
         if is_first:
@@ -180,7 +156,7 @@ class _Choices:
 
     def _prompt_text(self, place: int, prompt: PromptInput) -> str:
         """As it was given; of token ids, or what is left of a text, the text of the tokens."""
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._llm.tokenizer
         # The engine does not know the text of what was encoded without special tokens.
         asked = self._body.prompt
         given = asked if isinstance(asked, str) else asked[place]

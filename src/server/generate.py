@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
-from ..aio.lanes import SHORT
+from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
@@ -18,8 +18,7 @@ from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
 from .protocol.completions import GenerateRequest
 from .sampling import generate_params
-from .sse import EventStream, Extra, abort_all, dumps
-from .usage import usage_of
+from .sse import Choices, Extra, respond
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -40,58 +39,42 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
             raise InvalidInputError(
                 "sampling_params.prompt_logprobs", params.prompt_logprobs, limit
             )
-        generations = await call.submit([item], "token_ids")
-        return EventStream(call, generations, _Choices(call, body, params, generations[0]))
-    return await _answer(call, body, *item)
-
-
-async def _answer(
-    call: Call, body: GenerateRequest, prompt: dict[str, Any], params: SamplingParams
-) -> Response:
-    generations = await call.submit([(prompt, params)], "token_ids")
-    try:
-        result = await generations[0].result()
-    finally:
-        abort_all(generations)
-    choices = _Choices(call, body, params, generations[0])
-
-    def content() -> bytes:
-        found: dict[str, Any] = {
-            **choices.head,
-            "choices": [choices.choice(whole(answer)) for answer in result.outputs],
-            "prompt_logprobs": prompt_logprobs(result.prompt_logprobs),
-            "usage": choices.usage(),
-        }
-        if body.return_token_ids:
-            found["prompt_token_ids"] = result.prompt_token_ids
-        return dumps(found).encode()
-
+    choices = _Choices(call, body, params, await call.submit([item], "token_ids"))
     # Of a long prompt there are many numbers to write.
     is_long = params.prompt_logprobs is not None
-    written = await SHORT.run(content) if is_long else content()
-    return Response(written, media_type="application/json")
+    return await respond(choices, is_stream=bool(body.stream), is_long=is_long)
 
 
-class _Choices:
-    """Forms choices from answers, which may come in pieces: what is joined is the same."""
-
+class _Choices(Choices):
     def __init__(
-        self, call: Call, body: GenerateRequest, params: SamplingParams, generation: Generation
+        self,
+        call: Call,
+        body: GenerateRequest,
+        params: SamplingParams,
+        generations: Sequence[Generation],
     ) -> None:
-        self.head: Mapping[str, Any] = {
-            "request_id": call.id,
-            "created": call.created,
-            "model": call.model,
-        }
-        self._body, self._params, self._generation = body, params, generation
+        super().__init__(call, params, generations, request_id=call.id)
+        self._body = body
         self._owes_prompt = bool(body.return_token_ids)
+
+    def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        (result,) = results
+        found: dict[str, Any] = {
+            **self.head,
+            "choices": [self.choice(whole(answer)) for answer in result.outputs],
+            "prompt_logprobs": prompt_logprobs(result.prompt_logprobs),
+            "usage": self.usage(),
+        }
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = result.prompt_token_ids
+        return found
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
         """The first has the prompt, if it is asked for."""
         extra: Extra = None
         if self._owes_prompt:
             self._owes_prompt = False
-            extra = {"prompt_token_ids": self._generation.prompt.token_ids}
+            extra = {"prompt_token_ids": self.generations[0].prompt.token_ids}
         yield self.choice(delta), extra
 
     def choice(self, delta: AnswerDelta) -> dict[str, Any]:
@@ -108,6 +91,3 @@ class _Choices:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-
-    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        return usage_of([self._generation], num_output_tokens=num_output_tokens)

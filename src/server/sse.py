@@ -1,5 +1,5 @@
-"""Answers as server-sent events: ``data: {json}``, each followed by an empty line, and
-``data: [DONE]`` at the end.
+"""Answers to a call: whole, as one JSON body, or as server-sent events: ``data: {json}``, each
+followed by an empty line, and ``data: [DONE]`` at the end.
 
 An error after the first byte is an event with the body that an answer of that status has, and ends
 the stream. There are no comments and no heartbeats: some clients take every line for data.
@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..aio.generation import AnswerDelta, Generation
+from ..aio.lanes import SHORT
+from ..engine.outputs import RequestOutput
+from ..engine.sampling_params import SamplingParams
 from .call import Call
 from .errors import api_error
+from .usage import usage_of
 
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -32,29 +38,63 @@ def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {dumps(data)}\n\n".encode()
 
 
-class Choices(Protocol):
-    """Forms what clients see from answers, which may come in pieces.
+class Choices(ABC):
+    """Forms choices from answers, which may come in pieces: what is joined is the same.
+
+    Args:
+        generations: of the call, per prompt.
+        names: the first fields of the head.
 
     Attributes:
-        head: what each chunk begins with.
+        head: what the body and each chunk begin with.
     """
 
-    head: Mapping[str, Any]
+    def __init__(
+        self, call: Call, params: SamplingParams, generations: Sequence[Generation], **names: str
+    ) -> None:
+        self.call, self.generations = call, generations
+        self.head: Mapping[str, Any] = {**names, "created": call.created, "model": call.model}
+        self._llm = call.context.engine.llm
+        self._params = params
 
+    @abstractmethod
+    def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of a whole answer, from the outputs per prompt."""
+
+    @abstractmethod
     def pieces(self, place: int, delta: AnswerDelta) -> Iterable[tuple[dict[str, Any], Extra]]:
         """The choices of the chunks that a delta makes, none or more, and what else is in them.
 
         Args:
             place: of the prompt whose answer it is of.
         """
-        ...
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         """
         Args:
             num_output_tokens: None: of the whole answers.
         """
-        ...
+        return usage_of(self.generations, num_output_tokens=num_output_tokens)
+
+
+async def respond(choices: Choices, *, is_stream: bool, is_long: bool) -> Response:
+    """The answers as a stream of events, or whole.
+
+    Args:
+        is_long: a whole answer takes long to write, so it is written on another thread.
+    """
+    if is_stream:
+        return EventStream(choices)
+    try:
+        results = [await generation.result() for generation in choices.generations]
+    finally:
+        abort_all(choices.generations)
+
+    def write() -> bytes:
+        return dumps(choices.content(results)).encode()
+
+    written = await SHORT.run(write) if is_long else write()
+    return Response(written, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
@@ -63,11 +103,11 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, generations: Sequence[Generation], choices: Choices) -> None:
-        self._generations, self._choices, self._call = generations, choices, call
+    def __init__(self, choices: Choices) -> None:
+        self._choices, self._call, self._generations = choices, choices.call, choices.generations
         # What all chunks begin with, up to the choice.
         self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
-        self._end = ',"usage":null}\n\n' if call.with_usage else "}\n\n"
+        self._end = ',"usage":null}\n\n' if self._call.with_usage else "}\n\n"
         self._num_tokens = 0  # in what was written
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers)

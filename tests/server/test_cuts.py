@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pagespec import LLM, AsyncLLM, SamplingParams
 from pagespec.aio.generation import AnswerDelta, Generation
 from pagespec.server import chat, completions
-from pagespec.server.call import Call, read_call, whole
+from pagespec.server.call import read_call, whole
 from pagespec.server.config import ServerConfig
 from pagespec.server.context import ServerContext
 from pagespec.server.protocol.chat import ChatRequest
@@ -63,7 +63,6 @@ class Answered:
         choice: the unstreamed form of an answer.
     """
 
-    call: Call
     generation: Generation
     answers: list[AnswerDelta]
     make_choices: Callable[[Any], Any]
@@ -76,7 +75,7 @@ class Answered:
 
     def streamed(self, pieces: list[AnswerDelta]) -> dict[str, Any]:
         generation: Any = CutGeneration(self.generation, pieces)
-        stream = EventStream(self.call, [generation], self.make_choices(generation))
+        stream = EventStream(self.make_choices(generation))
 
         async def body() -> bytes:
             return b"".join([bytes(part) async for part in stream.body_iterator])  # type: ignore[arg-type]
@@ -101,7 +100,6 @@ def completion(engine: AsyncLLM, **fields: Any) -> Answered:
     call = read_call(body, REQUEST, ServerContext(engine, ServerConfig()))
     generation, result = ask(engine, body.prompt, params)
     return Answered(
-        call,
         generation,
         [whole(answer) for answer in result.outputs],
         lambda found: completions._Choices(call, body, params, [found]),
@@ -122,10 +120,9 @@ def conversation(engine: AsyncLLM, **fields: Any) -> Answered:
     prompt = engine.llm.chat_reader.read(body.messages, tools=body.tools)
     generation, result = ask(engine, prompt, params)
     return Answered(
-        call,
         generation,
         [whole(answer) for answer in result.outputs],
-        lambda found: chat._Choices(call, body, params, "auto", found),
+        lambda found: chat._Choices(call, body, params, [found], "auto"),
         lambda choices, answer: choices.choice(answer),
     )
 
