@@ -85,7 +85,7 @@ class AsyncLLM:
 
     Attributes:
         llm: its calls may be used as well. They step the engine for all, also while this is paused.
-        observers: are told of requests; to be filled before the first.
+        observers: notified of requests; to be filled before the first.
     """
 
     @takes(AsyncArgs)

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and does between two steps what others ask of the engine."""
+"""The thread that steps an engine, and runs operations of other threads between two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineThread:
     """Steps ``engine`` as long as it has work, on a thread of its own.
 
     An operation of the engine takes its lock, which a step holds from its beginning to its end: on
-    an event loop it would stop everybody. So operations are handed over, and done here between
+    an event loop it would block every caller. So operations are handed over, and done here between
     steps, in their order.
 
     No exception ends the thread, not even one that is no ``Exception``: callbacks run on it, and a
@@ -68,7 +68,7 @@ class EngineThread:
         future: Future[_T] = Future()
         self._operations.append((future, operation))
         self._wake.set()
-        if not self._thread.is_alive():  # looked at last: else nobody might ever do it
+        if not self._thread.is_alive():  # checked last: else the operation might never be done
             self._refuse_operations()
         return future
 
@@ -88,7 +88,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                # Before the operations are looked at: one that comes now sets it again.
+                # Before the operations are read: one that comes now sets it again.
                 self._wake.clear()
                 self._do_operations()
                 if self._can_step():

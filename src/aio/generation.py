@@ -42,8 +42,8 @@ class AnswerDelta:
 class Generation:
     """A prompt that was submitted; made by :meth:`AsyncLLM.submit`.
 
-    Use it as ``async with``, or call :meth:`abort` in the end: who goes away before the answers are
-    done must not have them computed. (One that is garbage collected is aborted as well.)
+    Use it as ``async with``, or call :meth:`abort` in the end, so that unwanted answers are not
+    computed. (One that is garbage collected is aborted as well.)
 
     Attributes:
         request_id: as the caller named it, or a number.
@@ -144,7 +144,7 @@ class Generation:
             if deltas:
                 yield deltas
             if answers:
-                # What came meanwhile is told as news: nothing is missed.
+                # News that came meanwhile has set the event: nothing is missed.
                 await self._news()
 
     def abort(self) -> None:

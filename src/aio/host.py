@@ -1,4 +1,4 @@
-"""What is served: admission, ends, failures, and who went away."""
+"""The live requests: admission, ends, failures, and callers that are gone."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Handle(weakref.ref[Generation]):
 class RequestHost:
     """Holds the live requests of an ``AsyncLLM``, and is their owner in the engine.
 
-    Its methods are called on the engine's thread, but for :meth:`handle`, and for those of an owner
-    (``on_ends``, ``on_step``), which the thread that steps the engine calls, one at a time. Its
-    attributes may be read anywhere.
+    Its methods are called on the engine's thread, but for :meth:`handle`. The thread that steps the
+    engine calls those of an owner (``on_ends``, ``on_step``), one at a time. Its attributes may be
+    read anywhere.
 
     Under the policy "fair" the last eighth of ``max_num_requests`` is for owners with few requests:
     one owner's flood leaves room for the others. It is for all as long as there is one owner.

@@ -23,8 +23,8 @@ _NUM_PER_TURN = 16
 
 
 class Observer(Protocol):
-    """Is told what happens to requests, on their event loop; ``on_step`` on the thread that
-    stepped, while it has the engine's lock."""
+    """Receives the events of requests, on their event loop; ``on_step`` on the thread that
+    stepped, while it holds the engine's lock."""
 
     def on_arrival(self, served: Served) -> None: ...
 
@@ -46,7 +46,7 @@ class Observers(list[Observer]):
 
 
 def tell(report: Callable[..., None], *facts: object) -> None:
-    """Call an observer's method. What it raises is logged: nobody's answer waits for observers."""
+    """Call an observer's method. Its exceptions are logged: no answer depends on observers."""
     try:
         report(*facts)
     except Exception:
@@ -91,8 +91,8 @@ class Served:
         return next((end.error for end in ends if end.error is not None), None)
 
     def look(self, observers: Sequence[Observer]) -> bool:
-        """See what is new, tell the observers, and wake who waits for news. Returns whether all
-        have ended, and so nothing more will be new."""
+        """Find new tokens and ends, notify the observers, and wake the readers. Returns whether all
+        have ended, so that no more news will come."""
         is_over, has_news = self.has_ended, False  # the ends are read before the tokens
         now = time.perf_counter()
         for request in self.requests:
@@ -159,7 +159,7 @@ class LoopRequests:
                 self.loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
-        """Look at all, once those are seen that are being looked at."""
+        """Begin a pass over all requests, after the current pass if there is one."""
         if not self._is_looking:
             self._is_looking = True
             self._look()

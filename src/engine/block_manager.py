@@ -1,6 +1,6 @@
 """The pool of KV-cache blocks: reference counts, a prefix index, and eviction of the least
 recently used. Pure bookkeeping over block ids; it never sees a tensor. A model with recurrent
-layers has a pool of state slots beside it, in which every request has its part, too.
+layers has a pool of state slots beside it, in which each request has slots as well.
 
 Every block is in exactly one of three places (S2), decided by its count and its key (S4)::
 
@@ -25,7 +25,7 @@ from .state_slots import StateSlots
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free or cached; nothing was changed (S13)."""
+    """An allocation exceeds the free and cached blocks; nothing was changed (S13)."""
 
 
 def block_key(parent_key: bytes, tokens: bytes) -> bytes:
@@ -46,7 +46,7 @@ class BlockManager:
     Args:
         num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1`` (the runner's null block is
             not among them).
-        block_size: token slots a block.
+        block_size: token slots per block.
         enable_prefix_caching: publish full blocks and find them again.
         num_state_slots: 0 if the model has no recurrent layers.
         state_interval: see :class:`.StateSlots`.
@@ -78,7 +78,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Every block free and unpublished, whatever was before; every state slot, too."""
+        """Free and unpublish every block and every state slot, whatever their state."""
         num_blocks = self.num_blocks
         self.ref_counts = [0] * num_blocks
         # A stack: the block freed last is the likeliest to be in the processor's caches.
@@ -189,7 +189,7 @@ class BlockManager:
         """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7), and
         the states at the end of settled intervals.
 
-        A block whose key is taken already stays private: the index keeps one block a key (S8).
+        A block whose key is taken already stays private: the index keeps one block per key (S8).
         """
         if self.enable_prefix_caching:
             self._publish_blocks(request)

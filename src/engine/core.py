@@ -51,8 +51,8 @@ class Engine:
 
     An operation that raises, or is interrupted between any two of its lines, has done nothing that
     is kept: every live request ends with reason "error", the pool starts afresh, and the runner
-    forgets its steps (S37). What was half done is not looked at, so that this can itself be
-    interrupted; the next operation then does it first.
+    forgets its steps (S37). The recovery reads no half-done state, so it can itself be interrupted;
+    the next operation then begins with it.
 
     Args:
         scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
@@ -124,9 +124,9 @@ class Engine:
         served, or has a content segment, which the runner does not compute; see Scheduler.add.
 
         Args:
-            caller: an object that lives as long as somebody waits for the request, which is
-                aborted and forgotten once it is gone; None: for ever.
-            owner: is given the ends of the requests, whichever thread's operation ends them; the
+            caller: an object that lives as long as the request is wanted. Once it is garbage
+                collected, the request is aborted and forgotten. None: never.
+            owner: receives the ends of the requests, whichever thread's operation ends them; the
                 engine then forgets them.
         """
         self._run(self._add, request, caller, siblings, owner)
@@ -147,9 +147,8 @@ class Engine:
         """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
         or nothing could be dispatched. Returns the requests that finished.
 
-        If another thread takes a step while this waits for its turn, this takes none, so that of
-        several threads one takes a step for all, and all look what it brought. Whether a request
-        is done is for its ``finish_reason`` to say.
+        One thread steps on behalf of all waiters: a call that waited while another thread took a
+        step takes none. Each waiter then checks the ``finish_reason`` of its own requests.
 
         Raises:
             EngineError: the step failed.
@@ -174,8 +173,9 @@ class Engine:
         return self._run(self._reset_prefix_cache)
 
     def sweep(self) -> None:
-        """Abort what no caller waits for any more. While another operation runs that is left to the
-        next: a finalizer may call this in the middle of one, or with a lock that one waits for."""
+        """Abort requests whose callers are gone. While another operation runs, this is left to the
+        next one: a finalizer may call it in the middle of an operation, or with a lock that one
+        waits for."""
         if not self._is_busy:
             # No caller waits for what fails here. A runner that stays broken fails the next step.
             with contextlib.suppress(EngineError):
@@ -389,7 +389,7 @@ class Engine:
         if self._pace is not None:
             self._pace.note(plan, begin - max(self._begun[0], self._last_end))
         self._last_end = begin
-        # First, as what they have sampled could end them otherwise.
+        # First: the commit of their samples could end them for another reason.
         failures = dead_ends(step, result.token_ids) | dict(result.failures)
         failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
@@ -417,9 +417,9 @@ class Engine:
         return finished
 
     def _fail(self, request_id: str, failure: str) -> Request | None:
-        """End one request, which cannot go on, with reason "error"; the others are undisturbed."""
+        """End one request with reason "error"; the others are undisturbed."""
         request = self.scheduler.abort(request_id, "error")
-        if request is not None:  # what is in flight of a finished one may fail, too
+        if request is not None:  # a finished request may have positions in flight that fail
             self._records.note_failed(request, failure)
             if self._trace is not None:
                 self._trace.abort(request_id, "error")

@@ -5,8 +5,8 @@ The text of an answer is defined here, once, for ``generate``, ``generate_iter``
 * It is what follows the prompt in the text of prompt and output together: after the longest prefix
   that this text shares with the prompt's own. A character that the prompt left incomplete and the
   output completes belongs to the answer; one that stays incomplete belongs to the prompt.
-* Bytes that form no character are shown as U+FFFD, as many as the tokenizer shows for them, and
-  leave the characters beside them as they are. That is what byte-level tokenizers and SentencePiece
+* Bytes that form no character are shown as U+FFFD, as many as the tokenizer shows for them. The
+  characters beside them are unchanged. That is what byte-level tokenizers and SentencePiece
   do. The byte fallback of the ``tokenizers`` library is stricter: its ``decode`` shows *all* bytes
   of a run as U+FFFD if one of them is wrong. A stream could not be true to that, as a later token
   would change characters that were sent long ago.
@@ -40,8 +40,8 @@ class Detokenizer:
     """Decodes the output of one request as it grows, in constant time per token.
 
     Tokens are decoded in groups, each as small as possible: a token, or as many as share a
-    character. A token may join the one before it (by a space, or as the end of a word), so a group
-    is decoded behind the end of the group before it, the context, whose text is cut off again.
+    character. A token may join the one before it (by a space, or as the end of a word). So a group
+    is decoded behind its context, the end of the group before it, whose text is cut off again.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -262,15 +262,16 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
     admitted = {block for row in plan.tables for block in requests[row].block_table}
     sources = {source for source, _ in plan.copies}
     for source, copy in plan.copies:
-        _require(blocks.ref_counts[source] > 0, "S33", "block {} is copied, and nobody's", source)
+        is_owned = blocks.ref_counts[source] > 0
+        _require(is_owned, "S33", "block {} is copied, and has no owner", source)
         is_own = blocks.ref_counts[copy] == 1 and blocks.keys[copy] is None and copy in admitted
         _require(is_own and copy not in sources, "S33", "block {} is no place for a copy", copy)
 
 
 class RunnerView:
-    """What a runner makes of the plans, given to it in their order, and of nothing else: the block
-    table (S32) and the state table (S51) of each running request, and how far it knows the tokens
-    of one that needs its history (S39). Checked against the scheduler's own."""
+    """What a runner derives from the plans, in their order, and from nothing else. These are the
+    block table (S32) and the state table (S51) of each running request, and the known tokens of one
+    that needs its history (S39). Checked against the scheduler's own."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}

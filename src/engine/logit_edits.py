@@ -1,4 +1,4 @@
-"""What a request has done to its logits before a token is sampled: its parameters, as token ids."""
+"""Edits of a request's logits before a token is sampled: its parameters, as token ids."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ class LogitEdits:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a runner must know the tokens so far."""
+        """Whether the edits depend on the tokens so far."""
         has_prefixes = any(len(word) > 1 for word in self.bad_words)
         return self.has_penalties or has_prefixes or bool(self.processors)
 
     @property
     def is_lasting(self) -> bool:
-        """Whether there is more to edit than ``min_tokens`` asks for."""
+        """Whether there are other edits than that of ``min_tokens``."""
         is_restricted = self.allowed is not None or bool(self.bad_words)
         return self.has_penalties or is_restricted or bool(self.bias or self.processors)
 
     def bans(self, token_id: int, output_token_ids: Sequence[int]) -> bool:
-        """Whether a token cannot be sampled behind an output; ``processors`` are not asked."""
+        """Whether a token cannot be sampled after an output; ``processors`` are not called."""
         num_tokens = len(output_token_ids)
         if self.allowed is not None and token_id not in self.allowed:
             return True
@@ -104,7 +104,7 @@ class LogitEdits:
         return False
 
     def is_active(self, num_output_tokens: int) -> bool:
-        """Whether there is anything to edit for the token behind so many."""
+        """Whether there is an edit for the token that follows so many outputs."""
         return self.is_lasting or num_output_tokens < self.min_tokens
 
 

@@ -55,13 +55,13 @@ def trim_logprobs(step: InFlightStep) -> None:
 
 class LogprobList(Sequence[Any]):
     """The log-probabilities of some tokens: for each a dict of its own entry, first, and those of
-    the likeliest tokens, made when it is looked at.
+    the likeliest tokens, made on access.
 
     Made at once, hundreds of thousands of dicts would keep Python's garbage collector busy while
     the device waits. It reads as a list, equals one, and is pickled as one.
 
     Args:
-        token_ids: whose they are.
+        token_ids: the tokens.
         kept: their rows; the first is at ``begin``.
         num_top: how many of the likeliest tokens.
         decode: the text of one token; None leaves the texts out.
@@ -124,7 +124,7 @@ class LogprobList(Sequence[Any]):
 def add_logprobs(
     output: RequestOutput, requests: Sequence[Request], decode: Callable[[int], str] | None
 ) -> None:
-    """Fill in what the parameters of finished requests ask for.
+    """Fill in the log-probabilities that the parameters of finished requests request.
 
     Args:
         output: with its token ids.
@@ -143,7 +143,7 @@ def add_logprobs(
 def prompt_entries(
     leader: Request, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob] | None] | None:
-    """Of the prompt's tokens as far as they are computed; None if the parameters ask for none."""
+    """Of the prompt's tokens as far as they are computed; None without ``prompt_logprobs``."""
     num_top = leader.sampling_params.prompt_logprobs
     if num_top is None or leader.logprobs is None:
         return None
@@ -156,7 +156,7 @@ def prompt_entries(
 def logprob_entries(
     request: Request, begin: int, end: int, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob]] | None:
-    """Of the settled outputs ``begin`` to ``end`` of a request; None if it asks for none."""
+    """Of the settled outputs ``begin`` to ``end`` of a request; None without ``logprobs``."""
     num_top = request.sampling_params.logprobs
     if num_top is None or request.logprobs is None:
         return None

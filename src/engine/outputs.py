@@ -79,7 +79,7 @@ class CompletionOutput:
             parameters have no ``logprobs``.
         logprobs: for each of ``token_ids`` its own log-probability and those of the ``logprobs``
             likeliest tokens, by id; None if the parameters have no ``logprobs``. Its dicts are made
-            when they are looked at.
+            on access.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
             the model's end tokens and every other end.
         message: of ``LLM.chat``: the answer as a message of OpenAI's form (``role``, ``content``,

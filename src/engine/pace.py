@@ -1,10 +1,10 @@
-"""How many tokens a step may compute, so that running answers go on at a bounded distance.
+"""Token budgets of steps, so that the time between tokens of running answers is bounded.
 
 A step that computes a long prompt beside answers takes as long as its tokens do, and each answer
-waits for it. What the prompt's tokens take beyond a step of answers alone is modelled as
-``per_token * tokens + per_read * reads``, where a token reads all positions before it. Both are
-fitted to the measured steps, the latest ones most. A step that has answers beside a prompt gets as
-many tokens as keep to the target; a step without answers, or without a prompt, gets all.
+waits for it. The time of the prompt's tokens beyond a step of answers alone is modelled as
+``per_token * tokens + per_read * reads``. Each token reads all positions before it. Both costs are
+fitted to the measured steps, recent ones weighted most. A step with answers beside a prompt gets
+the tokens that fit in the target; a step without answers, or without a prompt, gets all.
 
 The budget of a step is an input of the scheduler and no part of its state: any choice from the
 number of running requests up to ``max_num_batched_tokens`` keeps the properties (S18, L4, L6).
@@ -19,12 +19,12 @@ from .queues import Queues
 from .request import Request
 
 MIN_PROMPT_TOKENS = 16
-"""A step computes so many tokens of a prompt even if it takes longer than the target."""
+"""Prompt tokens that a step computes even if they take longer than the target."""
 
 _FORGETTING = 0.7  # weight of what was measured before, per step with a prompt
 _SMOOTHING = 0.2  # weight of the latest step of answers alone
 _GROWTH, _FIRST_TOKENS = 8, 256
-_RIDGE = 1.05  # steps at one position cannot tell the two costs apart: then tokens have all of it
+_RIDGE = 1.05  # steps at one position do not separate the costs: then per_token has all of it
 
 
 class StepPace:
@@ -97,7 +97,7 @@ class StepPace:
 
     def _num_prompt_tokens(self, start: int) -> int:
         """Tokens of a prompt from position ``start`` on that fit in the target, beside answers."""
-        most = max(_FIRST_TOKENS, _GROWTH * self._largest)  # beyond, the model says too little
+        most = max(_FIRST_TOKENS, _GROWTH * self._largest)  # beyond, the model is no guide
         left_s = self.target_s - self._answers_s
         if left_s <= 0:
             return MIN_PROMPT_TOKENS

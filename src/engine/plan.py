@@ -1,4 +1,4 @@
-"""The frozen plan of one step: the scheduler's decision, and all that a runner ever learns."""
+"""The frozen plan of one step: the scheduler's decision, and the only input of a runner."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class StepPlan:
     A runner has the plans, in order, and nothing else: the block tables it makes of ``released``,
     ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32); so are the
     state tables of ``released``, ``state_tables`` and ``new_state_slots``, but for entries that are
-    not looked at again (S51). A plan refers to nothing that changes after it was made.
+    not read again (S51). A plan refers to nothing that changes after it was made.
 
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
         token_ids: the ids of all positions computed, row after row. Those of a content segment are
             placeholders: what the row computes there follows from ``RequestInfo.segments``, the
             content's hash and the position's offset in it. A negative one, ``-(j + 1)``,
-            is the j-th token that the step before sampled, which its device knows first: sample
-            after sample, row after row. (Beyond a pipeline depth of 1, j goes on into the steps
-            before that, newest first.) A ``range`` if each row feeds the token that the same row of
+            is the j-th token that the step before sampled, which is on the device first: sample
+            after sample, row after row. Beyond a pipeline depth of 1, j goes on into the steps
+            before that, newest first. A ``range`` if each row feeds the token that the same row of
             the step before sampled.
         copies: (source, destination) block ids, of requests that share a prompt (S33). No source
             is a destination.
@@ -150,8 +150,8 @@ class StepResult:
 
     Attributes:
         token_ids: the samples of the step, ``num_samples`` of each row, row after row.
-        logprobs: if a row of the step asks for some.
-        failures: why a request cannot go on, by its id; what it sampled is for nobody.
+        logprobs: if parameters of a row request some.
+        failures: why a request cannot go on, by its id; its sampled token is discarded.
     """
 
     token_ids: Sequence[int]
@@ -160,8 +160,8 @@ class StepResult:
 
 
 class InFlightStep(NamedTuple):
-    """A dispatched plan and the live requests of its rows, which only the scheduler may touch: no
-    runner gets to see it."""
+    """A dispatched plan and the live requests of its rows, which only the scheduler may change. It
+    is not passed to runners."""
 
     plan: StepPlan
     requests: tuple[Request, ...]

@@ -2,10 +2,10 @@
 
 The rules, with the properties of ``spec/README.md`` they serve:
 
-* No younger request takes blocks in a step in which an elder wanted some, and none is admitted
-  behind a blocked one (L1).
-* A request that needs a block when none is available takes it from the youngest, and only from
-  those whose release makes blocks available (S21). Being younger, they are not rows yet.
+* While an older request is short of blocks, no younger one allocates any in that step, and none is
+  admitted behind a blocked one (L1).
+* A request that needs a block when none is available preempts the youngest requests, and only those
+  whose release makes blocks available (S21). Being younger, they are not rows yet.
 * A victim gives its blocks back only once none of its tokens is in flight; until then it is held
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls
@@ -14,13 +14,13 @@ The rules, with the properties of ``spec/README.md`` they serve:
   owner, where the running ones are ``max_num_seqs``: this is what bounds its wait for a slot.
 * Of a settled-only request no token is computed that is not settled: it is left out of steps until
   then, and the others are not (S42).
-* A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
-  shared tokens fill in part it gets a copy (S33). States are not copied: with recurrent layers it
+* A sibling shares the blocks of an older one that has computed the prompt. It gets a copy of the
+  block that the shared tokens fill in part (S33). States are not copied: with recurrent layers it
   is admitted as any request.
 * After the walk, rows of settled-only requests may carry draft tokens: with the tokens of the
   budget and the blocks that are left, and with no block where a request is short of some (S56).
-* With recurrent layers a request is admitted only when there is a state slot for it alone. Nobody
-  is preempted for one: steps in flight give slots back, and each running request keeps one.
+* With recurrent layers a request is admitted only when there is a state slot for it alone. None is
+  preempted for a slot: steps in flight give slots back, and each running request keeps one.
 
 A traced run has a :class:`PlanAccount`, in which each decision that leaves a request without a row
 writes its reason. The reasons are those of ``spec/state.py`` (``REFUSALS``).
@@ -63,7 +63,7 @@ class Planner:
     """The draft of one step. Used once: ``plan()``.
 
     Args:
-        queues: whose requests are served, admitted and preempted.
+        queues: their requests are served, admitted and preempted.
         max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
         step: its number.
         in_flight: dispatched and not settled, oldest first.
@@ -134,7 +134,7 @@ class Planner:
         self._preempted: list[Request] = []
         # Victims with tokens in flight: kept out of the plan until they have drained.
         self._held: set[Request] = set()
-        # An elder went without blocks it wanted: nobody younger takes any in this step.
+        # An older request is short of blocks, so younger ones may not allocate in this step.
         self._is_closed = False
 
     def plan(self) -> InFlightStep:
@@ -227,7 +227,7 @@ class Planner:
                 self._serve_slowly(request)
 
     def _grow(self, request: Request) -> bool:
-        """One more block for ``request`` if that takes no thought."""
+        """Fast path: allocate one block for ``request`` if one is free or cached."""
         if self._is_closed or request.state is not RequestState.RUNNING:
             return False
         if not self._blocks.num_available_blocks:
@@ -335,8 +335,8 @@ class Planner:
         return len(self._running) >= self._max_num_seqs
 
     def _displaced_by(self, request: Request) -> Request | None:
-        """Under the policy "fair", whose place among the running ones ``request`` may take: the
-        youngest's of another owner, if that is younger than ``request``."""
+        """Under the policy "fair", the running request that ``request`` may displace: the youngest
+        of another owner, if it is younger than ``request``."""
         if self._queues.shares is not None:
             for other in reversed(self._running):
                 if other.rank <= request.rank:
@@ -347,7 +347,7 @@ class Planner:
 
     def _admit(self, request: Request, position: int) -> bool:
         """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
-        False nothing was admitted, and the walk admits nobody else in this step."""
+        False nothing was admitted, and the walk admits no other request in this step."""
         obstacle = self._obstacle(request)
         if obstacle:
             self._refuse(request, obstacle)
@@ -388,9 +388,9 @@ class Planner:
         displaced: Request | None = None,
     ) -> bool:
         """Make ``num_blocks`` more blocks available by preempting younger requests, and
-        ``displaced``. True when nothing was needed or it was done. On False nobody was preempted;
-        if the victims have tokens in flight they are held out of this step, so that a later one
-        can take them."""
+        ``displaced``. True when the blocks are available. On False no request was preempted; if the
+        victims have tokens in flight they are held out of this step, so that a later step can
+        preempt them."""
         if num_blocks <= 0 and displaced is None:
             return True
         victims = choose_victims(self._blocks, self._running, request, num_blocks, hits, displaced)
@@ -471,8 +471,8 @@ def choose_victims(
     ``num_blocks`` more blocks available. Changes nothing.
 
     Args:
-        running: in rank order, eldest first.
-        hits: blocks the asker is about to share; they become available to nobody.
+        running: in rank order, oldest first.
+        hits: blocks that the asker is about to share, which therefore do not become available.
         displaced: one of ``running`` whose place the asker takes. It is the first of the victims,
             and needs give no block.
 
@@ -500,20 +500,20 @@ def choose_victims(
 
 
 def find_source(
-    elders: Iterable[Request], request: Request, num_cached_tokens: int
+    older: Iterable[Request], request: Request, num_cached_tokens: int
 ) -> Request | None:
-    """The eldest that continues the prompt of ``request`` and has settled what they share, if that
+    """The oldest that continues the prompt of ``request`` and has settled what they share, if that
     is more than ``request`` finds in the cache.
 
     Args:
-        elders: running requests elder than ``request``, in rank order. Younger ones may be
+        older: running requests older than ``request``, in rank order. Younger ones may be
             preempted for its admission, and what they have is then gone.
         request: a sibling; others have a prompt of their own.
     """
     num_shared = request.num_shared_tokens
     if not request.reads_cache or num_shared <= num_cached_tokens:
         return None
-    for other in elders:
+    for other in older:
         is_alike = other is request.leader or other.leader is request.leader
         if is_alike and other.num_computed >= num_shared:
             return other

@@ -2,9 +2,9 @@
 
 The policy "fair" gives ranks by the owner of a request (see ``shares``). Each other policy gives
 them at arrival. It adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``.
-A request that arrives more than ``K`` later always ranks behind, so at most ``K`` later arrivals
+A request that arrives more than ``K`` later always ranks behind. So at most ``K`` later arrivals
 are ever served before a request (L5), whatever the policy: waiting *is* ageing. And because a rank
-never changes, "elder" is a total order and the liveness proof is one for all policies.
+never changes, "older" is a total order and the liveness proof is one for all policies.
 """
 
 from __future__ import annotations

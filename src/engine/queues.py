@@ -1,7 +1,7 @@
 """The waiting and the running queue, both in rank order, and the ways in and out of them.
 
 A request that leaves gives its blocks back at once, or, while a step in flight still writes them,
-when that step has settled. Who is admitted and who is preempted is decided in ``planner``.
+when that step has settled. Admission and preemption are decided in ``planner``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Queues:
     """Holds the requests that wait and that run, and those whose blocks cannot be given back yet.
 
     Attributes:
-        waiting, running: in rank order, eldest first.
-        released: ids that left ``running`` since the last plan; the next plan tells the runner.
+        waiting, running: in rank order, oldest first.
+        released: ids that left ``running`` since the last plan, for the next plan.
         draining: finished or paused, but some step in flight still writes their blocks.
         pending: siblings by their leader, which waits or runs and has still to compute the prompt
-            (S40). They are in no queue, so that nobody behind them waits for that, too.
+            (S40). They are in no queue, so that requests behind them do not wait for the prompt.
         shares: under the policy "fair", the owners' accounts, and the requests that had no turn
             yet; else None.
-        num_preemptions: how often a running request lost its blocks to an elder one or to a reset
+        num_preemptions: how often a running request lost its blocks to an older one or to a reset
             of the prefix cache.
         num_queried_tokens: tokens, at their admissions, of requests that read the prefix cache.
             Siblings are left out: their prompt is looked up once, for their leader.
@@ -43,7 +43,7 @@ class Queues:
         self.reset()
 
     def reset(self) -> None:
-        """Empty the queues; nobody's blocks are given back. What is counted is counted on."""
+        """Empty the queues; no blocks are given back, and the counters go on."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.released: list[str] = []
@@ -88,15 +88,15 @@ class Queues:
                 self._wait(request)
 
     def let_siblings_wait(self, leader: Request) -> None:
-        """Its siblings wait in their places: the prompt is computed, or it is not on its way."""
+        """Its siblings wait in their places: the prompt is computed, or no longer under way."""
         num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
             sibling.block_keys = leader.block_keys[:num_prompt_blocks]  # hashed once for all
             self._join_waiting(sibling)
 
     def admit(self, request: Request, position: int, num_tokens: int) -> None:
-        """Move the head of the waiting ones, with ``num_tokens`` of it in the blocks of its table,
-        to its place in rank order among the running ones."""
+        """Move the head of the waiting ones to its place in rank order among the running ones.
+        ``num_tokens``: of its tokens, those in the blocks of its table."""
         assert self.waiting[0] is request
         self.waiting.pop(0)
         self.running.insert(position, request)

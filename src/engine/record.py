@@ -15,8 +15,8 @@ from .request import Request
 
 
 class Lease(weakref.ref[object]):
-    """A weak reference to the caller who waits for ``request``. Its callback should be C code
-    (``deque.append``): called from wherever the caller goes, it can then not be interrupted."""
+    """A weak reference to the caller of ``request``. Its callback should be C code
+    (``deque.append``): called wherever the caller is freed, it cannot be interrupted then."""
 
     __slots__ = ("request",)
     request: Request
@@ -120,7 +120,7 @@ class Records:
         return self._records[request].metrics(request)
 
     def leases(self, requests: Sequence[Request], caller: object | None) -> list[Lease | None]:
-        """What tells of the caller's end, one for each request; None: there is no caller."""
+        """A lease per request; None without a caller."""
         leases: list[Lease | None] = []
         for request in requests:
             lease = None
@@ -141,7 +141,7 @@ class Records:
             self.owned.setdefault(owner, set()).update(requests)
         now = time.perf_counter()
         for request, lease in zip(requests, leases, strict=True):
-            # In one piece: a record whose lease were still to come could stay for ever.
+            # In one piece: a record without its lease yet could stay for ever.
             self._records[request] = Record(now, lease, owner)
 
     def forget(self, request: Request) -> None:
@@ -193,11 +193,11 @@ class Records:
             self._records[request].finished = now
 
     def note_aborted(self, request: Request) -> None:
-        """It was ended by its caller."""
+        """The caller ended the request."""
         self._records[request].finished = time.perf_counter()
 
     def note_failed(self, request: Request, failure: str) -> None:
-        """It cannot go on, and the others can."""
+        """The request has failed alone."""
         record = self._records[request]
         record.failure, record.failed_alone = failure, True
 

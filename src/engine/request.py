@@ -36,9 +36,9 @@ class RequestInfo:
         seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
             parameters, the request's own tokens and the absolute position only (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
-        needs_history: a runner has to know all its tokens: plans tell it those that its rows do
-            not compute (``StepPlan.prefixes``).
-        prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
+        needs_history: a runner needs all its tokens: plans have those that its rows do not
+            compute (``StepPlan.prefixes``).
+        prompt_token_ids: only with ``prompt_logprobs``.
         edits: what is done to its logits; None for nothing.
         reasoning: what may come before content that a constraint is for; None for nothing.
         end_token_ids: end content that a constraint is for, beside the model's own end tokens.
@@ -60,7 +60,7 @@ class RequestInfo:
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
         """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
-        told: those whose next token lies in a prompt that asks for them."""
+        reported: those whose next token lies in a prompt with ``prompt_logprobs``."""
         if self.prompt_token_ids is None:
             return 0
         return max(0, min(start + num_tokens, self.num_prompt_tokens - 1) - start)
@@ -89,12 +89,12 @@ class Request:
         info: what never changes of it; plans refer to this.
         leader: of a sibling, the request that computes the prompt for it; see :meth:`sibling`.
         reads_cache: False computes every position itself, at each admission (S38); it publishes
-            its blocks all the same. Always so where the prompt's log-probabilities are asked for.
-        settled_only: its rows compute settled tokens only (S42), so that a runner that is to sample
-            knows all its text. Always so where the parameters have a constraint.
+            its blocks all the same. Always so with ``prompt_logprobs``.
+        settled_only: its rows compute settled tokens only (S42), so that a runner has all its text
+            before it samples. Always so where the parameters have a constraint.
         seniority: arrival number given by the scheduler. rank: place in the order of service
-            (smaller is elder), given once by the policy: at arrival, or at its turn.
-        owner: on whose share it is served under the policy "fair". charge: what its owner was
+            (smaller is older), given once by the policy: at arrival, or at its turn.
+        owner: its share is charged under the policy "fair". charge: what its owner was
             charged for it, in ticks.
         contents: the content segments of its prompt, in order; none of tokens alone.
         block_keys: of its full blocks (chained prefix key, what the block holds as bytes: token ids
@@ -226,7 +226,7 @@ class Request:
         self, request_id: str, seed: int, on_token: Callable[[int], bool] | None
     ) -> Request:
         """Another continuation of the same prompt, which this request computes for both. It reads
-        the cache: what a whole prompt is computed for is asked of its leader (S38)."""
+        the cache: only its leader computes the whole prompt (S38)."""
         info = self.info
         sibling = Request(
             request_id,
@@ -295,7 +295,7 @@ class Request:
 
     @property
     def text_token_ids(self) -> list[int]:
-        """The settled outputs that have text: without the stop token, unless it is asked for."""
+        """The settled outputs that have text: without the stop token, unless it is included."""
         is_cut = self.stop_token_id is not None
         is_cut = is_cut and not self.sampling_params.include_stop_str_in_output
         return self.output_token_ids[:-1] if is_cut else self.output_token_ids

@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     def dispatch(self, plan: StepPlan) -> object:
         """Start computing ``plan`` and return a handle at once. The plans, in their order, are
-        all it knows: block tables are what they add up to."""
+        the only input: block tables are derived from them."""
         ...
 
     def collect(self, handle: object) -> StepResult:
@@ -37,9 +37,9 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """A step failed or was interrupted, anywhere. Wait until the device writes no more, and
-        forget every step that was not collected and all that is known of block tables, which begin
-        afresh. May itself be interrupted, and is then called again."""
+        """A step failed or was interrupted, anywhere. Wait until the device writes no more. Forget
+        every step that was not collected, and all block tables, which begin afresh. May itself be
+        interrupted, and is then called again."""
         ...
 
 

@@ -2,8 +2,8 @@
 
 ``schedule`` (dispatch) and ``commit`` (settle) are separate: up to ``pipeline_depth`` earlier
 steps may be unsettled when the next is scheduled. Requests have no phases; a row of a plan is a
-range of positions. All order comes from ``Request.rank``. How a step is decided is in
-``planner``, who waits and who runs in ``queues``; everything irreversible (tokens, publishing,
+range of positions. All order comes from ``Request.rank``. ``planner`` decides a
+step, ``queues`` hold waiting and running requests. Everything irreversible (tokens, publishing,
 finishing, giving blocks back) happens in ``commit``.
 
 No torch here: the scheduler runs, and is checked, without a model.
@@ -82,7 +82,7 @@ class Scheduler:
         self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
         self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
-        self.failures: dict[str, str] = {}  # why on_token raised, by id; for who commits to clear
+        self.failures: dict[str, str] = {}  # why on_token raised, by id; the engine clears them
         self.num_steps = 0
         self.last_budget = max_num_batched_tokens  # of the newest dispatched step
         # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
@@ -110,8 +110,8 @@ class Scheduler:
                 of its own, which wait once it has computed that.
 
         Raises:
-            InvalidInputError: an id is in use, its segments are not its prompt (S59), that leaves
-                no room for an output, or it could not fit the whole pool even alone (S30); nothing
+            InvalidInputError: an id is in use; the segments are not the prompt (S59); the prompt
+                leaves no room for an output; or the request exceeds the whole pool (S30). Nothing
                 was changed.
         """
         for arrival in (request, *siblings):
@@ -341,8 +341,8 @@ class Scheduler:
         """End every live request with ``reason``, forget the steps in flight, and empty the pool
         with its prefix cache: what a failed step wrote is never found again (S37).
 
-        Nothing is taken for granted of the state but that a request with no ``finish_reason`` is in
-        ``requests``, so this is safe after an interrupt anywhere, also in ``reset``."""
+        It assumes only that a request with no ``finish_reason`` is in ``requests``. So it is safe
+        after an interrupt anywhere, also in ``reset``."""
         for request in (*self.requests.values(), *self.queues.draining):
             request.state = RequestState.FINISHED
             request.finish_reason = request.finish_reason or reason
@@ -352,7 +352,7 @@ class Scheduler:
         self.blocks.reset()
         self.queues.reset()
         self.in_flight = deque()
-        self.last_steps = deque(maxlen=2)  # the runner forgets with us
+        self.last_steps = deque(maxlen=2)  # the runner forgets them too
         self.requests = {}
         self.failures = {}
 

@@ -1,4 +1,4 @@
-"""Fair shares: whose request is served next, among owners, under the policy "fair".
+"""Fair shares: the order of service among owners, under the policy "fair".
 
 Each owner's requests queue first come first served. An owner's next request gets its *turn* once
 none of that owner's requests waits: it gets its rank then, and joins the waiting ones.
@@ -104,7 +104,7 @@ class Shares:
         request.charge = cost
 
     def _drop_idle_owners(self) -> None:
-        """Forget owners whose accounts decide nothing. The next sweep comes when the records have
+        """Forget owners whose accounts affect no rank. The next sweep comes when the records have
         doubled, so that its time is spread over as many arrivals."""
         if len(self._owners) < self._num_kept:
             return

@@ -31,7 +31,7 @@ class StateSlots:
     Args:
         num_slots: slots in the pool, ids ``0 .. num_slots - 1`` (the runner's null slot is not
             among them).
-        interval: tokens an entry of a state table, a multiple of block_size.
+        interval: tokens per entry of a state table, a multiple of block_size.
         enable_prefix_caching: leave checkpoints, and find them again.
     """
 
@@ -48,7 +48,7 @@ class StateSlots:
         self.reset()
 
     def reset(self) -> None:
-        """Every slot free and unpublished, whatever was before."""
+        """Free and unpublish every slot, whatever its state."""
         self.ref_counts = [0] * self.num_slots
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.lru_slots: OrderedDict[int, None] = OrderedDict()
@@ -115,8 +115,8 @@ class StateSlots:
         return tuple(table[-num_new:])
 
     def settle(self, request: Request) -> None:
-        """Give up the entries of ``request`` that no step reads or writes again, as positions
-        behind their intervals are settled, and publish the checkpoints among them (S46)."""
+        """Give up the entries of ``request`` whose intervals lie behind settled positions: no step
+        reads or writes them again. Publish the checkpoints among them (S46)."""
         table, begin = request.state_table, request.num_past_states
         end = (request.num_computed - 1) // self.interval
         for i in range(begin, end):

@@ -23,9 +23,9 @@ class EngineStats:
         weight_formats: then, how many numbers of the weights are held in which format ("int4",
             "fp8", or a dtype); else empty. float32_matrices: which stay in float32, on a GPU in
             the model's dtype, by name.
-        library_matmuls: of a transparent engine on a GPU, by operation, how many matmuls with
-            weights are left to cuBLAS, so that a row's bits may follow the number of rows
-            (docs/transparency.md); empty where there are none.
+        library_matmuls: of a transparent engine on a GPU, by operation, the number of matmuls with
+            weights that cuBLAS computes. A row's bits may then depend on the number of rows
+            (docs/transparency.md).
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "states" (of recurrent layers), "activations",

@@ -14,10 +14,10 @@ MAX_CONSTRAINT_BYTES = 1 << 18
 MAX_SCHEMA_DEPTH = 64
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Their values are no schemas, or schemas by names that anybody may choose.
+# Their values are no schemas, or schemas by arbitrary names.
 PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
 NAMED_SCHEMAS = frozenset(("$defs", "definitions", "properties"))
-# The compiler would take no notice of these, or not all that they ask for.
+# The compiler ignores these, or implements them in part.
 _UNSUPPORTED = {
     "patternProperties": "is not supported",
     "minProperties": "is not supported: nothing keeps a key from being written twice",
@@ -58,7 +58,7 @@ class StructuredOutputs:
 
     Raises:
         InvalidInputError: not exactly one constraint, or one that is not well formed, too large,
-            or asks for something that would not be kept.
+            or needs something that would not be enforced.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -161,7 +161,7 @@ def _require_short(name: str, text: str) -> None:
 
 def _require_few(name: str, value: Any) -> None:
     """Refuse a value that is too long as JSON, before all of it is written."""
-    num_bytes, waiting = 0, [value]  # bytes: at least, of what was looked at
+    num_bytes, waiting = 0, [value]  # bytes: a lower bound, of the values visited
     while waiting:
         one = waiting.pop()
         inside: list[Any] = []

@@ -196,8 +196,8 @@ class TraceWriter:
         return {"ids": ids, "starts": plan.starts, "unusual": unusual}
 
     def _goes_on(self, plan: StepPlan) -> bool:
-        """Whether the rows of the plan before are at their next positions. These are compared: a
-        wrong one is told, and not hidden."""
+        """Whether the rows of the plan before are at their next positions. They are compared, so
+        that a wrong position is written, not hidden."""
         last = self._last_plan
         return (
             last is not None
@@ -218,7 +218,7 @@ class TraceWriter:
         asked: float,
         collected: float,
     ) -> None:
-        """A result was asked for and collected, at these readings of the clock, and just
+        """A result was awaited and collected, at these readings of the clock, and just
         committed."""
         self._write(
             "result",
