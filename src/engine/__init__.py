@@ -5,8 +5,8 @@ Read in this order: ``request`` and ``plan`` (what is decided about, and the dec
 service), ``core`` (the step loop, around a ``runner``), ``generation`` (what ``generate`` does). At
 the door: ``config``, ``sampling_params`` with ``unsupported_params`` and ``edit_checks``,
 ``logit_edits``, ``structured_outputs``, ``inputs``, ``request_factory``, ``detokenizer``,
-``outputs``. ``logprobs`` and ``logprob_output`` keep log-probabilities. Beside: ``batches``,
-``invariants``, ``trace``, ``stats``, ``record``.
+``outputs``. ``logprobs`` and ``logprob_output`` keep log-probabilities. Beside: ``invariants``,
+``trace``, ``stats``, ``record``.
 
 Imports only ``params``, ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``,
 ``llm``, ``verify`` and ``cli``.

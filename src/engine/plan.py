@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import EngineError
 from .logprobs import StepLogprobs
 from .request import Request, RequestInfo
 
 Blocks = tuple[int, ...]
+_T = TypeVar("_T")
+_Requests = tuple[RequestInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,34 @@ class InFlightStep(NamedTuple):
 
     plan: StepPlan
     requests: tuple[Request, ...]
+
+
+class LastTwoBatches(Generic[_T]):
+    """Values derived from the requests of plans, for the two batches that steps may alternate.
+
+    The keys are ``StepPlan.requests``: the tuples are the same objects while a batch comes again.
+    With overlap, settled-only requests have a row in every second step (S42).
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[_Requests, _T], ...] = ()
+
+    def get(self, requests: _Requests) -> _T | None:
+        """What was put for these requests, unless two others came since."""
+        for kept, value in self._kept:
+            if kept is requests:
+                return value
+        return None
+
+    def put(self, requests: _Requests, value: _T) -> _T:
+        """Keep a value, and return it."""
+        self._kept = ((requests, value), *self._kept[:1])
+        return value
+
+    def clear(self) -> None:
+        self._kept = ()
 
 
 def row_token_ids(

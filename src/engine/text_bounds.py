@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .token_bytes import byte_alphabet
+
 # Most bytes of text per byte of its normal form. A canonical composition has at most 3 bytes per
 # byte; a compatibility character of 4 bytes may be one letter, and letters are composed.
 _SHRINKS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 8.0, "NFKD": 8.0, "Lowercase": 3.0, "ByteLevel": 1.0}
@@ -117,15 +119,13 @@ def _is_byte_level(backend: Any, vocab: Mapping[str, int]) -> bool:
     parts += [one for part in parts for one in part.get("pretokenizers", ())]
     parts += [one for part in parts for one in part.get("normalizers", ())]
     is_mapped = any(part.get("type") == "ByteLevel" for part in parts)
-    return is_mapped and type(backend.model).__name__ == "BPE" and _letters() <= vocab.keys()
+    return (
+        is_mapped
+        and type(backend.model).__name__ == "BPE"
+        and byte_alphabet().keys() <= vocab.keys()
+    )
 
 
 def _falls_back_to_bytes(model: Any, vocab: Mapping[str, int]) -> bool:
     is_bpe = type(model).__name__ == "BPE"
     return is_bpe and bool(model.byte_fallback) and vocab.keys() >= _BYTE_TOKENS
-
-
-def _letters() -> set[str]:
-    """GPT-2's letter for each byte: itself where it can be printed, else one from 256 on."""
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    return {chr(byte) for byte in printed} | {chr(256 + i) for i in range(256 - len(printed))}

@@ -8,9 +8,8 @@ from itertools import accumulate, chain, count, pairwise
 
 import numpy as np
 
-from ..engine.batches import LastTwoBatches
 from ..engine.logit_edits import LogitEdits
-from ..engine.plan import StepPlan
+from ..engine.plan import LastTwoBatches, StepPlan
 from ..engine.request import RequestInfo
 from ..structured.matchers import Masks
 from .pinned_ring import IntArray

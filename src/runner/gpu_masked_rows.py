@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batches import LastTwoBatches
-from ..engine.plan import StepPlan
+from ..engine.plan import LastTwoBatches, StepPlan
 from ..kernels.sampling.draw_functions import MaskedRows, Results
 from ..kernels.sampling.gumbel import sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compile.step_inputs import MIN_SIZE
-from ..engine.batches import LastTwoBatches
-from ..engine.plan import StepPlan
+from ..engine.plan import LastTwoBatches, StepPlan
 from .block_tables import BlockTableStore
 from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions

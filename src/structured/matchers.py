@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.batches import LastTwoBatches
-from ..engine.plan import StepPlan
+from ..engine.plan import LastTwoBatches, StepPlan
 from ..engine.reasoning import Phase, ReasoningTracker
 from ..engine.request import RequestInfo
 from .grammars import Grammars
