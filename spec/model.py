@@ -98,7 +98,7 @@ class Machine(Scheduler):
         self.pending += range(first + 1, first + template.n)
         self.join_waiting(first)
 
-    def let_siblings_wait(self, leader: int) -> None:
+    def release_siblings(self, leader: int) -> None:
         """Siblings join the queue only now, so that later arrivals do not wait for the leader's
         prompt. Siblings keep the ranks of their arrival."""
         for r in [r for r in self.pending if self.requests[r].leader == leader]:
@@ -212,7 +212,7 @@ class Machine(Scheduler):
         r = row.request
         self.update(r, computed=self.requests[r].computed + row.n)
         if self.requests[r].computed >= self.requests[r].num_prompt:
-            self.let_siblings_wait(r)
+            self.release_siblings(r)
         if self.requests[r].reason:
             self.drop_result(row)
         else:
@@ -278,7 +278,7 @@ class Machine(Scheduler):
         for queue in (self.waiting, self.paused, self.pending, self.queued):
             if r in queue:
                 queue.remove(r)
-        self.let_siblings_wait(r)  # for nothing that may not come
+        self.release_siblings(r)  # for nothing that may not come
         self.take_turns(self.requests[r].owner)
 
     def release_if_drained(self, r: int) -> None:

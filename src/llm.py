@@ -145,7 +145,7 @@ class LLM:
                 state_interval=built.state_interval,
             ),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.num_tokens_a_step,
+            max_num_batched_tokens=config.num_tokens_per_step,
             pipeline_depth=built.runner.pipeline_depth,
             policy=Policy(config.policy),
         )

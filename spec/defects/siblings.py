@@ -62,9 +62,9 @@ class SiblingsWaitForALeaderThatLeft(Machine):
 
 @defect("siblings-join-the-tail", "S27", templates=(_PAIR, A), num_requests=3, pause=False)
 class SiblingsJoinTheTail(Machine):
-    def let_siblings_wait(self, leader: int) -> None:
+    def release_siblings(self, leader: int) -> None:
         before = list(self.waiting)
-        super().let_siblings_wait(leader)
+        super().release_siblings(leader)
         self.waiting = before + [r for r in self.waiting if r not in before]
 
 

@@ -18,7 +18,7 @@ from ..engine.sampling_params import SamplingParams
 from ..errors import EngineBusyError, EngineError, InvalidInputError, RequestError
 from .engine_thread import as_engine_error
 from .generation import Generation
-from .served import Loops, Observers, Served, tell
+from .served import Loops, Observers, Served, notify
 
 logger = logging.getLogger("pagespec")
 
@@ -222,7 +222,7 @@ class RequestHost:
     def on_step(self, num_tokens: int) -> None:
         """See ``Owner``."""
         for observer in self._observers() or ():
-            tell(observer.on_step, num_tokens)
+            notify(observer.on_step, num_tokens)
         self._loops.post()
 
     # Called by the engine's thread ------------------------------------------------------------

@@ -45,7 +45,7 @@ class Observers(list[Observer]):
     __slots__ = ("__weakref__",)
 
 
-def tell(report: Callable[..., None], *facts: object) -> None:
+def notify(report: Callable[..., None], *facts: object) -> None:
     """Call an observer's method. Its exceptions are logged: no answer depends on observers."""
     try:
         report(*facts)
@@ -72,7 +72,7 @@ class Served:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     _num_seen: dict[Request, int] = field(default_factory=dict)
     _seen_at: dict[Request, float] = field(default_factory=dict)
-    _told_ends: set[Request] = field(default_factory=set)
+    _reported_ends: set[Request] = field(default_factory=set)
 
     @property
     def has_ended(self) -> bool:
@@ -104,13 +104,13 @@ class Served:
                 self._num_seen[request], self._seen_at[request] = num_tokens, now
                 elapsed_s = None if before is None else now - before
                 for observer in observers:
-                    tell(observer.on_tokens, self, num_new, elapsed_s)
+                    notify(observer.on_tokens, self, num_new, elapsed_s)
             end = self.ends.get(request)
-            if end is not None and request not in self._told_ends:
+            if end is not None and request not in self._reported_ends:
                 has_news = True
-                self._told_ends.add(request)
+                self._reported_ends.add(request)
                 for observer in observers:
-                    tell(observer.on_end, self, request, end)
+                    notify(observer.on_end, self, request, end)
         if has_news:
             self.news.set()
         return is_over
@@ -141,7 +141,7 @@ class LoopRequests:
         """Called on the loop."""
         self._served[served] = None
         for observer in self._observers() or ():
-            tell(observer.on_arrival, served)
+            notify(observer.on_arrival, served)
 
     def discard(self, served: Served) -> None:
         """Called on the loop: it was refused."""

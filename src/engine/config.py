@@ -338,7 +338,7 @@ class EngineConfig:
         return {k: v for k, v in self.arguments().items() if stages[k].stage == "build"}
 
     @property
-    def num_tokens_a_step(self) -> int:
+    def num_tokens_per_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
         return self.max_num_batched_tokens or max(_CPU_BUDGET, self.max_num_seqs)
 
@@ -350,7 +350,7 @@ class EngineConfig:
         return self.max_inter_token_ms / 1000
 
     @property
-    def tokens_an_interval(self) -> int:
+    def num_tokens_per_interval(self) -> int:
         """The interval of recurrent states: as given, or 256 rounded up to whole blocks."""
         blocks = -(-_STATE_INTERVAL // self.block_size) * self.block_size
         return self.state_interval or blocks

@@ -87,7 +87,7 @@ class Queues:
                 self.shares.give_ranks((request, *self.pending.get(request, ())))
                 self._wait(request)
 
-    def let_siblings_wait(self, leader: Request) -> None:
+    def release_siblings(self, leader: Request) -> None:
         """Its siblings wait in their places: the prompt is computed, or no longer under way."""
         num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
@@ -160,7 +160,7 @@ class Queues:
             siblings.remove(request)
             if not siblings:
                 del self.pending[request.leader]
-        self.let_siblings_wait(request)
+        self.release_siblings(request)
 
     def end_drain(self, request: Request) -> None:
         """A step of ``request``, which is draining, has settled."""

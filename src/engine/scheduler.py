@@ -272,7 +272,7 @@ class Scheduler:
         """``num_tokens``: without draft tokens. ``more``: samples behind accepted ones."""
         request.num_computed += num_tokens
         if self.queues.pending and request.num_computed >= request.num_prompt_tokens:
-            self.queues.let_siblings_wait(request)
+            self.queues.release_siblings(request)
         if request.state is not RequestState.FINISHED:
             if token is not None:
                 request.token_ids.append(token)

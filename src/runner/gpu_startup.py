@@ -53,12 +53,12 @@ def make_gpu_runner(
             captured,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            max_num_tokens=config.num_tokens_a_step,
+            max_num_tokens=config.num_tokens_per_step,
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
             kv_cache_dtype=config.kv_cache_dtype,
             num_state_slots=num_state_slots,
-            state_interval=config.tokens_an_interval if num_state_slots else 0,
+            state_interval=config.num_tokens_per_interval if num_state_slots else 0,
             overlap=config.overlap is not False,
             transparent=config.transparent,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
@@ -151,7 +151,7 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     text_config: Any = loaded.config.get_text_config(decoder=True)
     num_rows, num_tokens = (
         max(config.max_num_seqs, CHUNK_ROWS),
-        max(config.num_tokens_a_step, MIN_SIZE),
+        max(config.num_tokens_per_step, MIN_SIZE),
     )
     itemsize = loaded.dtype.itemsize
     calls = [(num_tokens, text_config.hidden_size * itemsize)]
@@ -178,5 +178,5 @@ def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, .
     decode = {max(size, MIN_SIZE) for size in sizes}
     return (
         *(StepShape(size, size, True) for size in decode),
-        *mixed_shapes(config.num_tokens_a_step, config.max_num_seqs),
+        *mixed_shapes(config.num_tokens_per_step, config.max_num_seqs),
     )

@@ -163,10 +163,10 @@ class Timeline:
         self._enter(lane, _RUNNING, self.end)  # closes what it waited in
         self._num_running -= 1
         lane.ended, lane.reason = self.end, reason
-        self._let_siblings_wait(lane)
+        self._release_siblings(lane)
         del self._live[name]
 
-    def _let_siblings_wait(self, leader: Lane) -> None:
+    def _release_siblings(self, leader: Lane) -> None:
         for sibling in leader.siblings:
             if sibling.state == PENDING:
                 self._enter(sibling, WAITING, self.end)
@@ -179,7 +179,7 @@ class Timeline:
     def _on_pause(self, event: dict[str, Any]) -> None:
         _, lane = self._lane(event["id"])
         self._enter(lane, PAUSED, self.end)
-        self._let_siblings_wait(lane)
+        self._release_siblings(lane)
 
     def _on_resume(self, event: dict[str, Any]) -> None:
         _, lane = self._lane(event["id"])
@@ -270,7 +270,7 @@ class Timeline:
             if entry is not None:  # a trace that breaks the specification may name another
                 entry[3] = num_accepted
         for lane in self._leaders.pop(event["step"], ()):
-            self._let_siblings_wait(lane)
+            self._release_siblings(lane)
         for name, reason in event["finished"]:
             if name in self._live:
                 self._end(name, reason)

@@ -508,7 +508,7 @@ MUTANTS = [
         0,
         "siblings wait for a leader that was given up",
         "Queues._leave_group",
-        "self.let_siblings_wait(request)",
+        "self.release_siblings(request)",
         "",
     ),
     Mutant(
@@ -535,7 +535,7 @@ MUTANTS = [
     Mutant(
         0,
         "siblings go behind whoever waits",
-        "Queues.let_siblings_wait",
+        "Queues.release_siblings",
         "self._join_waiting(sibling)",
         "self._join_waiting(sibling)\n"
         "if sibling in self.waiting:\n"
