@@ -150,8 +150,9 @@ class Planner:
             if end and running[-1].rank > head.rank:
                 end = bisect_left(running, head.rank, key=by_rank)
             self._serve(position, end)
-            # Not ``end``: victims of a preemption may have left from before it.
-            position = bisect_left(running, head.rank, key=by_rank)
+            position = end
+            if self._preempted:  # victims may have left from before it
+                position = bisect_left(running, head.rank, key=by_rank)
             if not self._admit(head, position):
                 break
             head = self._next_waiting()
