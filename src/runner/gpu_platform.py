@@ -15,7 +15,7 @@ from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
-from ..kernels.linear.cublas import without_split_k
+from ..kernels.linear.cublas import forbid_split_k, without_split_k
 from .cpu_runner import OnLogits
 from .staging_runner import LocalRunner
 
@@ -30,6 +30,8 @@ class GpuPlatform:
         # settings of that time: what other processes measured need not hold.
         is_used = torch.cuda.is_initialized()
         self._matmul_plan_dir = None if is_used else cache_root() / "linear"
+        if config.transparent:
+            forbid_split_k()  # before the probe, whose matmuls would take 32 MiB of workspace
 
     def start_record(self, source: ModelSource | None) -> StartRecord | None:  # noqa: ARG002
         """None: restored starts have not been tried on a GPU."""
@@ -72,8 +74,7 @@ class GpuPlatform:
         on_logits: OnLogits | None,
     ) -> tuple[LocalRunner, int]:
         """As of :func:`.gpu_startup.make_gpu_runner`."""
-        if self._reading is not None:
-            self._reading.join()
+        self._reading.join()
         from .gpu_startup import make_gpu_runner
 
         return make_gpu_runner(self.config, captured, stats, clock, on_logits)
