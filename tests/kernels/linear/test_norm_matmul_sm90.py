@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pagespec import kernels
+from pagespec.kernels import arch
 from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
@@ -42,6 +43,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     fake = SimpleNamespace(matmul=matmul, serves=serves)
     monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.norm_matmul_sm90", fake)
     monkeypatch.setattr(kernels.linear, "norm_matmul_sm90", fake, raising=False)
+    # Modules are imported once per process, and these stand-ins live for one test.
+    monkeypatch.setattr(arch, "_module_and_name", arch._module_and_name.__wrapped__)
 
     def ours(x: Tensor, weight: Tensor, bias: None, has_gate: bool = False) -> Tensor:
         product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
