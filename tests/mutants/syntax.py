@@ -25,10 +25,10 @@ def patch(sources: Mapping[Path, str], where: str, old: str, new: str) -> tuple[
     Args:
         sources: the text of each file that is searched.
         where: the qualified name of a function or class.
-        old: an expression, or statements that follow each other. ``...`` as the body of a compound
-            statement matches any body.
-        new: what ``old`` becomes; nothing deletes statements. ``...`` as a body is the body that
-            ``old`` matched.
+        old: an expression, statements that follow each other, or ``name=value`` of a call. ``...``
+            as the body of a compound statement matches any body.
+        new: what ``old`` becomes; nothing deletes statements or a keyword. ``...`` as a body is the
+            body that ``old`` matched.
 
     Raises:
         PatchError: ``old`` does not occur exactly once.
@@ -76,6 +76,9 @@ class _Place:
             return
         nodes = getattr(self.parent, self.field)
         end = self.index + self.size
+        if isinstance(nodes[self.index], ast.keyword):
+            nodes[self.index : end] = _keywords(new)
+            return
         if isinstance(nodes[self.index], ast.expr):
             nodes[self.index : end] = [ast.parse(new, mode="eval").body]
             return
@@ -95,12 +98,15 @@ def _places(scope: ast.AST, old: str) -> list[_Place]:
     found: list[_Place] = []
     is_expression = len(wanted) == 1 and isinstance(wanted[0], ast.Expr)
     expression = wanted[0].value if is_expression else None  # type: ignore[attr-defined]
+    keywords = _keywords(old) if isinstance(wanted[0], ast.Assign) else []
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, list):
                 for index in range(len(value) - len(wanted) + 1):
                     part = value[index : index + len(wanted)]
-                    if all(map(_is_equal, part, wanted)):
+                    if all(map(_is_equal, part, wanted)) or (
+                        keywords and all(map(_is_equal, part, keywords))
+                    ):
                         found.append(_Place(parent, field, index, len(wanted)))
                     elif expression is not None and _is_equal(value[index], expression):
                         found.append(_Place(parent, field, index))
@@ -109,6 +115,15 @@ def _places(scope: ast.AST, old: str) -> list[_Place]:
             elif expression is not None and _is_equal(value, expression):
                 found.append(_Place(parent, field, None))
     return found
+
+
+def _keywords(text: str) -> list[ast.keyword]:
+    """Of ``name=value``; none of an assignment to anything but one name."""
+    try:
+        call = ast.parse(f"f({dedent(text)})", mode="eval").body
+    except SyntaxError:
+        return []
+    return call.keywords if isinstance(call, ast.Call) else []
 
 
 def _is_equal(node: object, wanted: ast.AST) -> bool:

@@ -23,7 +23,7 @@ class A:
 
     def g(self, x):
         self.h = x
-        return x
+        return self.f(xs=x, y=2)
 """
 
 
@@ -47,7 +47,14 @@ def test_every_mutant_changes_one_place(sources: dict[Path, str]) -> None:
         ("A.f", "for x in xs: ...", "for x in xs[1:]: ...", "for x in xs[1:]:\n            self.g"),
         ("A.f", "self.g(x)", "", "for x in xs:\n            pass\n"),
         ("A.f", "self.g(x)", "self.g(x + 1)\nbreak", "self.g(x + 1)\n            break\n"),
-        ("A.g", "self.h = x\nreturn x", "return x", "def g(self, x):\n        return x"),
+        (
+            "A.g",
+            "self.h = x\nreturn self.f(xs=x, y=2)",
+            "return x",
+            "def g(self, x):\n        return x",
+        ),
+        ("A.g", "y=2", "", "self.f(xs=x)"),
+        ("A.g", "y=2", "z=3", "self.f(xs=x, z=3)"),
         ("A", "return 1", "return 2", "return 2"),
     ],
 )
