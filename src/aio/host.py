@@ -105,7 +105,7 @@ class RequestHost:
         for name in names:
             if name in self._by_id or names.count(name) > 1:
                 raise InvalidInputError("request_id", name, "is in use")
-        # Before the room is checked: an owner that finds none is one for whom it is kept next time.
+        # Counted before the room is checked: for an owner refused now, room is kept next time.
         self._note_owners(made)
         self._check_room(made)
         try:
