@@ -56,8 +56,11 @@ NUM_BY_DAY = {
         "test_joins_both_calls_of_each_layer_and_changes_no_bit": 1,
         "test_what_is_not_quite_the_pattern_is_left_alone": 2,
     },
+    "compile/fusions/test_fuse_router.py": {
+        "test_tokens_are_those_of_hugging_face": 1,
+    },
     "compile/fusions/test_fuse_shared_expert.py": {
-        "test_no_bit_changes": 1,
+        "test_no_bit_changes": 0,
         "test_tokens_are_those_of_hugging_face": 1,
         "test_what_is_not_quite_such_a_sum_stays": 3,
     },
@@ -70,7 +73,7 @@ NUM_BY_DAY = {
     },
     "compile/fx/test_spec.py": {
         "test_a_planted_violation_is_found": 3,
-        "test_graphs_hold_to_the_spec": 4,
+        "test_graphs_hold_to_the_spec": 3,
         "test_what_a_gpu_leaves_to_the_library_is_told": 1,
     },
     "compile/inductor/test_complex.py": {
@@ -113,29 +116,43 @@ NUM_BY_DAY = {
     },
     "compile/passes/test_merge_linear.py": {
         "test_merges_and_changes_nothing": 2,
+        "test_records_what_running_every_node_gives": 2,
     },
     "compile/test_captured_model.py": {
         "test_tokens_and_logits_equal_hugging_face": 5,
     },
     "compile/test_start_record.py": {
-        "test_a_restored_model_computes_the_same": 4,
+        "test_a_restored_model_computes_the_same": 3,
         "test_experts_are_restored_in_a_process_that_knows_no_model": 1,
         "test_quantised_weights_are_the_same": 3,
     },
     "coverage/test_coverage.py": {
         "test_entries_that_are_equal": 2,
     },
+    "distributed/test_replicas.py": {
+        "test_a_row_that_ends_its_replicas_is_given_up_and_alone": 0,
+    },
     "golden/test_golden.py": {
         "test_smollm2_equals_generate": 1,
-        "test_tiny_models_equal_generate": 16,
+        "test_tiny_models_equal_generate": 13,
         "test_tiny_models_equal_generate_beyond_every_threshold": 4,
     },
+    "golden/test_latent.py": {
+        "test_answers_do_not_depend_on_the_schedule": 0,
+        "test_the_gate_sees_matmuls_of_heads_that_follow_the_batch": 0,
+    },
+    "golden/test_odd_sizes.py": {
+        "test_answers_do_not_depend_on_the_schedule": 0,
+    },
     "golden/test_quantized.py": {
-        "test_equals_generate_with_the_dequantised_weights": 6,
+        "test_equals_generate_with_the_dequantised_weights": 4,
         "test_int4_is_near_linear_layers_that_round_to_bfloat16": 3,
     },
     "golden/test_recurrent.py": {
-        "test_recurrent_models_equal_generate": 4,
+        "test_recurrent_models_equal_generate": 3,
+    },
+    "golden/test_sparse.py": {
+        "test_sparse_models_equal_generate": 1,
     },
     "kernels/attention/test_chosen.py": {
         "test_schedules_give_the_same_bits": 1,
@@ -143,12 +160,14 @@ NUM_BY_DAY = {
     },
     "kernels/attention/test_decode.py": {
         "test_matches_float64": 10,
+        "test_whoever_arrives_last_merges_and_leaves_the_counters_zero": 4,
     },
     "kernels/attention/test_decode_prologue.py": {
         "test_decode": 6,
         "test_forms": 4,
     },
     "kernels/attention/test_e4m3_tiles.py": {
+        "test_compiled_for_hopper": 0,
         "test_matches_float64": 10,
     },
     "kernels/attention/test_index_kernels.py": {
@@ -177,7 +196,7 @@ NUM_BY_DAY = {
         "test_matches_float64": 5,
     },
     "kernels/recurrent/test_kernels.py": {
-        "test_kernels_give_the_bits_of_sequences_alone": 8,
+        "test_kernels_give_the_bits_of_sequences_alone": 6,
     },
     "kernels/recurrent/test_ops.py": {
         "test_chunks_give_the_bits_of_the_whole": 30,
@@ -190,6 +209,9 @@ NUM_BY_DAY = {
     },
     "property/test_refinement.py": {
         "test_the_real_objects_do_what_the_specification_does": 3,
+    },
+    "runner/test_gpu_runner.py": {
+        "test_tokens_are_those_of_hugging_face": 1,
     },
     "runner/test_structured_reasoning.py": {
         "test_reasoning_is_that_of_the_request_without_a_constraint": 2,
@@ -213,7 +235,7 @@ NUM_BY_DAY = {
         "test_ignored_settings_are_reported_once_per_start": 1,
     },
     "server/test_held_bodies.py": {
-        "test_open_paths_hold_no_body": 4,
+        "test_open_paths_hold_no_body": 2,
     },
     "server/test_large_bodies.py": {
         "test_a_large_constraint_is_read_off_the_loop": 2,
@@ -255,6 +277,7 @@ NUM_BY_DAY = {
         "test_all_linear_layers_become_fp8": 1,
     },
     "test_logprobs.py": {
+        "test_a_score_is_the_float_that_was_sampled": 3,
         "test_beside_hugging_face": 3,
     },
     "test_quantization.py": {
@@ -263,6 +286,7 @@ NUM_BY_DAY = {
     },
     "verify/test_gate.py": {
         "test_answers_do_not_depend_on_the_schedule": 1,
+        "test_answers_of_models_with_matmuls_of_their_own_do_not_depend_on_the_schedule": 0,
         "test_groups_without_hits_or_preemptions_show_nothing": 1,
     },
 }
