@@ -239,13 +239,13 @@ def _has_states(start: dict[str, Any]) -> bool:
     return num_slots > 0
 
 
-def _all_rows(told: dict[str, Any] | None, before: Rows | None, number: int) -> Rows:
-    if told is None:
+def _all_rows(recorded: dict[str, Any] | None, before: Rows | None, number: int) -> Rows:
+    if recorded is None:
         if before is None:
             raise TraceError(f"line {number}: the rows of the plan before, and there is none")
         return [[name, start + num_tokens, 1, 1] for name, start, num_tokens, _ in before]
-    rows: Rows = [[*row, 1, 1] for row in zip(told["ids"], told["starts"], strict=True)]
-    for row, num_tokens, num_samples in told["unusual"]:
+    rows: Rows = [[*row, 1, 1] for row in zip(recorded["ids"], recorded["starts"], strict=True)]
+    for row, num_tokens, num_samples in recorded["unusual"]:
         rows[row][2:] = num_tokens, num_samples
     return rows
 

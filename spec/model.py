@@ -365,10 +365,10 @@ def initial(scope: Scope) -> State:
     num = scope.num_states
     unused = tuple(reversed(range(num)))
     slots = Slots((0,) * num, (None,) * num, (), unused, (), (EMPTY,) * num)
-    told: dict[str, tuple[()]] = {"view": (), "left": (), "histories": (), "state_view": ()}
+    sent: dict[str, tuple[()]] = {"view": (), "left": (), "histories": (), "state_view": ()}
     turns: dict[str, tuple[()]] = {"queued": (), "shares": ()}
     return State(
-        (), (), (), (), (), *pool, pending=(), slots=slots, clock=scope.credit, **told, **turns
+        (), (), (), (), (), *pool, pending=(), slots=slots, clock=scope.credit, **sent, **turns
     )
 
 

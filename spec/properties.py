@@ -165,12 +165,12 @@ def s39(state: State, scope: Scope) -> bool:
     """The runner has all tokens of the running requests that need their history, up to where they
     are dispatched. It has no others but those that the next plan will release. Behind them
     are the drafts of one row at most, until the next row overwrites them."""
-    told, here = dict(state.histories), {*state.running, *state.left}
-    return told.keys() == {r for r in here if state.requests[r].needs_history} and all(
-        told[r][:done] == all_tokens(state, r)[:done]
-        and 0 <= len(told[r]) - done <= max_drafts(state.requests[r], scope)
+    sent, here = dict(state.histories), {*state.running, *state.left}
+    return sent.keys() == {r for r in here if state.requests[r].needs_history} and all(
+        sent[r][:done] == all_tokens(state, r)[:done]
+        and 0 <= len(sent[r]) - done <= max_drafts(state.requests[r], scope)
         for r, done in ((r, state.requests[r].dispatched) for r in state.running)
-        if r in told
+        if r in sent
     )
 
 

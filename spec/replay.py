@@ -208,9 +208,9 @@ class Replay:
 
     def _check_prefixes(self, event: dict[str, Any], made: Plan) -> None:
         """S39: a plan has every token that an admitted row does not compute."""
-        told = [(self.numbers.get(name, -1), tuple(ids)) for name, ids in event["prefixes"]]
+        recorded = [(self.numbers.get(name, -1), tuple(ids)) for name, ids in event["prefixes"]]
         for (r, ids), (expected_r, expected) in zip_longest(
-            told, made.prefixes, fillvalue=(None, ())
+            recorded, made.prefixes, fillvalue=(None, ())
         ):
             if (r, ids) != (expected_r, expected):
                 raise _Refused(
@@ -229,17 +229,17 @@ class Replay:
             "refused": [(r, reason) for r, reason in made.refused if reason != "behind"],
         }
         numbers = self.numbers
-        told = {
+        recorded = {
             "askers": [numbers.get(name, -1) for name in event["askers"]],
             "hits": [(numbers.get(name, -1), n) for name, n in event["hits"]],
             "evicted": event["evicted"],
             "refused": [(numbers.get(name, -1), reason) for name, reason in event["refused"]],
         }
         for field, value in expected.items():
-            if told[field] != value:
+            if recorded[field] != value:
                 raise _Refused(
                     "S5" if field == "evicted" else "S31",
-                    f"{field} {shortened(str(told[field]), 80)}, the specification has "
+                    f"{field} {shortened(str(recorded[field]), 80)}, the specification has "
                     f"{shortened(str(value), 80)}",
                 )
 
@@ -297,9 +297,9 @@ class Replay:
         step = machine.flight[0]
         if len(tokens) != sum(len(row.samples) for row in step):
             raise _Refused("S19", f"{len(tokens)} tokens for {len(step)} rows")
-        told = iter(tokens)
+        recorded = iter(tokens)
         machine.flight[0] = tuple(
-            row._replace(samples=tuple(islice(told, len(row.samples)))) for row in step
+            row._replace(samples=tuple(islice(recorded, len(row.samples)))) for row in step
         )
         told_ends = [(self.numbers.get(name, -1), reason) for name, reason in event["finished"]]
         machine.told_reasons = dict(told_ends)

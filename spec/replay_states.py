@@ -19,10 +19,10 @@ def differing_states(
         ("state_tables", dict(made.state_tables)),
         ("new_state_slots", dict(made.added_states)),
     ):
-        told = {numbers.get(name, -1): tuple(slots) for name, slots in event[field]}
-        if told != expected:
+        recorded = {numbers.get(name, -1): tuple(slots) for name, slots in event[field]}
+        if recorded != expected:
             return "S51", (
-                f"{field} {shortened(str(told), 80)}, the specification has "
+                f"{field} {shortened(str(recorded), 80)}, the specification has "
                 f"{shortened(str(expected), 80)}"
             )
     return None
@@ -34,7 +34,7 @@ def differing_pool(event: dict[str, Any], machine: ReplayMachine) -> str:
         return ""
     num_free, num_cached = len(machine.free_slots), len(machine.slot_lru)
     pool = [num_free, num_cached, machine.scope.num_states - num_free - num_cached]
-    told = list(event["state_pool"])
-    if told == pool:
+    recorded = list(event["state_pool"])
+    if recorded == pool:
         return ""
-    return f"free, cached, owned state slots {told}, the specification has {pool}"
+    return f"free, cached, owned state slots {recorded}, the specification has {pool}"

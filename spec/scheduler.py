@@ -33,7 +33,7 @@ class Scheduler(Shares):
         candidates = self.walk_order(self.waiting)
         self.risen = []
         while self.to_come or candidates:
-            if candidates and (not self.to_come or self.elder(candidates[0], self.to_come[0])):
+            if candidates and (not self.to_come or self.is_older(candidates[0], self.to_come[0])):
                 waiter = candidates.pop(0)
                 if self.admit(waiter):
                     self.serve(waiter)
@@ -139,7 +139,7 @@ class Scheduler(Shares):
     def walk_order(self, queue: list[int]) -> list[int]:
         return list(queue)
 
-    def elder(self, a: int, b: int) -> bool:
+    def is_older(self, a: int, b: int) -> bool:
         return self.requests[a].rank < self.requests[b].rank
 
     def close(self, r: int) -> None:
@@ -304,7 +304,7 @@ class Scheduler(Shares):
 
     def may_give(self, r: int, other: int) -> bool:
         """Only an older request is a source: the admission of r preempts younger ones only."""
-        return self.elder(other, r)
+        return self.is_older(other, r)
 
     def find_source(self, r: int, length: int) -> int | None:
         """The oldest running request of r's group that has settled what siblings share, if that is
@@ -350,7 +350,7 @@ class Scheduler(Shares):
 
     def victim_order(self, asker: int) -> list[int]:
         """L3: only younger requests, the youngest first."""
-        return [v for v in reversed(self.running) if self.elder(asker, v)]
+        return [v for v in reversed(self.running) if self.is_older(asker, v)]
 
     def choose_victims(
         self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None

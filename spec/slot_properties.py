@@ -125,8 +125,8 @@ def s51(state: State, _: Scope) -> bool:
     return known.keys() == {*state.running, *state.left} and all(
         len(known[r]) == len(state.requests[r].states)
         and all(
-            slot in (told, NO_SLOT)
-            for told, slot in zip(known[r], state.requests[r].states, strict=True)
+            slot in (sent, NO_SLOT)
+            for sent, slot in zip(known[r], state.requests[r].states, strict=True)
         )
         for r in state.running
     )

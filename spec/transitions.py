@@ -284,8 +284,8 @@ def s25(m: Move) -> bool:
             return False
         full = len(new.tokens) == new.limit
         expected = "stop" if outputs[-1:] == (STOP,) else "length" if full else ""
-        told = ("abort", "error") if type(m.label) is Fail else ("abort",)
-        if new.reason not in (*told, expected):
+        reasons = ("abort", "error") if type(m.label) is Fail else ("abort",)
+        if new.reason not in (*reasons, expected):
             return False
     return True
 

@@ -70,7 +70,7 @@ class RejectedDraftsArePublished(Machine):
 
 
 @defect(
-    "drafts-take-blocks-that-are-wanted",
+    "drafts-take-blocks-that-are-needed",
     "S56",
     **_WORLD | {"templates": (_DRAFTING, LONG), "block_size": 1, "num_blocks": 5},
 )
@@ -113,7 +113,7 @@ class DraftsBeyondTheBudget(Machine):
         return room
 
 
-@defect("draft-blocks-are-not-told", "S32", **_WORLD | {"block_size": 1, "num_blocks": 6})
+@defect("draft-blocks-are-not-sent", "S32", **_WORLD | {"block_size": 1, "num_blocks": 6})
 class DraftBlocksAreNotTold(Machine):
     """The plan names only the blocks that the row's own positions need."""
 

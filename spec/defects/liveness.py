@@ -8,7 +8,7 @@ from .registry import LONG, A, defect
 
 
 @defect(
-    "victim-becomes-the-elder",
+    "victim-becomes-the-oldest",
     "L1 L4",
     "27, 32",
     templates=(Template((0,), 5), LONG),
@@ -42,14 +42,14 @@ class AdmissionClosesForGood(Machine):
 
 @defect("youngest-first", "L3 L5", "27")
 class YoungestFirst(Machine):
-    def elder(self, a: int, b: int) -> bool:
+    def is_older(self, a: int, b: int) -> bool:
         return self.requests[a].rank > self.requests[b].rank
 
     def walk_order(self, queue: list[int]) -> list[int]:
         return queue[::-1]
 
     def victim_order(self, asker: int) -> list[int]:
-        return [v for v in self.running if self.elder(asker, v)]
+        return [v for v in self.running if self.is_older(asker, v)]
 
 
 @defect(

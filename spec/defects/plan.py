@@ -19,7 +19,7 @@ class HitsLostWhenTheRowGrowsByABlock(Machine):
         )
 
 
-@defect("resumed-row-is-told-its-growth-only", "S32", block_size=1)
+@defect("resumed-row-is-sent-its-growth-only", "S32", block_size=1)
 class ResumedRowIsToldItsGrowthOnly(Machine):
     def whole_tables(self) -> Tables:
         return tuple(
@@ -29,7 +29,7 @@ class ResumedRowIsToldItsGrowthOnly(Machine):
 
 
 @defect(
-    "last-block-of-a-chunk-is-told", "S32", block_size=1, templates=(LONG,), budget=2, num_blocks=5
+    "last-block-of-a-chunk-is-sent", "S32", block_size=1, templates=(LONG,), budget=2, num_blocks=5
 )
 class LastBlockOfAChunkIsTold(Machine):
     def growth(self, known: dict[int, int]) -> Tables:
@@ -48,7 +48,7 @@ _TELLS = Template((0, 0), 3, needs_history=True)
 _COMPUTES_ALL = A._replace(reads_cache=False)
 
 
-@defect("cached-tokens-are-not-told", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
+@defect("cached-tokens-are-not-sent", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
 class CachedTokensAreNotTold(Machine):
     def history_before(self) -> Tables:
         return tuple((r, ()) for r, _ in super().history_before())
@@ -60,7 +60,7 @@ class HistoryEndsWithThePrompt(Machine):
         return tuple((r, ids[: self.requests[r].num_prompt]) for r, ids in super().history_before())
 
 
-@defect("history-is-told-once", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
+@defect("history-is-sent-once", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
 class HistoryIsToldOnce(Machine):
     """A row that comes back is treated as known, although the runner discarded it when it left."""
 
@@ -79,7 +79,7 @@ class UnsettledTokenIsComputed(Machine):
         return False
 
 
-@defect("everybody-reads-the-cache", "S38", templates=(LONG, LONG._replace(reads_cache=False)))
+@defect("every-request-reads-the-cache", "S38", templates=(LONG, LONG._replace(reads_cache=False)))
 class EverybodyReadsTheCache(Machine):
     def look_up(self, r: int) -> tuple[int, ...]:
         self.update(r, reads_cache=True)

@@ -131,13 +131,13 @@ class FinishedKeepsItsState(Machine):
             super().release(r)
 
 
-@defect("growth-of-states-is-not-told", "S51", **_WORLD)
+@defect("growth-of-states-is-not-sent", "S51", **_WORLD)
 class GrowthOfStatesIsNotTold(Machine):
     def growth_of_states(self, _: dict[int, int]) -> Tables:
         return ()
 
 
-@defect("found-checkpoint-is-not-told", "S51", **_WORLD)
+@defect("found-checkpoint-is-not-sent", "S51", **_WORLD)
 class FoundCheckpointIsNotTold(Machine):
     def whole_state_tables(self) -> Tables:
         return tuple((r, states[-1:]) for r, states in super().whole_state_tables())

@@ -293,12 +293,12 @@ class RunnerView:
         _require(self._tables.keys() == running.keys(), "S32", "other requests than the running")
         for request_id, table in self._tables.items():
             request = running[request_id]
-            _require(table == request.block_table, "S32", "told {} for {}", table, request)
-            told, states = self._state_tables.get(request_id, []), request.state_table
-            is_same = len(told) == len(states) and all(
-                slot in (NO_SLOT, known) for slot, known in zip(states, told, strict=True)
+            _require(table == request.block_table, "S32", "sent {} for {}", table, request)
+            sent, states = self._state_tables.get(request_id, []), request.state_table
+            is_same = len(sent) == len(states) and all(
+                slot in (NO_SLOT, known) for slot, known in zip(states, sent, strict=True)
             )
-            _require(is_same, "S51", "told states {} for {}", told, request)
+            _require(is_same, "S51", "sent states {} for {}", sent, request)
         self._check_token_ids(scheduler, plan)
         self._check_prefixes(scheduler, plan)
 
@@ -327,22 +327,22 @@ class RunnerView:
         for request, start, num_tokens, num_samples in zip(
             requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True
         ):
-            told = [next(ids) for _ in range(num_tokens)]
+            sent = [next(ids) for _ in range(num_tokens)]
             if num_samples > 1:
                 num_tokens -= num_samples - 1
-                told = told[:num_tokens]
+                sent = sent[:num_tokens]
             known = request.token_ids[start : start + num_tokens]
-            is_fed = num_tokens == 1 and told[0] < 0
-            _require(is_fed or told == known, "S32", "told tokens {} for {}", told, request)
+            is_fed = num_tokens == 1 and sent[0] < 0
+            _require(is_fed or sent == known, "S32", "sent tokens {} for {}", sent, request)
         _require(next(ids, None) is None, "S32", "more token ids than positions")
 
     def _check_prefixes(self, scheduler: Scheduler, plan: StepPlan) -> None:
         requests = scheduler.in_flight[-1].requests
-        asked = {row for row in plan.tables if plan.requests[row].needs_history}
-        _require(plan.prefixes.keys() == asked, "S39", "told are the tokens of other rows")
+        needed = {row for row in plan.tables if plan.requests[row].needs_history}
+        _require(plan.prefixes.keys() == needed, "S39", "tokens of other rows were sent")
         for row, ids in plan.prefixes.items():
             known = tuple(requests[row].token_ids[: len(ids)])
-            _require(ids == known, "S39", "told other tokens before the row of {}", requests[row])
+            _require(ids == known, "S39", "sent other tokens before the row of {}", requests[row])
             self._num_known[plan.requests[row].request_id] = len(ids), len(ids)
         for info, start, num_tokens, num_samples in plan.rows():
             if info.needs_history:

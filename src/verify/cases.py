@@ -105,10 +105,10 @@ class ScheduleCases:
         )
 
     def pressed_engine(self, overlap: bool) -> SteppedEngine:
-        """No prefix cache, so that all is computed again, and blocks for an elder request of
-        ``_elder_blocks`` and for one subject, no more."""
-        self._elder_blocks = self._num_blocks(self._size.num_tokens) + 2
-        num_blocks = self._elder_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
+        """No prefix cache, so that all is computed again, and blocks for an older request of
+        ``_older_blocks`` and for one subject, no more."""
+        self._older_blocks = self._num_blocks(self._size.num_tokens) + 2
+        num_blocks = self._older_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
         return self.engine(
             max_num_seqs=2,
             max_model_len=num_blocks * self._block_size,
@@ -233,12 +233,12 @@ class ScheduleCases:
                 yield f"taken after {count} tokens", subject, stepped.answer(request)
 
     def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """An elder request needs one more block after each number of steps, and none is left."""
+        """An older request needs one more block after each number of steps, and none is left."""
         size, answer = self._block_size, self._size.num_tokens
         for steps in range(answer):
             subject = self._cut[steps % len(self._cut)]
-            elder = self._request(self._elder_blocks * size - steps, 0, answer=answer + 2)
-            stepped.add(elder)
+            older = self._request(self._older_blocks * size - steps, 0, answer=answer + 2)
+            stepped.add(older)
             request = stepped.add(subject)
             stepped.finish()
             self._report.num_preemptions += request.num_preemptions

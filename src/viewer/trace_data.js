@@ -5,10 +5,10 @@ const WAITING = 0, PREEMPTED = 1, PAUSED = 2, PENDING = 3, PREFILL = 4, DECODE =
 const REASONS = {
   ending: "its last token is being sampled: nothing is left to compute",
   unsettled: "unsettled: its next token is being sampled, and has to be settled first",
-  held: "held: it drains, so that an elder can take its blocks",
+  held: "held: it drains, so that an older request can take its blocks",
   budget: "budget: the tokens of this step are used, or kept for decodes",
   blocks: "blocks: too few are available, even with those of the younger",
-  closed: "closed: an elder wanted more blocks than it got",
+  closed: "closed: an older request needed more blocks than it got",
   preempting: "preempting: somebody was preempted in this step",
   full: "full: as many requests run as may (max_num_seqs)",
   draining: "draining: steps in flight still write its blocks",

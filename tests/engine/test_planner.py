@@ -132,28 +132,28 @@ def test_who_gets_no_tokens_takes_no_blocks_from_anybody() -> None:
     assert plan.preempted == ()
 
 
-def test_no_younger_takes_blocks_in_a_step_in_which_an_elder_was_refused() -> None:
+def test_no_younger_takes_blocks_in_a_step_in_which_an_older_was_refused() -> None:
     scheduler = make_scheduler(num_blocks=8, caching=False)
     add(scheduler, "a", 7)
-    elder = add(scheduler, "b", 9)
+    older = add(scheduler, "b", 9)
     scheduler.pause("b")
     add(scheduler, "c", 2)
     step(scheduler)
     scheduler.resume("b")
     assert scheduler.blocks.num_available_blocks == 3, "and one of c's: b wants five"
     assert rows(step(scheduler)) == [("a", 7, 1, True)]
-    assert elder.state is RequestState.WAITING
+    assert older.state is RequestState.WAITING
 
 
 def test_nobody_is_admitted_into_blocks_that_a_step_in_flight_still_writes() -> None:
     scheduler = make_scheduler(num_blocks=4, caching=False, pipeline_depth=1)
-    elder = add(scheduler, "a", 4)
+    older = add(scheduler, "a", 4)
     scheduler.pause("a")
     victim = add(scheduler, "b", 5)
     in_flight = scheduler.schedule()
     scheduler.resume("a")
     assert rows(scheduler.schedule()) == []
-    assert elder.state is RequestState.WAITING
+    assert older.state is RequestState.WAITING
     scheduler.commit(in_flight, [1])
     plan = step(scheduler)
     assert rows(plan) == [("a", 0, 4, True)]

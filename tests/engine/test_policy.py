@@ -33,7 +33,7 @@ def test_an_unknown_policy_is_refused() -> None:
 def test_ranks_are_places_and_break_ties_by_arrival() -> None:
     priority = Policy("priority", arrivals_per_priority=2)
     urgent, patient = make_request(4), make_request(0, priority=2)
-    assert priority.rank(patient) < priority.rank(urgent), "both in place 4: the elder is first"
+    assert priority.rank(patient) < priority.rank(urgent), "both in place 4: the older is first"
     urgent.seniority = 3
     assert priority.rank(urgent) < priority.rank(patient)
 

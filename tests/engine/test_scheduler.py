@@ -29,15 +29,15 @@ def test_decodes_and_prompts_share_a_step_and_decodes_keep_their_token() -> None
     assert rows(step(scheduler)) == [("a", 3, 1, True), ("b", 4, 4, False)]
 
 
-def test_a_resumed_elder_does_not_take_the_token_of_a_younger_decode() -> None:
+def test_a_resumed_older_does_not_take_the_token_of_a_younger_decode() -> None:
     scheduler = make_scheduler(budget=4, caching=False)
-    elder = add(scheduler, "a", 9)
+    older = add(scheduler, "a", 9)
     scheduler.pause("a")
     add(scheduler, "b", 2)
     step(scheduler)
     scheduler.resume("a")
     assert rows(step(scheduler)) == [("a", 0, 3, False), ("b", 2, 1, True)]
-    assert elder.state is RequestState.RUNNING
+    assert older.state is RequestState.RUNNING
 
 
 def test_the_cap_is_on_the_running_set_not_on_a_step() -> None:
@@ -81,11 +81,11 @@ def test_a_preempted_request_finds_its_blocks_again_in_the_cache() -> None:
 def test_nobody_is_preempted_in_vain() -> None:
     """`b` and `c` share their only block; taking one of them alone would free nothing (S21)."""
     scheduler = make_scheduler(num_blocks=3, block_size=4, budget=32, max_num_seqs=3)
-    elder = add(scheduler, "a", 7, 6, token=9)
+    older = add(scheduler, "a", 7, 6, token=9)
     step(scheduler)
     add(scheduler, "b", 4, 1, token=5)
     step(scheduler)
-    assert elder.num_computed == 8
+    assert older.num_computed == 8
     b, c = (add(scheduler, name, 5, 3, token=5) for name in "bc")
     plan = scheduler.schedule()  # `a` needs a third block; the cached one is evicted for it
     assert rows(plan) == [("a", 8, 1, True)]
@@ -183,18 +183,18 @@ def test_a_blocked_head_lets_nobody_pass() -> None:
     assert [row[0] for row in rows(step(scheduler))] == ["a"]
 
 
-def test_no_younger_takes_blocks_in_a_step_in_which_an_elder_wanted_some() -> None:
+def test_no_younger_takes_blocks_in_a_step_in_which_an_older_wanted_some() -> None:
     scheduler = make_scheduler(num_blocks=11, block_size=1, max_num_seqs=3, budget=4, caching=False)
-    add(scheduler, "elder", 6, 1)
-    scheduler.pause("elder")
+    add(scheduler, "older", 6, 1)
+    scheduler.pause("older")
     add(scheduler, "b", 1, 8)
     add(scheduler, "c", 1, 8)
     step(scheduler)
-    scheduler.resume("elder")
+    scheduler.resume("older")
     for start in (0, 2):
-        assert rows(step(scheduler))[0] == ("elder", start, 2, False)
-    plan = step(scheduler)  # one block is left, the elder wants two
-    assert rows(plan) == [("elder", 4, 1, False)]
+        assert rows(step(scheduler))[0] == ("older", start, 2, False)
+    plan = step(scheduler)  # one block is left, the older wants two
+    assert rows(plan) == [("older", 4, 1, False)]
     assert plan.preempted == ()
 
 
@@ -233,7 +233,7 @@ def test_hits_are_counted_at_the_first_admission_only() -> None:
 
 def test_every_preemption_is_counted() -> None:
     scheduler = make_scheduler(num_blocks=4, caching=False)
-    elder, younger = add(scheduler, "a", 3, 6), add(scheduler, "b", 3, 6)
+    older, younger = add(scheduler, "a", 3, 6), add(scheduler, "b", 3, 6)
     for count in (1, 2):
         while not step(scheduler).preempted:
             pass
@@ -241,26 +241,26 @@ def test_every_preemption_is_counted() -> None:
         scheduler.pause("a")
         step(scheduler)
         scheduler.resume("a")
-    assert elder.num_preemptions == 0
+    assert older.num_preemptions == 0
 
 
 def test_a_reset_of_the_prefix_cache_sends_who_runs_back_to_its_place() -> None:
     scheduler = make_scheduler(pipeline_depth=1, max_num_seqs=2)
-    elder, younger = add(scheduler, "a", 5), add(scheduler, "b", 3)
+    older, younger = add(scheduler, "a", 5), add(scheduler, "b", 3)
     waiter, paused = add(scheduler, "c", 3), add(scheduler, "d", 3)
     scheduler.pause("d")
     plan = scheduler.schedule()
     with pytest.raises(RuntimeError, match="1 steps are in flight"):
         scheduler.reset_prefix_cache()
-    assert scheduler.queues.running == [elder, younger]
+    assert scheduler.queues.running == [older, younger]
     scheduler.commit(plan, [7, 8])
     scheduler.reset_prefix_cache()
     check_state(scheduler)
-    assert scheduler.queues.waiting == [elder, younger, waiter]
+    assert scheduler.queues.waiting == [older, younger, waiter]
     assert scheduler.blocks.free_blocks == list(range(15, -1, -1))
     assert not scheduler.blocks.index
-    assert (elder.output_token_ids, younger.output_token_ids) == ([7], [8])
-    assert (elder.num_computed, elder.block_table, elder.num_preemptions) == (0, [], 1)
+    assert (older.output_token_ids, younger.output_token_ids) == ([7], [8])
+    assert (older.num_computed, older.block_table, older.num_preemptions) == (0, [], 1)
     assert paused.state is RequestState.PAUSED
     plan = step(scheduler)
     assert rows(plan) == [("a", 0, 6, True), ("b", 0, 4, True)]

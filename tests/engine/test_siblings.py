@@ -115,7 +115,7 @@ def test_a_pending_sibling_may_be_given_up_paused_and_resumed() -> None:
     assert [row[0] for row in rows(step(scheduler))] == ["a", "a2", "a3"]
 
 
-def test_a_sibling_shares_with_an_elder_one_when_the_leader_is_gone() -> None:
+def test_a_sibling_shares_with_an_older_one_when_the_leader_is_gone() -> None:
     scheduler = make_scheduler(caching=False, max_num_seqs=2, budget=8)
     add_group(scheduler, "a", 4, 2, num_outputs=4)
     step(scheduler)
@@ -155,7 +155,7 @@ def test_siblings_are_the_same_as_requests_alone_and_their_trace_is_accepted(tmp
 
 def test_nothing_is_shared_with_a_younger_one_which_the_admission_may_preempt() -> None:
     scheduler = make_scheduler(num_blocks=3, caching=False)
-    _, elder, younger = add_group(scheduler, "a", 4, 2, num_outputs=3)
+    _, older, younger = add_group(scheduler, "a", 4, 2, num_outputs=3)
     scheduler.pause("a1")
     step(scheduler)
     scheduler.abort("a")
@@ -166,4 +166,4 @@ def test_nothing_is_shared_with_a_younger_one_which_the_admission_may_preempt() 
     plan = step(scheduler)
     assert plan.preempted == (younger.info,)
     assert (rows(plan), plan.copies) == ([("a1", 0, 4, True)], ())
-    assert len(elder.block_table) == 2
+    assert len(older.block_table) == 2

@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         33,
-        "a younger request takes blocks its elder wanted",
+        "a younger request takes blocks an older one needs",
         "Planner._take_blocks",
         "if num_taken < num_wanted:\n    self._is_closed = True",
         "",
