@@ -3,7 +3,7 @@
 Read in this order: ``layout`` (the fields of a step); ``cpu_runner`` and ``cpu_pack`` (the whole
 way of a step, in its simplest form);
 ``gpu_runner``, ``gpu_pack``, ``row_params``, ``pinned_ring``, ``block_tables`` (what is sent),
-``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``step_shapes``, ``cuda_graphs``;
+``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``cuda_graphs``;
 ``gpu_sampler`` (the order of what is sampled, in the graph and behind it);
 ``edit_batch``, ``cpu_edits``, ``gpu_edits``, ``gpu_masks`` and ``gpu_masked_rows`` (rows whose
 logits are edited or masked);

@@ -24,7 +24,7 @@ from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .cpu_logprobs import LogprobInputs
-from .layout import LAYOUT, Layout, PlanArrays, Sizes
+from .layout import LAYOUT, Layout, PlanArrays, StepShape
 from .logprob_fields import prompt_fields, sampled_fields
 
 _INITIAL_BLOCKS = 16
@@ -185,18 +185,18 @@ class CpuStepPacker:
         num_rows = len(plan)
         step = PlanArrays(plan, table_rows=np.arange(num_rows, dtype=np.int32))
         num_tokens, num_sampled = plan.total_num_tokens, step.counts["sample"]
-        padded = (max(n, MIN_SIZE) for n in (num_tokens, num_rows, num_sampled))
-        sizes = Sizes("host", *padded)
-        array = np.empty(self._layout.num_words(sizes), np.int32)
-        self._layout.pack(step, sizes, array)
-        packed = self._layout.views(torch.from_numpy(array), sizes)
+        t, b, s = (max(n, MIN_SIZE) for n in (num_tokens, num_rows, num_sampled))
+        shape = StepShape(t, b, s, "host")
+        array = np.empty(self._layout.num_words(shape), np.int32)
+        self._layout.pack(step, shape, array)
+        packed = self._layout.views(torch.from_numpy(array), shape)
 
         ids = packed["token_ids"].numpy().astype(np.int64)
         fed = np.flatnonzero(ids < 0)
         ids[fed] = self._sampled[-1 - ids[fed]]
         positions = packed["positions"].numpy().astype(np.int64)
-        tables = self._block_tables(plan, sizes.num_rows)
-        slots = np.full(sizes.num_tokens, self._null_slot, np.int64)
+        tables = self._block_tables(plan, shape.num_rows)
+        slots = np.full(shape.num_tokens, self._null_slot, np.int64)
         blocks, offsets = np.divmod(positions[:num_tokens], self._block_size)
         rows = np.repeat(np.arange(num_rows), step.lengths)
         slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
@@ -206,10 +206,10 @@ class CpuStepPacker:
             "position_ids": torch.from_numpy(positions),
             "slot_mapping": torch.from_numpy(slots),
         }
-        tensors = self._layout.inputs(packed, derived, sizes)
+        tensors = self._layout.inputs(packed, derived, shape)
         tensors["block_tables"] = torch.from_numpy(tables)
         if self._num_state_slots:
-            tensors[STATE_TABLES] = torch.from_numpy(self._tables_of_states(plan, sizes.num_rows))
+            tensors[STATE_TABLES] = torch.from_numpy(self._tables_of_states(plan, shape.num_rows))
         inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})
         sampled = step.sampled_requests
         logprobs = LogprobInputs(sampled_fields(sampled), prompt_fields(plan))

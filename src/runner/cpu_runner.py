@@ -26,7 +26,7 @@ from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
-from .layout import Sizes, layout_of
+from .layout import StepShape, layout_of
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -226,7 +226,7 @@ class ModelRunner:
         """Most bytes of a step."""
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
         num_samples = min(num_tokens, num_rows * (1 + self.max_draft_tokens))
-        inputs = self._layout.num_input_bytes(Sizes("host", num_tokens, num_rows, num_samples))
+        inputs = self._layout.num_input_bytes(StepShape(num_tokens, num_rows, num_samples, "host"))
         sampling = num_samples * 6 * 8
         logprobs = (num_tokens + num_samples) * LOGPROB_FIELDS * 4
         tables = num_rows * self._max_num_blocks * 4

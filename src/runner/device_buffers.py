@@ -13,8 +13,7 @@ from ..compile.step_inputs import MIN_SIZE, StepInputs
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
 from .gpu_logprobs import max_logprob_rows
-from .layout import LAYOUT, Layout, Sizes
-from .step_shapes import StepShape
+from .layout import LAYOUT, Layout, StepShape
 
 _MAX_VIEWS = 128  # shapes whose views are kept
 
@@ -58,8 +57,7 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        largest = Sizes.of(StepShape(num_tokens, num_rows, False))
-        self.derived = layout.allocate(largest, device)
+        self.derived = layout.allocate(StepShape.mixed(num_tokens, num_rows), device)
         # Decode steps keep the logits of all tokens, in order.
         self.derived["logits_to_keep"].copy_(torch.arange(num_rows))
         state_width = max(max_num_intervals, MIN_SIZE) if max_num_intervals else 0
@@ -91,9 +89,8 @@ class StepBuffers:
         found = self._views.get(shape)
         if found is not None:
             return found
-        sizes = Sizes.of(shape)
-        packed = self.layout.views(self.staged, sizes)
-        tensors = self.layout.inputs(packed, self.derived, sizes)
+        packed = self.layout.views(self.staged, shape)
+        tensors = self.layout.inputs(packed, self.derived, shape)
         tensors["block_tables"] = self.table_store
         if self.state_store is not None:
             tensors["state_tables"] = self.state_store
@@ -106,8 +103,7 @@ class StepBuffers:
     def elements_to_stage(max_num_tokens: int, max_num_rows: int, layout: Layout = LAYOUT) -> int:
         """int32 elements that any step of these sizes stages, besides writes and copies."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
-        decode = StepShape(num_rows, num_rows, True)
-        shapes = (StepShape(num_tokens, num_rows, False), decode)
-        fields = max(layout.num_words(Sizes.of(shape)) for shape in shapes)
+        shapes = StepShape.mixed(num_tokens, num_rows), StepShape.decode(num_rows)
+        fields = max(map(layout.num_words, shapes))
         asked = LOGPROB_FIELDS * max_logprob_rows(num_tokens, num_rows)
         return fields + TRUNCATED_FIELDS * num_rows + asked

@@ -37,10 +37,10 @@ from .edit_batch import EditBatch, EditPacker
 from .gpu_logprobs import processed_rows
 from .gpu_masked_rows import MaskedRowSampler
 from .gpu_masks import MaskMemory
+from .layout import StepShape
 from .logits_processors import has_processors, process
 from .pinned_ring import IntArray, to_device
 from .row_params import truncated_fields
-from .step_shapes import StepShape
 
 CHUNK = 32
 """Rows edited at a time: 8 bytes a token of the vocabulary each, for logits and counts."""

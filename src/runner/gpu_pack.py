@@ -13,11 +13,10 @@ from ..engine.plan import LastTwoBatches, StepPlan
 from .block_tables import BlockTableStore
 from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions
-from .layout import LAYOUT, Layout, PlanArrays, Sizes
+from .layout import LAYOUT, Layout, PlanArrays, StepShape
 from .logprob_fields import prompt_fields
 from .pinned_ring import IntArray, PinnedRing
 from .row_params import RowParams
-from .step_shapes import StepShape
 from .unpack_kernels import update_tables
 
 _NONE = np.empty(0, np.int32)
@@ -63,7 +62,7 @@ class StagedStep(NamedTuple):
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
-        return np.array([*self.shape, *self[1:]], np.int32)
+        return np.array([*self.shape[:2], self.shape.is_decode, *self[1:]], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
@@ -72,7 +71,8 @@ class StagedStep(NamedTuple):
         values: dict[str, Any] = dict(zip(cls._fields[1:], rest, strict=True))
         for name in ("is_captured", "is_edited"):
             values[name] = bool(values[name])
-        return cls(StepShape(num_tokens, num_rows, bool(is_decode)), **values)
+        shape = StepShape.decode(num_rows) if is_decode else StepShape.mixed(num_tokens, num_rows)
+        return cls(shape, **values)
 
 
 class GpuStepPacker:
@@ -121,10 +121,9 @@ class GpuStepPacker:
         """
         self._tables.place(plan)
         num_rows, is_decode_only = len(plan.requests), plan.is_decode_only
-        packed_shape = shape or StepShape(
-            max(plan.total_num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
+        packed_shape = shape or StepShape.mixed(
+            max(plan.total_num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE)
         )
-        sizes = Sizes.of(packed_shape)
         is_growing = packed_shape.is_decode and bool(plan.new_blocks)
         new_blocks = np.full(num_rows, -1, np.int32) if is_growing else None
         where, ids = self._tables.pending_writes(plan, new_blocks)
@@ -134,10 +133,10 @@ class GpuStepPacker:
             -1 if new_blocks is None else new_blocks,
             result_row,
             packed_shape.num_rows - num_rows,
-            sizes.form,
+            packed_shape.form,
         )
         step.params = params = self._row_params(step)
-        num_step = self._layout.pack(step, sizes, array)
+        num_step = self._layout.pack(step, packed_shape, array)
         # No position of a decode step lies in front of a token of a prompt.
         prompt = _NONE if is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
         truncated, logprobs, copies = params.truncated.reshape(-1), params.logprobs, plan.copies

@@ -28,9 +28,8 @@ from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStepHandle, GpuStepSampler
-from .layout import layout_of
+from .layout import StepShape, layout_of
 from .pinned_ring import IntArray, PinnedRing
-from .step_shapes import StepShape
 from .unpack_kernels import unpack, update_tables
 
 
@@ -268,7 +267,7 @@ class GpuRunner:
         """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
         b = self.buffers
         num_tokens, num_rows = b.num_tokens, b.num_rows
-        shape = StepShape(num_tokens, num_rows, False)
+        shape = StepShape.mixed(num_tokens, num_rows)
         with self.step_context():
             self._copier.copy(b.staged[:2].fill_(self.num_blocks))
             update_tables(b.staged[:2].zero_(), b.stored_tables, 1)

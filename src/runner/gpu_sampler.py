@@ -28,8 +28,8 @@ from .device_buffers import StepBuffers
 from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import StagedStep
+from .layout import StepShape
 from .pinned_ring import PinnedRing
-from .step_shapes import StepShape
 
 _POLL_S = 20e-6
 

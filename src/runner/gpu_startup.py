@@ -19,11 +19,12 @@ from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused
 from .cpu_runner import OnLogits
+from .cuda_graphs import default_buckets, mixed_shapes
 from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
 from .kv_budget import GIB, blocks_in, fitting_length, state_slots_in
+from .layout import StepShape
 from .memory_profile import oom_as_input_error, profile_memory
-from .step_shapes import StepShape, default_buckets, mixed_shapes
 
 logger = logging.getLogger("pagespec")
 
@@ -177,6 +178,6 @@ def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, .
         return ()
     decode = {max(size, MIN_SIZE) for size in sizes}
     return (
-        *(StepShape(size, size, True) for size in decode),
+        *(StepShape.decode(size) for size in decode),
         *mixed_shapes(config.num_tokens_per_step, config.max_num_seqs),
     )

@@ -36,26 +36,32 @@ from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from .pinned_ring import IntArray
 from .row_params import RowParams
-from .step_shapes import StepShape
 
 _NONE = np.empty(0, np.int32)
 _ALIGNMENT = 4  # words: 16 bytes, which Triton specializes kernels on
 
 
-class Sizes(NamedTuple):
-    """The form of a step, and the sizes it is padded to."""
+class StepShape(NamedTuple):
+    """The sizes that a step is padded to, and its form: those of a captured graph, on a GPU."""
 
-    form: Form
     num_tokens: int
     num_rows: int
     num_samples: int
+    form: Form
 
     @classmethod
-    @functools.lru_cache(maxsize=1024)
-    def of(cls, shape: StepShape) -> Sizes:
-        """Those of a step on a GPU, which has room for one sample per row."""
-        form: Form = "decode" if shape.is_decode else "mixed"
-        return cls(form, shape.num_tokens, shape.num_rows, shape.num_rows)
+    def decode(cls, num_rows: int) -> StepShape:
+        """On a GPU: every row computes one token and samples."""
+        return cls(num_rows, num_rows, num_rows, "decode")
+
+    @classmethod
+    def mixed(cls, num_tokens: int, num_rows: int) -> StepShape:
+        """On a GPU, with room for one sample per row."""
+        return cls(num_tokens, num_rows, num_rows, "mixed")
+
+    @property
+    def is_decode(self) -> bool:
+        return self.form == "decode"
 
     @property
     def counts(self) -> Counts:
@@ -77,7 +83,7 @@ class PlanArrays:
             are computed when a source of another field first reads one.
 
     Attributes:
-        counts: as of :attr:`Sizes.counts`, without padding.
+        counts: as of :attr:`StepShape.counts`, without padding.
         lengths, starts: int32 ``[rows]``.
         query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
         sampled_rows: the row of each sample.
@@ -218,11 +224,11 @@ class Layout:
         self._places = functools.lru_cache(maxsize=256)(self._lay_out)
         self._padding = functools.lru_cache(maxsize=64)(self._lay_out_padding)
 
-    def _lay_out(self, sizes: Sizes) -> Places:
+    def _lay_out(self, shape: StepShape) -> Places:
         # Steps that replay no graph are of new sizes all the time.
-        counts, at = sizes.counts, 0
+        counts, at = shape.counts, 0
         scalars, arrays, repeated, places = [], [], [], []
-        for field, source, per, num_words, dtype in self._packed[sizes.form]:
+        for field, source, per, num_words, dtype in self._packed[shape.form]:
             end = at + field.width * num_words * counts[per]
             place = Place(source, per, at, end, num_words, dtype, field)
             places.append(place)
@@ -235,20 +241,20 @@ class Layout:
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
         return Places(counts, at, tuple(scalars), tuple(arrays), tuple(repeated), tuple(places))
 
-    def _lay_out_padding(self, sizes: Sizes) -> IntArray:
+    def _lay_out_padding(self, shape: StepShape) -> IntArray:
         """The words of a step of padding alone; 0 where the last entry is to be repeated."""
-        places = self._places(sizes)
+        places = self._places(shape)
         words = np.zeros(places.num_words, np.int32)
         for place in places.arrays:
             if place.field.padding != LAST:
                 words[place.begin : place.end].view(place.field.dtype)[:] = place.field.padding
         return words
 
-    def num_words(self, sizes: Sizes) -> int:
+    def num_words(self, shape: StepShape) -> int:
         """int32 words of the packed fields of a step."""
-        return self._places(sizes).num_words
+        return self._places(shape).num_words
 
-    def pack(self, step: PlanArrays, sizes: Sizes, array: IntArray) -> int:
+    def pack(self, step: PlanArrays, shape: StepShape, array: IntArray) -> int:
         """Write the fields of a step, padded, into the first words of ``array``.
 
         Returns:
@@ -257,14 +263,14 @@ class Layout:
         Raises:
             ValueError: the step has more of something than the sizes have room for.
         """
-        padded_counts, num_words, scalars, arrays, repeated = self._places(sizes)[:5]
+        padded_counts, num_words, scalars, arrays, repeated = self._places(shape)[:5]
         counts = step.counts
         is_padded = counts != padded_counts
         if is_padded:
             for per, room in padded_counts.items():
                 if counts[per] > room:
                     raise ValueError(f"a step has {counts[per]} {per}s, and is packed for {room}")
-            array[:num_words] = self._padding(sizes)
+            array[:num_words] = self._padding(shape)
         # These loops run in front of every step, and each operation of numpy counts.
         for source, at in scalars:
             array[at] = source(step)
@@ -290,19 +296,19 @@ class Layout:
         """The layout of all steps by its name: sources of fields have none."""
         return "LAYOUT" if self is LAYOUT else super().__reduce__()
 
-    def views(self, words: Tensor, sizes: Sizes) -> dict[str, Tensor]:
+    def views(self, words: Tensor, shape: StepShape) -> dict[str, Tensor]:
         """The packed fields of a step by name, where they lie in ``words``."""
         found = {}
-        for _, _, begin, end, _, dtype, field in self._places(sizes).all:
+        for _, _, begin, end, _, dtype, field in self._places(shape).all:
             view = words[begin:end]
             if dtype is not None:
                 view = view.view(TORCH_DTYPES[field.dtype])
             found[field.name] = view if field.width == 1 else view.view(field.width, -1)
         return found
 
-    def allocate(self, sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
+    def allocate(self, shape: StepShape, device: torch.device) -> dict[str, Tensor]:
         """Zeros for each derived field of a step on a GPU, by name."""
-        counts = sizes.counts
+        counts = shape.counts
         return {
             field.name: torch.zeros(
                 field.shape(counts[field.per]), dtype=TORCH_DTYPES[field.dtype], device=device
@@ -312,15 +318,15 @@ class Layout:
         }
 
     def inputs(
-        self, packed: Mapping[str, Tensor], derived: Mapping[str, Tensor], sizes: Sizes
+        self, packed: Mapping[str, Tensor], derived: Mapping[str, Tensor], shape: StepShape
     ) -> dict[str, Tensor]:
         """The inputs of the graph by name, without tables.
 
         Args:
             packed: as :meth:`views` returns them. derived: at least as long as the sizes say.
         """
-        counts, found = sizes.counts, {}
-        for field in self._inputs[sizes.form]:
+        counts, found = shape.counts, {}
+        for field in self._inputs[shape.form]:
             if field.source is not None:
                 found[field.name] = packed[field.name]
             else:
@@ -328,10 +334,10 @@ class Layout:
                 found[field.name] = whole[:num] if field.width == 1 else whole[:, :num]
         return found
 
-    def num_input_bytes(self, sizes: Sizes) -> int:
+    def num_input_bytes(self, shape: StepShape) -> int:
         """Of the inputs of the graph, without tables."""
-        counts = sizes.counts
-        return sum(field.num_bytes(counts) for field in self._inputs[sizes.form])
+        counts = shape.counts
+        return sum(field.num_bytes(counts) for field in self._inputs[shape.form])
 
     def input_names(self, form: Form) -> Iterator[str]:
         """Names of the inputs of a graph, without tables."""

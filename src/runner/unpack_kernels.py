@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compile.step_inputs import StepInputs
 from .device_buffers import StepBuffers
-from .step_shapes import StepShape
+from .layout import StepShape
 
 _BLOCK = 256
 

@@ -22,7 +22,7 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import EngineError
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
-from pagespec.runner.step_shapes import StepShape
+from pagespec.runner.layout import StepShape
 from tests.support.captures import graph_cache
 from tests.support.driving import hf_greedy
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -50,9 +50,9 @@ class Recomputed:
 
     def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
         if is_decode:
-            return next((StepShape(b, b, True) for b in (2, 4) if num_rows <= b), None)
+            return next((StepShape.decode(b) for b in (2, 4) if num_rows <= b), None)
         fits = num_rows > 1  # both ways occur: replayed and not
-        return StepShape(24, MAX_NUM_SEQS, False) if fits else None
+        return StepShape.mixed(24, MAX_NUM_SEQS) if fits else None
 
     def replay(self, shape: StepShape) -> torch.Tensor:
         self.replayed.append(shape)
@@ -251,7 +251,7 @@ def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.Monk
         seen.append(shape)
 
     monkeypatch.setattr(runner, "run_staged", run)
-    shapes = [StepShape(8, 2, False), StepShape(4, 4, True), StepShape(8, 2, False)]
+    shapes = [StepShape.mixed(8, 2), StepShape.decode(4), StepShape.mixed(8, 2)]
     for shape in shapes:
         runner.run_blank(shape)
     assert seen == shapes

@@ -19,8 +19,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
-from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, Sizes
-from pagespec.runner.step_shapes import StepShape
+from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, StepShape
 from tests.support.packers import PassedEvent
 
 pytest.importorskip("triton")
@@ -79,9 +78,9 @@ def shapes_of(plan: StepPlan, num_more: int) -> list[StepShape | None]:
     num_rows, num_tokens = len(plan), plan.total_num_tokens
     rows = min(max(2, num_rows + num_more), MAX_ROWS)
     shapes: list[StepShape | None] = [None]
-    shapes.append(StepShape(min(max(2, num_tokens + num_more), MAX_TOKENS), rows, False))
+    shapes.append(StepShape.mixed(min(max(2, num_tokens + num_more), MAX_TOKENS), rows))
     if plan.is_decode_only:
-        shapes.append(StepShape(rows, rows, True))
+        shapes.append(StepShape.decode(rows))
     return shapes
 
 
@@ -237,7 +236,7 @@ def two_rows(*, is_decode: bool) -> StepPlan:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [StepShape(6, 4, False), StepShape(4, 4, True)], ids=str)
+@pytest.mark.parametrize("shape", [StepShape.mixed(6, 4), StepShape.decode(4)], ids=str)
 def test_a_captured_graph_reads_a_new_input_of_every_step(shape: StepShape) -> None:
     """The views that a graph was captured with have each step's values."""
     staging = Staging(Layout((*TOY_FIELDS, *FIELDS)))
@@ -256,7 +255,7 @@ def test_a_captured_graph_reads_a_new_input_of_every_step(shape: StepShape) -> N
 
 
 @pytest.mark.parametrize("place", [0, 5, len(FIELDS)], ids=["first", "between", "last"])
-@pytest.mark.parametrize("shape", [None, StepShape(6, 4, False), StepShape(4, 4, True)], ids=str)
+@pytest.mark.parametrize("shape", [None, StepShape.mixed(6, 4), StepShape.decode(4)], ids=str)
 def test_one_line_more_is_one_input_more_on_a_gpu(place: int, shape: StepShape | None) -> None:
     plan = two_rows(is_decode=shape is not None and shape.is_decode)
     layout = Layout((*FIELDS[:place], *TOY_FIELDS, *FIELDS[place:]))
@@ -307,7 +306,7 @@ def test_a_graph_reads_such_an_input_by_its_name() -> None:
 def test_views_of_few_shapes_are_kept_and_read_the_same_memory() -> None:
     staging = Staging()
     b, plan = staging.buffers, two_rows(is_decode=False)
-    shapes = [StepShape(t, r, False) for t in range(6, MAX_TOKENS) for r in range(2, MAX_ROWS)]
+    shapes = [StepShape.mixed(t, r) for t in range(6, MAX_TOKENS) for r in range(2, MAX_ROWS)]
     kept = weakref.ref(b.inputs(shapes[0]).context_lens)
     places = b.inputs(shapes[0]).context_lens.data_ptr()
     assert kept() is b.inputs(shapes[0]).context_lens
@@ -322,7 +321,7 @@ def test_views_of_few_shapes_are_kept_and_read_the_same_memory() -> None:
 def test_a_derived_input_may_have_a_width() -> None:
     field = Field("grid", "token", dtype=np.int64, is_input=True, width=3)
     layout = Layout((*FIELDS, field))
-    largest, sizes = Sizes("mixed", 9, 4, 4), Sizes("mixed", 5, 2, 2)
+    largest, sizes = StepShape.mixed(9, 4), StepShape.mixed(5, 2)
     derived = layout.allocate(largest, torch.device("cpu"))
     words = torch.zeros(layout.num_words(sizes), dtype=torch.int32)
     made = layout.inputs(layout.views(words, sizes), derived, sizes)["grid"]
@@ -335,7 +334,11 @@ def test_fields_do_not_overlap_and_are_aligned() -> None:
     """Each field filled in turn, and all read again."""
     layout = Layout((*TOY_FIELDS, *FIELDS))
     for form in GPU:
-        for sizes in (Sizes(form, 2, 2, 2), Sizes(form, 7, 3, 3), Sizes(form, 64, 64, 64)):
+        for sizes in (
+            StepShape(2, 2, 2, form),
+            StepShape(7, 3, 3, form),
+            StepShape(64, 64, 64, form),
+        ):
             words = torch.zeros(layout.num_words(sizes), dtype=torch.int32)
             for number, view in enumerate(layout.views(words, sizes).values(), 1):
                 assert not view.any()
@@ -354,7 +357,7 @@ def test_two_fields_of_one_name_are_refused() -> None:
 def test_a_source_of_a_wrong_length_is_refused() -> None:
     wrong = Field("wrong", "row", lambda step: [1, 2, 3])
     layout = Layout((wrong,))
-    for sizes in (Sizes("mixed", 3, 2, 2), Sizes("mixed", 8, 6, 6)):
+    for sizes in (StepShape.mixed(3, 2), StepShape.mixed(8, 6)):
         with pytest.raises(ValueError, match="broadcast"):
             layout.pack(PlanArrays(two_rows(is_decode=False)), sizes, np.zeros(99, np.int32))
 
@@ -378,7 +381,7 @@ def three_samples(*, num_rows: int = 2) -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("shape", [None, StepShape(6, 2, False), StepShape(9, 4, False)], ids=str)
+@pytest.mark.parametrize("shape", [None, StepShape.mixed(6, 2), StepShape.mixed(9, 4)], ids=str)
 def test_more_samples_than_a_step_has_room_for_are_refused_by_name(shape: StepShape | None) -> None:
     packer, array = GpuStepPacker(MAX_ROWS, WIDTH), np.zeros(300, np.int32)
     with pytest.raises(ValueError, match=r"6 samples.* (2|4)$"):
@@ -386,7 +389,7 @@ def test_more_samples_than_a_step_has_room_for_are_refused_by_name(shape: StepSh
     # The same words of what else may not fit.
     packer.reset()
     with pytest.raises(ValueError, match=r"3 rows.* 2$"):
-        packer.pack(three_samples(num_rows=3), StepShape(9, 2, False), 0, array)
+        packer.pack(three_samples(num_rows=3), StepShape.mixed(9, 2), 0, array)
     packer.reset()
     with pytest.raises(ValueError, match=r"9 tokens.* 8$"):
-        packer.pack(three_samples(num_rows=3), StepShape(8, 3, False), 0, array)
+        packer.pack(three_samples(num_rows=3), StepShape.mixed(8, 3), 0, array)

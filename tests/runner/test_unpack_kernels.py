@@ -16,8 +16,8 @@ from pagespec.runner import unpack_kernels
 from pagespec.runner.block_tables import BlockTableStore
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.device_buffers import StepBuffers
+from pagespec.runner.layout import StepShape
 from pagespec.runner.row_params import RowParams
-from pagespec.runner.step_shapes import StepShape
 
 pytest.importorskip("triton")
 
@@ -92,7 +92,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     params = RowParams.of([requests[0], requests[2]])
     stage(
         b,
-        StepShape(9, 3, False),
+        StepShape.mixed(9, 3),
         token_ids=ids,
         positions=[*range(2, 9), 0, 5],
         token_rows=[*[0] * 7, 1, 2],
@@ -104,7 +104,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
         temperatures=params.temperatures,
         result_row=5,
     )
-    made = unpack_kernels.unpack(b, StepShape(9, 3, False), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
+    made = unpack_kernels.unpack(b, StepShape.mixed(9, 3), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
     assert torch.equal(made.input_ids, expected.input_ids)
     assert torch.equal(made.position_ids, expected.position_ids)
     assert torch.equal(made.slot_mapping, expected.slot_mapping)
@@ -129,7 +129,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     params = RowParams.of([request("a", 1, seed=-2).info, request("b", 1, seed=3).info])
     stage(
         b,
-        StepShape(bucket, bucket, True),
+        StepShape.decode(bucket),
         token_ids=[77, -2],  # known; the second token the last step sampled
         positions=[6, 8],
         table_rows=[3, 5],
@@ -140,7 +140,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
         result_row=7,
     )
     null_slot = NUM_BLOCKS * BLOCK_SIZE
-    shape = StepShape(bucket, bucket, True)
+    shape = StepShape.decode(bucket)
     made = unpack_kernels.unpack(b, shape, BLOCK_SIZE, null_slot)
     assert made.input_ids[0, :2].tolist() == [77, 1234]
     assert made.position_ids[0, :2].tolist() == [6, 8]
@@ -161,7 +161,7 @@ def test_state_tables_are_read_in_the_store() -> None:
     b = buffers(max_num_tokens=80, max_num_intervals=20)
     assert b.state_store is not None
     b.state_store.copy_(torch.arange(b.state_store.numel()).view_as(b.state_store))
-    for shape in (StepShape(4, 4, True), StepShape(70, 4, False)):
+    for shape in (StepShape.decode(4), StepShape.mixed(70, 4)):
         stage(b, shape, positions=[0, 7, 8], table_rows=[3, 5, 1, 0])
         step = unpack_kernels.unpack(b, shape, BLOCK_SIZE, 0)
         assert step.state_tables is not None

@@ -15,7 +15,7 @@ import torch
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
-from pagespec.runner.step_shapes import StepShape
+from pagespec.runner.layout import StepShape
 from tests.support.tables import RowSeen
 
 _MAX_SAMPLED = 1024
@@ -119,9 +119,9 @@ class GpuStaging:
         shape = None
         if plan.is_decode_only:
             bucket = max(2, num_rows + is_padded)
-            shape = StepShape(bucket, bucket, True)
+            shape = StepShape.decode(bucket)
         elif is_padded:
-            shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
+            shape = StepShape.mixed(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1))
         index, _, array = self._ring.take()
         staged, array = self._packer.pack(plan, shape, 0, array)
         assert StagedStep.from_array(staged.to_array()) == staged

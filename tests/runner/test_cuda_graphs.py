@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pagespec.runner.step_shapes import StepShape, default_buckets, mixed_shapes
+from pagespec.runner.cuda_graphs import default_buckets, mixed_shapes
+from pagespec.runner.layout import StepShape
 
 
 def test_default_buckets() -> None:
@@ -18,7 +19,7 @@ def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
     shapes = mixed_shapes(5000, 100)
     assert max(s.num_tokens for s in shapes) == 5000
     assert {s.num_rows for s in shapes} == {8, 100}
-    assert mixed_shapes(1, 1) == (StepShape(2, 2, False),)
+    assert mixed_shapes(1, 1) == (StepShape.mixed(2, 2),)
     many = sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 512)
     assert many == [64, 256, 512, 768, 1024, 1280, 1536, 2048, 4096, 8192]
     assert sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 8) == [
