@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
@@ -21,30 +21,26 @@ from .protocol.names import client_names
 
 # As the engine calls them, of one prompt.
 _MARKS = ("prompt.priority", "prompt.cache_salt")
+_Body = TypeVar("_Body", bound=EngineFields)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Generic[_Body]):
     """One request to generate.
 
     Attributes:
         id: of the answer: the kind of its object, and the request's own id.
         created: seconds since 1970.
         model: the name to answer with.
-        with_usage: whether a stream ends with the usage.
-        with_usages: whether each of its chunks has it.
+        marks: priority, cache salt and owner, as ``AsyncLLM.submit_all`` takes them.
     """
 
     context: ServerContext
-    body: EngineFields
+    body: _Body
     id: str
     created: int
     model: str
-    priority: int | None
-    cache_salt: str | None
-    owner: str
-    with_usage: bool
-    with_usages: bool
+    marks: Mapping[str, Any]
 
     async def submit(
         self,
@@ -59,16 +55,16 @@ class Call:
             field: what the request calls its prompts.
             is_scored: only the prompts are wanted.
         """
+        for _, params in items:
+            if self.body.stream and params.num_generated != params.n:
+                limit = "must be n for stream = true: which are the best is known at the end"
+                raise InvalidInputError("best_of", params.best_of, limit)
         num_output = max((params.max_tokens or 1 for _, params in items), default=1)
         num_output = 0 if is_scored else num_output
         with context_errors(num_output), client_names(self.body):
             try:
                 return await self.context.engine.submit_all(
-                    items,
-                    priority=self.priority,
-                    cache_salt=self.cache_salt,
-                    owner=self.owner,
-                    is_scored=is_scored,
+                    items, is_scored=is_scored, **self.marks
                 )
             except InvalidInputError as error:
                 name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
@@ -76,8 +72,8 @@ class Call:
 
 
 def read_call(
-    body: EngineFields, request: Request, context: ServerContext, prefix: str = ""
-) -> Call:
+    body: _Body, request: Request, context: ServerContext, prefix: str = ""
+) -> Call[_Body]:
     """
     Args:
         prefix: of the answer's id.
@@ -94,26 +90,13 @@ def read_call(
     if body.priority and context.engine.llm.config.policy != "priority":
         limit = "is not supported: the server was not started with the policy 'priority'"
         raise InvalidInputError("priority", body.priority, limit)
-    request_id = body.request_id or request_id_of(request)
-    return Call(
-        context,
-        body,
-        f"{prefix}{request_id}",
-        int(time.time()),
-        model,
-        body.priority or None,
-        salt_of(request, body.cache_salt),
-        owner_of(request, getattr(body, "user", None), context),
-        options is not None and bool(options.include_usage),
-        options is not None and bool(options.continuous_usage_stats),
-    )
-
-
-def require_parts(params: SamplingParams) -> None:
-    """Refuse what cannot be streamed."""
-    if params.num_generated != params.n:
-        limit = "must be n for stream = true: which are the best is known at the end"
-        raise InvalidInputError("best_of", params.best_of, limit)
+    marks = {
+        "priority": body.priority or None,
+        "cache_salt": salt_of(request, body.cache_salt),
+        "owner": owner_of(request, getattr(body, "user", None), context),
+    }
+    answer_id = prefix + (body.request_id or request_id_of(request))
+    return Call(context, body, answer_id, int(time.time()), model, marks)
 
 
 def whole(answer: CompletionOutput) -> AnswerDelta:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta, Generation
+from ..aio.generation import AnswerDelta
 from ..aio.lanes import lane_of
 from ..chat.deltas import ContentDelta, Delta, ReasoningDelta
 from ..chat.messages import read_tools
@@ -17,18 +17,17 @@ from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
-from .call import Call, read_call, require_parts, whole
+from .call import read_call, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .errors import context_errors
-from .logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol.chat import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
 from .sse import Choices, Extra, respond
 from .template_fields import check_effort, check_roles
 from .texts import require_bounded
-from .usage import usage_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -39,14 +38,11 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     call = read_call(body, request, context, "chatcmpl-")
     num_bytes = len(await request.body())
     choice, params = await run_for_body(num_bytes, _read_fields, body, context)
-    if body.stream:
-        require_parts(params)
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
     with context_errors(params.max_tokens or 1):
         prompt = await lane_of("text", num_bytes).run(_read_prompt, body, context, params, choice)
     generations = await call.submit([(prompt, params)])
-    choices = _Choices(call, body, params, generations, choice)
-    return await respond(choices, is_stream=bool(body.stream), is_long=True)
+    return await respond(_Choices(choice, call, params, generations))
 
 
 def _read_fields(body: ChatRequest, context: ServerContext) -> tuple[ToolChoice, SamplingParams]:
@@ -86,24 +82,14 @@ def _read_prompt(
     )
 
 
-class _Choices(Choices):
-    def __init__(
-        self,
-        call: Call,
-        body: ChatRequest,
-        params: SamplingParams,
-        generations: Sequence[Generation],
-        choice: ToolChoice,
-    ) -> None:
-        super().__init__(call, params, generations, id=call.id, object="chat.completion.chunk")
-        self._body, self._choice = body, choice
-        self._prompt = generations[0].prompt
-        self._texts = TokenTexts(
-            self._llm.factory,
-            as_ids=bool(body.return_tokens_as_token_ids),
-            skips_special=params.skip_special_tokens,
-        )
+class _Choices(Choices[ChatRequest]):
+    head_names: ClassVar = {"id": "", "object": "chat.completion.chunk"}
+
+    def __init__(self, tool_choice: ToolChoice, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tool_choice, self._prompt = tool_choice, self.generations[0].prompt
         self._answers: dict[int, ChatAnswer] = {}
+        self.is_long = True
 
     def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         (result,) = results
@@ -151,17 +137,11 @@ class _Choices(Choices):
             **self._marks(delta),
         }
 
-    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        is_known = self._llm.chat_reader.answer_format is not None
-        return usage_of(
-            self.generations,
-            num_output_tokens=num_output_tokens,
-            num_reasoning_tokens=(
-                sum(answer.num_reasoning_tokens for answer in self._answers.values())
-                if is_known
-                else None
-            ),
-        )
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        if self._llm.chat_reader.answer_format is None:
+            return None
+        return sum(answer.num_reasoning_tokens for answer in self._answers.values())
 
     def _answer(self, index: int) -> ChatAnswer:
         answer = self._answers.get(index)
@@ -170,7 +150,7 @@ class _Choices(Choices):
                 self._prompt,
                 self._params,
                 tools=self._body.tools,
-                tool_choice=self._choice,
+                tool_choice=self._tool_choice,
                 request_id=str(self.head["id"]),
                 index=index,
             )
@@ -186,7 +166,7 @@ class _Choices(Choices):
         marks: dict[str, Any] = {}
         if delta.logprobs is not None:
             num_top = self._body.top_logprobs or 0
-            entries = chat_logprobs(delta.token_ids, delta.logprobs, num_top, self._texts)
+            entries = chat_logprobs(delta.token_ids, delta.logprobs, num_top, self.texts)
             marks["logprobs"] = {"content": entries}
         if self._body.return_token_ids:
             marks["token_ids"] = delta.token_ids

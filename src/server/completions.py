@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta, Generation
+from ..aio.generation import AnswerDelta
 from ..aio.lanes import Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from .bodies import BodyRoute, run_for_body
-from .call import Call, read_call, require_parts, whole
+from .call import read_call, whole
 from .context import Context, ServerContext
-from .logprobs import (
-    CompletionLogprobs,
-    Entries,
-    TokenTexts,
-    joined_logprobs,
-    prompt_logprobs,
-)
+from .logprobs import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
 from .protocol.completions import CompletionRequest
 from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
@@ -40,13 +34,8 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
         params = await run_for_body(num_bytes, completion_params, body, context.defaults)
     prompts = await _prompts_of(body, context, params)
     items = [(prompt, params) for prompt in prompts]
-    if body.stream:
-        require_parts(params)
     generations = await call.submit(items, is_scored=is_echo_alone(body))
-    choices = _Choices(call, body, params, generations)
-    # Of a long prompt there are many numbers to write.
-    is_long = params.prompt_logprobs is not None
-    return await respond(choices, is_stream=bool(body.stream), is_long=is_long)
+    return await respond(_Choices(call, params, generations))
 
 
 async def _prompts_of(
@@ -74,22 +63,12 @@ async def _encoded(
     return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 
-class _Choices(Choices):
-    def __init__(
-        self,
-        call: Call,
-        body: CompletionRequest,
-        params: SamplingParams,
-        generations: Sequence[Generation],
-    ) -> None:
-        super().__init__(call, params, generations, id=call.id, object="text_completion")
-        self._body = body
-        self._is_prompt_alone = is_echo_alone(body)
-        self._texts = TokenTexts(
-            self._llm.factory,
-            as_ids=bool(body.return_tokens_as_token_ids),
-            skips_special=params.skip_special_tokens,
-        )
+class _Choices(Choices[CompletionRequest]):
+    head_names: ClassVar = {"id": "", "object": "text_completion"}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._is_prompt_alone = is_echo_alone(self._body)
         self._begun: dict[int, CompletionLogprobs | None] = {}
 
     def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -134,7 +113,7 @@ class _Choices(Choices):
                 None
                 if body.logprobs is None
                 else CompletionLogprobs(
-                    body.logprobs, self._texts, prompt.token_ids, len(prompt_text)
+                    body.logprobs, self.texts, prompt.token_ids, len(prompt_text)
                 )
             )
         choice: dict[str, Any] = {"index": index, "text": prompt_text + text, "logprobs": None}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta, Generation
+from ..aio.generation import AnswerDelta
 from ..engine.outputs import RequestOutput
-from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
-from .call import Call, read_call, require_parts, whole
+from .call import read_call, whole
 from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
 from .protocol.completions import GenerateRequest
@@ -32,30 +31,16 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
     make = partial(generate_params, with_text=with_text)
     params = await run_for_body(num_bytes, make, body.sampling_params, context.defaults)
     item = {"prompt_token_ids": body.token_ids}, params
-    if body.stream:
-        require_parts(params)
-        if params.prompt_logprobs is not None:
-            limit = "is not for stream = true"
-            raise InvalidInputError(
-                "sampling_params.prompt_logprobs", params.prompt_logprobs, limit
-            )
-    choices = _Choices(call, body, params, await call.submit([item], "token_ids"))
-    # Of a long prompt there are many numbers to write.
-    is_long = params.prompt_logprobs is not None
-    return await respond(choices, is_stream=bool(body.stream), is_long=is_long)
+    if body.stream and params.prompt_logprobs is not None:
+        name = "sampling_params.prompt_logprobs"
+        raise InvalidInputError(name, params.prompt_logprobs, "is not for stream = true")
+    generations = await call.submit([item], "token_ids")
+    return await respond(_Choices(call, params, generations))
 
 
-class _Choices(Choices):
-    def __init__(
-        self,
-        call: Call,
-        body: GenerateRequest,
-        params: SamplingParams,
-        generations: Sequence[Generation],
-    ) -> None:
-        super().__init__(call, params, generations, request_id=call.id)
-        self._body = body
-        self._owes_prompt = bool(body.return_token_ids)
+class _Choices(Choices[GenerateRequest]):
+    head_names: ClassVar = {"request_id": ""}
+    _is_begun = False
 
     def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         (result,) = results
@@ -70,12 +55,11 @@ class _Choices(Choices):
         return found
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
-        """The first has the prompt, if it is asked for."""
-        extra: Extra = None
-        if self._owes_prompt:
-            self._owes_prompt = False
-            extra = {"prompt_token_ids": self.generations[0].prompt.token_ids}
-        yield self.choice(delta), extra
+        """The first chunk has the prompt with ``return_token_ids``."""
+        has_prompt = self._body.return_token_ids and not self._is_begun
+        self._is_begun = True
+        prompt = self.generations[0].prompt
+        yield self.choice(delta), {"prompt_token_ids": prompt.token_ids} if has_prompt else None
 
     def choice(self, delta: AnswerDelta) -> dict[str, Any]:
         logprobs = None

@@ -14,7 +14,8 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -26,36 +27,58 @@ from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from .call import Call
 from .errors import api_error
-from .usage import usage_of
+from .logprobs import TokenTexts
+from .protocol.fields import EngineFields, GeneratingBody
 
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 Extra = dict[str, Any] | None
+Body = TypeVar("Body", bound=EngineFields)
 
 
 def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {dumps(data)}\n\n".encode()
 
 
-class Choices(ABC):
-    """Forms choices from answers, which may come in pieces: what is joined is the same.
+class Choices(ABC, Generic[Body]):
+    """Forms choices from answers, whole or in pieces; joined pieces equal the whole answer.
 
     Args:
         generations: of the call, per prompt.
-        names: the first fields of the head.
 
     Attributes:
-        head: what the body and each chunk begin with.
+        head: the first fields of the body and of each chunk.
+        is_long: a whole answer is serialized on another thread.
     """
 
+    head_names: ClassVar[Mapping[str, str]]
+    """The first fields of the head; the value "" stands for the id."""
+
     def __init__(
-        self, call: Call, params: SamplingParams, generations: Sequence[Generation], **names: str
+        self, call: Call[Body], params: SamplingParams, generations: Sequence[Generation]
     ) -> None:
         self.call, self.generations = call, generations
+        names = {name: value or call.id for name, value in self.head_names.items()}
         self.head: Mapping[str, Any] = {**names, "created": call.created, "model": call.model}
+        self._body, self._params = call.body, params
         self._llm = call.context.engine.llm
-        self._params = params
+        self.is_long = params.prompt_logprobs is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Of all answers so far; None if the format of reasoning is unknown."""
+        return None
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """The texts of single tokens, for log-probabilities."""
+        body = self._body
+        return TokenTexts(
+            self._llm.factory,
+            as_ids=isinstance(body, GeneratingBody) and bool(body.return_tokens_as_token_ids),
+            skips_special=self._params.skip_special_tokens,
+        )
 
     @abstractmethod
     def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -70,20 +93,30 @@ class Choices(ABC):
         """
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        """
+        """OpenAI's ``usage``.
+
         Args:
             num_output_tokens: None: of the whole answers.
         """
-        return usage_of(self.generations, num_output_tokens=num_output_tokens)
+        num_prompt = sum(g.num_prompt_tokens for g in self.generations)
+        if num_output_tokens is None:
+            num_output_tokens = sum(g.num_output_tokens for g in self.generations)
+        num_cached = sum(g.num_cached_tokens for g in self.generations)
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+        num_reasoning = self.num_reasoning_tokens
+        if num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
 
-async def respond(choices: Choices, *, is_stream: bool, is_long: bool) -> Response:
-    """The answers as a stream of events, or whole.
-
-    Args:
-        is_long: a whole answer takes long to write, so it is written on another thread.
-    """
-    if is_stream:
+async def respond(choices: Choices[Any]) -> Response:
+    """The answers to a call: a stream of events if its body says so, else one JSON body."""
+    if choices.call.body.stream:
         return EventStream(choices)
     try:
         results = [await generation.result() for generation in choices.generations]
@@ -93,7 +126,7 @@ async def respond(choices: Choices, *, is_stream: bool, is_long: bool) -> Respon
     def write() -> bytes:
         return dumps(choices.content(results)).encode()
 
-    written = await SHORT.run(write) if is_long else write()
+    written = await SHORT.run(write) if choices.is_long else write()
     return Response(written, media_type="application/json")
 
 
@@ -103,11 +136,14 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices, self._call, self._generations = choices, choices.call, choices.generations
+    def __init__(self, choices: Choices[Any]) -> None:
+        self._choices, self._generations = choices, choices.generations
         # What all chunks begin with, up to the choice.
         self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
-        self._end = ',"usage":null}\n\n' if self._call.with_usage else "}\n\n"
+        options = choices.call.body.stream_options
+        self._ends_with_usage = options is not None and bool(options.include_usage)
+        self._has_usages = options is not None and bool(options.continuous_usage_stats)
+        self._end = ',"usage":null}\n\n' if self._ends_with_usage else "}\n\n"
         self._num_tokens = 0  # in what was written
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers)
@@ -124,7 +160,7 @@ class EventStream(StreamingResponse):
                 written = self._write(place, deltas)
                 if written:
                     yield written
-            last = self._usage_chunk() if self._call.with_usage else b""
+            last = self._usage_chunk() if self._ends_with_usage else b""
         except Exception as error:
             last = event(api_error(error).body)
         yield last + DONE
@@ -139,7 +175,7 @@ class EventStream(StreamingResponse):
         return "".join(chunks).encode()
 
     def _chunk_end(self) -> str:
-        if not self._call.with_usages:
+        if not self._has_usages:
             return self._end
         return f',"usage":{dumps(self._choices.usage(self._num_tokens))}}}\n\n'
 

@@ -102,7 +102,7 @@ def completion(engine: AsyncLLM, **fields: Any) -> Answered:
     return Answered(
         generation,
         [whole(answer) for answer in result.outputs],
-        lambda found: completions._Choices(call, body, params, [found]),
+        lambda found: completions._Choices(call, params, [found]),
         lambda choices, answer: choices.choice(0, answer),
     )
 
@@ -122,7 +122,7 @@ def conversation(engine: AsyncLLM, **fields: Any) -> Answered:
     return Answered(
         generation,
         [whole(answer) for answer in result.outputs],
-        lambda found: chat._Choices(call, body, params, [found], "auto"),
+        lambda found: chat._Choices("auto", call, params, [found]),
         lambda choices, answer: choices.choice(answer),
     )
 
