@@ -113,8 +113,7 @@ class ChatReader:
         Raises:
             InvalidInputError: something is refused, also by the template; names it and the limit.
         """
-        has_own = bool(getattr(self._tokenizer, "chat_template", None))
-        if self._tokenizer is None or not (chat_template or has_own):
+        if self._tokenizer is None or not (chat_template or self.has_template):
             raise InvalidInputError(field, messages, "this model has no chat template")
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidInputError("chat_template", chat_template, "must be text")
@@ -229,6 +228,11 @@ class ChatReader:
         return ResponseReader(text, answer)
 
     @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template of its own."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
     def answer_format(self) -> AnswerFormat | TemplateFormat | None:
         """How the model writes reasoning and tool calls; None if that is not known."""
         return self._format(None, None)
@@ -236,7 +240,7 @@ class ChatReader:
     def _format(
         self, chat_template: str | None, tools: Sequence[Any] | None
     ) -> AnswerFormat | TemplateFormat | None:
-        if not chat_template and not getattr(self._tokenizer, "chat_template", None):
+        if not chat_template and not self.has_template:
             return self._own_format
         try:
             return self._format_of(self._template(chat_template, tools, "messages"))

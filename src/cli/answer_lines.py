@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.logprob_output import plain_logprobs
 from ..errors import InvalidInputError, PagespecError
 from .jsonl import Fingerprint, Line, Question, Row, parse_question, row_start
-from .logprob_columns import answer_columns, prompt_columns
-from .make_llm import sampling_defaults
-from .prompts import conversation_prompt, user_message
+from .make_llm import read_message, sampling_defaults
 
 if TYPE_CHECKING:
     from ..engine.inputs import PromptInput
@@ -55,12 +55,20 @@ def _row(job: _Job, fingerprint: Fingerprint, fields: Row) -> Row:
 
 
 def _fields(answer: CompletionOutput) -> Row:
-    return {
+    fields: Row = {
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         "token_ids": list(answer.token_ids),
-        **answer_columns(answer),
     }
+    if answer.logprobs is not None:
+        fields["cumulative_logprob"] = _finite(answer.cumulative_logprob)
+        fields["logprobs"] = plain_logprobs(answer.logprobs, _finite)
+    return fields
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: None stands for it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 class _Answering:
@@ -86,7 +94,9 @@ class _Answering:
                 answers = [_fields(answer) for answer in result.outputs]
                 fields: Row = answers[0] if len(answers) == 1 else {"outputs": answers}
                 fields["num_prompt_tokens"] = len(result.prompt_token_ids)
-                yield _row(job, self._fingerprint, fields | prompt_columns(result))
+                if result.prompt_logprobs is not None:
+                    fields["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs, _finite)
+                yield _row(job, self._fingerprint, fields)
         yield from self._errors()
         if self._pending:
             raise PagespecError(f"the engine left {len(self._pending)} lines unanswered")
@@ -108,11 +118,12 @@ class _Answering:
 
     def _prompt(self, question: Question) -> dict[str, Any] | PromptInput:
         if question.kind == "messages":
-            return conversation_prompt(self._llm, question.content, **question.options)
-        if question.kind == "prompt" and self._fingerprint.chat:
-            messages = user_message(question.content)
-            return conversation_prompt(self._llm, messages, **question.options)
-        return {question.kind: question.content, **question.options}
+            prompt = self._llm.read_messages(question.content)
+        elif question.kind == "prompt" and self._fingerprint.chat:
+            prompt = read_message(self._llm, question.content)
+        else:
+            return {question.kind: question.content, **question.options}
+        return self._llm.reader.marked(prompt, **question.options)
 
     def _errors(self) -> Iterator[Row]:
         """The error rows that are next in line."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +18,6 @@ from ..errors import InvalidInputError
 from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
-from .prompts import Message, has_chat_template
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -61,11 +60,11 @@ class Conversation:
     def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None) -> None:
         self._llm = llm
         self._sampling, self._defaults = sampling, make_llm.sampling_defaults(llm)
-        self._opening: list[Message] = (
+        self._opening: list[dict[str, Any]] = (
             [{"role": "system", "content": system}] if system is not None else []
         )
         self._turn = 0
-        self.messages: list[Message] = list(self._opening)
+        self.messages: list[dict[str, Any]] = list(self._opening)
 
     def reset(self) -> None:
         self.messages = list(self._opening)
@@ -115,7 +114,7 @@ def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None
     if system is not None:
         require_unicode("--system", system)
     llm = make_llm.start_llm(engine)
-    if not has_chat_template(llm):
+    if not llm.chat_reader.has_template:
         limit = "has no chat template; use `pagespec generate --raw --prompt ...`"
         raise InvalidInputError("--model", engine.model, limit)
     with contextlib.suppress(ImportError):

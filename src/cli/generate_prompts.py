@@ -12,7 +12,6 @@ from ..engine.outputs import RequestMetrics
 from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
-from .prompts import conversation_prompt, has_chat_template, user_message
 
 
 def answer_prompts(
@@ -29,11 +28,9 @@ def answer_prompts(
     llm = make_llm.start_llm(engine)
     defaults = make_llm.sampling_defaults(llm)
     params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]
-    in_template = has_chat_template(llm) if chat is None else chat
-    requests = [
-        (conversation_prompt(llm, user_message(text)) if in_template else text, params[i])
-        for i, text in enumerate(prompts)
-    ]
+    in_template = llm.chat_reader.has_template if chat is None else chat
+    given = [make_llm.read_message(llm, text) if in_template else text for text in prompts]
+    requests = list(zip(given, params, strict=True))
     num_in = num_out = 0
     last: RequestMetrics | None = None
     began = time.perf_counter()

@@ -12,6 +12,7 @@ from ..startup import gc_paused
 from .options import EngineOptions
 
 if TYPE_CHECKING:
+    from ..engine.inputs import PromptInput
     from ..llm import LLM
 
 NO_MODEL = (
@@ -43,6 +44,11 @@ def sampling_defaults(llm: LLM) -> Mapping[str, Any]:
     """
     llm.get_default_sampling_params()
     return llm.default_sampling
+
+
+def read_message(llm: LLM, text: str) -> PromptInput:
+    """A conversation of one user message, as ``LLM.chat`` reads it."""
+    return llm.read_messages([{"role": "user", "content": text}])
 
 
 def find_embedded_model() -> Path | None:

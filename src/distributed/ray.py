@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
+from ..engine.logprob_output import plain_logprobs
+from ..engine.outputs import CompletionOutput, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from ..llm import LLM
@@ -145,7 +146,7 @@ class Generator:
             columns = {name: [answer[name] for answer in answers] for name in columns}
         columns["num_input_tokens"] = len(result.prompt_token_ids)
         if result.prompt_logprobs is not None:
-            columns["prompt_logprobs"] = _places(result.prompt_logprobs)
+            columns["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
         columns["error"] = None
         return {name: columns.get(name) for name in self._types()}
 
@@ -192,25 +193,8 @@ def _answer_columns(answer: CompletionOutput) -> _Row:
         "finish_reason": answer.finish_reason,
         "num_generated_tokens": len(answer.token_ids),
         "cumulative_logprob": answer.cumulative_logprob,
-        "logprobs": None if answer.logprobs is None else _places(answer.logprobs),
+        "logprobs": None if answer.logprobs is None else plain_logprobs(answer.logprobs),
     }
-
-
-def _places(places: Sequence[Mapping[int, Logprob] | None]) -> list[Any]:
-    """A list for each token: of itself, then of the likeliest others."""
-    return [
-        entries
-        and [
-            {
-                "token_id": token_id,
-                "logprob": entry.logprob,
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token_id, entry in entries.items()
-        ]
-        for entries in places
-    ]
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> list[_Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .logprobs import KeptRows, StepLogprobs
@@ -163,6 +163,31 @@ def logprob_entries(
     first = request.num_prompt_tokens
     token_ids = request.token_ids[first + begin : first + end]
     return LogprobList(token_ids, request.logprobs.sampled, num_top, decode, begin=begin)
+
+
+def plain_logprobs(
+    places: Sequence[Mapping[int, Logprob] | None],
+    number: Callable[[float], float | None] = float,
+) -> list[list[dict[str, Any]] | None]:
+    """Log-probabilities as plain lists, for JSON and Arrow: per token its own entry, then those of
+    the likeliest others; None where a token has none.
+
+    Args:
+        number: converts a log-probability.
+    """
+    return [
+        entries
+        and [
+            {
+                "token_id": token_id,
+                "logprob": number(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in entries.items()
+        ]
+        for entries in places
+    ]
 
 
 def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:

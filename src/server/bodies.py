@@ -24,6 +24,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ..aio.lanes import lane_of
+from ..errors import InvalidInputError
+from .context import ServerContext
 from .errors import ApiError
 
 # Parsed on the event loop, in about a millisecond.
@@ -34,6 +36,11 @@ MAX_NUM_CONTAINERS = 1 << 17
 # pauses for twice the time that it worked.
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
 _NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
+
+# Of a text to be counted or cut: all of it is tokenised, some 100 bytes of memory per token.
+MAX_TEXT_BYTES = 2 << 20
+# Most bytes of ordinary text per token.
+_BYTES_PER_TOKEN = 8
 
 _T = TypeVar("_T")
 
@@ -71,6 +78,27 @@ async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: 
     if num_bytes <= MAX_INLINE_BYTES:
         return function(*arguments)
     return await lane_of("body", num_bytes).run(function, *arguments)
+
+
+def require_bounded(
+    field: str, num_bytes: int, truncate: int | None, context: ServerContext
+) -> None:
+    """Refuse a text whose length nothing else bounds.
+
+    Args:
+        num_bytes: of the text, or somewhat less.
+        truncate: to how many tokens it is cut; None: a text that does not fit the context is
+            refused later on.
+
+    Raises:
+        InvalidInputError: it is too long.
+    """
+    if truncate is None:
+        return
+    most = max(MAX_TEXT_BYTES, _BYTES_PER_TOKEN * context.engine.llm.max_model_len)
+    if num_bytes > most:
+        limit = f"must be at most {most} bytes of text to be cut to its last tokens, or counted"
+        raise InvalidInputError(field, f"{num_bytes} bytes", limit)
 
 
 def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:

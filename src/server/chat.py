@@ -16,18 +16,17 @@ from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
-from .bodies import BodyRoute, run_for_body
+from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import read_call, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .errors import context_errors
 from .logprobs import chat_logprobs, prompt_logprobs
-from .protocol.chat import ChatRequest
+from .protocol.endpoints import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
 from .sse import Choices, Extra, respond
 from .template_fields import check_effort, check_roles
-from .texts import require_bounded
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -12,15 +12,14 @@ from ..aio.lanes import Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
-from .bodies import BodyRoute, run_for_body
+from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import read_call, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
-from .protocol.completions import CompletionRequest
+from .protocol.endpoints import CompletionRequest
 from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
 from .sse import Choices, respond
-from .texts import require_bounded
 
 router = APIRouter(route_class=BodyRoute)
 

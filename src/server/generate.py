@@ -15,7 +15,7 @@ from .bodies import BodyRoute, run_for_body
 from .call import read_call, whole
 from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
-from .protocol.completions import GenerateRequest
+from .protocol.endpoints import GenerateRequest
 from .sampling import generate_params
 from .sse import Choices, Extra, respond
 

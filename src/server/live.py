@@ -100,7 +100,7 @@ class LiveView:
             "model": {
                 "name": context.model_names[0],
                 "max_model_len": engine.llm.max_model_len,
-                "has_chat_template": _has_chat_template(engine.llm.tokenizer),
+                "has_chat_template": engine.llm.chat_reader.has_template,
             },
             "state": state,
             "uptime_s": time.time() - context.started,
@@ -172,10 +172,6 @@ def _quantiles(histogram: Histogram, now: list[int], before: list[int]) -> dict[
         "p50": quantile(histogram.uppers, counts, 0.50),
         "p99": quantile(histogram.uppers, counts, 0.99),
     }
-
-
-def _has_chat_template(tokenizer: Any) -> bool:
-    return getattr(tokenizer, "chat_template", None) is not None
 
 
 async def _state(context: ServerContext) -> str:

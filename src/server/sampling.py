@@ -15,8 +15,7 @@ from ..engine.unsupported_params import UNSUPPORTED
 from ..errors import InvalidInputError
 from ..llm import LLM
 from ..params.declare import declared
-from .protocol.chat import ChatRequest
-from .protocol.completions import CompletionRequest
+from .protocol.endpoints import ChatRequest, CompletionRequest
 from .protocol.fields import SAME_NAME, GeneratingBody, ResponseFormat
 from .protocol.names import BodyError, guided
 

@@ -11,14 +11,13 @@ from ..aio.lanes import lane_of
 from ..errors import InvalidInputError
 from ..llm import LLM
 from .basic import check_model
-from .bodies import BodyRoute
+from .bodies import BodyRoute, require_bounded
 from .context import Context
 from .errors import ApiError
 from .protocol.fields import Body, Neutral
 from .protocol.shapes import Integers, Object, Objects
 from .sse import dumps
 from .template_fields import check_roles
-from .texts import require_bounded
 
 router = APIRouter(route_class=BodyRoute)
 

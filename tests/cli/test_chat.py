@@ -34,6 +34,7 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
+        self.chat_reader = chat_reader(self.tokenizer)
         self.device = "cpu"
         self.asked: list[str] = []
         self.closed = 0

@@ -12,8 +12,7 @@ from pagespec.cli.options import SamplingOptions
 from pagespec.engine.unsupported_params import UNSUPPORTED
 from pagespec.params.declare import declared
 from pagespec.runner.row_params import truncated_fields
-from pagespec.server.protocol.chat import ChatRequest
-from pagespec.server.protocol.completions import CompletionRequest
+from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
 
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest])

@@ -20,8 +20,7 @@ from pagespec.server import chat, completions
 from pagespec.server.call import read_call, whole
 from pagespec.server.config import ServerConfig
 from pagespec.server.context import ServerContext
-from pagespec.server.protocol.chat import ChatRequest
-from pagespec.server.protocol.completions import CompletionRequest
+from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
 from pagespec.server.sampling import SamplingDefaults, chat_params, completion_params
 from pagespec.server.sse import EventStream
 from tests.support.chat_models import WEATHER, save_chat_model

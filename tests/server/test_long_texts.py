@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pagespec.server.texts import MAX_TEXT_BYTES
+from pagespec.server.bodies import MAX_TEXT_BYTES
 from pagespec.server.tokenization import MAX_NUM_TOKENS
 from tests.support.raw_http import connected, head, read_answer
 from tests.support.scripted_llm import BLOCK_SIZE, scripted_llm

@@ -52,7 +52,8 @@ class FakeLLM:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.read_messages = chat_reader(tokenizer).read
+        self.chat_reader = chat_reader(tokenizer)
+        self.read_messages = self.chat_reader.read
         self.reader = prompt_reader(tokenizer)
         self.seen: list[tuple[Any, Any]] = []
 

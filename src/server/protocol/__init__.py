@@ -1,6 +1,6 @@
-"""The bodies of requests, as pydantic models: what may be asked for, and of which type.
+"""Pydantic models of request bodies: names and types of their fields.
 
-A field that is not here is refused by its name. ``fields`` has what the endpoints share,
-``completions`` and ``chat`` the rest, ``shapes`` the forms of values. Limits of
-sampling parameters are ``SamplingParams``' own; ``names`` says what they are called here.
+An unknown field is refused by name. ``fields`` has the fields that endpoints share, ``endpoints``
+the bodies, ``shapes`` the forms of values. ``SamplingParams`` checks the limits of sampling
+parameters; ``names`` translates their names in errors.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ...errors import InvalidInputError
-from .chat import ChatRequest
+from .endpoints import ChatRequest
 from .fields import EngineFields, GeneratingBody
 
 _GUIDED = ("json", "regex", "choice", "grammar")

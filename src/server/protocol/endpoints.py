@@ -1,4 +1,4 @@
-"""The body of ``/v1/chat/completions``."""
+"""The bodies of ``/v1/chat/completions``, ``/v1/completions`` and ``/inference/v1/generate``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator
 
-from .fields import Body, GeneratingBody, Neutral
-from .shapes import Handler, Object, Objects, wrong
+from .fields import Body, EngineFields, GeneratingBody, Neutral
+from .shapes import Handler, Integers, Object, Objects, Prompt, wrong
 
 
 class NamedFunction(Body):
@@ -73,3 +73,32 @@ class ChatRequest(GeneratingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
+
+
+class GenerateRequest(EngineFields):
+    neutral: ClassVar[Neutral] = {**EngineFields.neutral, "features": ()}
+
+    token_ids: Integers = Field(min_length=1)
+    sampling_params: Object | None = Field(
+        None, description="As of SamplingParams; max_tokens: the model's, else null."
+    )
+    output_mode: Literal["tokens", "text"] | None = Field(
+        "tokens", description="'text' gives both."
+    )
+    return_token_ids: bool | None = Field(None, description="Of the prompt.")
+
+
+class CompletionRequest(GeneratingBody):
+    neutral: ClassVar[Neutral] = {
+        **GeneratingBody.neutral,
+        "suffix": ("",),
+        "prompt_embeds": ([],),
+    }
+
+    prompt: Prompt
+    max_tokens: int | None = Field(
+        16, description="null: the model's, else what the context leaves."
+    )
+    echo: bool | None = Field(None, description="The prompt precedes the answer.")
+    logprobs: int | None = None
+    add_special_tokens: bool | None = Field(None, description="To a prompt of text; default true.")
