@@ -23,8 +23,8 @@ from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
+from .runner.bases import TimedRunner
 from .runner.platform import find_platform
-from .runner.staging_runner import TimedRunner
 from .start_report import cache_text, report_capture
 from .startup import gc_paused
 from .structured.grammars import Grammars

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ..engine.plan import StepPlan, StepResult
 from ..errors import EngineError
 from ..kernels.collectives.communicator import Communicator
-from ..runner.staging_runner import StagingRunner
+from ..runner.bases import LocalRunner
 from .channel import Channel
 from .workers import Watch, Workers
 
@@ -44,7 +44,7 @@ class _LaunchThread:
 
     def __init__(
         self,
-        local: StagingRunner,
+        local: LocalRunner,
         workers: Workers,
         channel: Channel,
         on_close: Callable[[], None],
@@ -118,7 +118,7 @@ class DistributedRunner:
 
     def __init__(
         self,
-        local: StagingRunner,
+        local: LocalRunner,
         workers: Workers,
         channel: Channel,
         communicator: Communicator,

@@ -1,6 +1,7 @@
 """The model runners: compute the engine's plans, on a CPU or with CUDA graphs on a GPU.
 
-Read in this order: ``layout`` (the fields of a step); ``cpu_runner`` and ``cpu_pack`` (the whole
+Read in this order: ``layout`` (the fields of a step); ``bases`` (what runners have in
+common); ``cpu_runner`` and ``cpu_pack`` (the whole
 way of a step, in its simplest form);
 ``gpu_runner``, ``gpu_pack``, ``row_params``, ``pinned_ring``, ``block_tables`` (what is sent),
 ``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``cuda_graphs``;
@@ -8,7 +9,7 @@ way of a step, in its simplest form);
 ``edit_batch``, ``cpu_edits``, ``gpu_edits``, ``gpu_masks`` and ``gpu_masked_rows`` (rows whose
 logits are edited or masked);
 ``logprob_fields``, ``cpu_logprobs`` and ``gpu_logprobs`` (log-probabilities, of rows that ask);
-``staging_runner`` (a step cut in two, for several ranks); then ``platform`` with ``cpu_platform``
+then ``platform`` with ``cpu_platform``
 and ``gpu_platform`` (how a start differs by device), ``gpu_startup``, ``kv_budget``,
 ``memory_profile``, ``host_memory`` (how large the KV cache is).
 

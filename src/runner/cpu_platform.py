@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,11 +18,11 @@ from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.cpu_invariant import TILE
 from ..kernels.device import MKL_ROW_UNIT
 from ..kernels.row_trial import keeps_batched_bits
-from .cpu_runner import ModelRunner, OnLogits
+from .bases import LocalRunner, OnLogits, Platform, runner_settings
+from .cpu_runner import ModelRunner
 from .cpu_threads import StepThreads, step_threads
 from .host_memory import available_bytes
 from .kv_budget import fitting_length, num_cpu_blocks, num_cpu_state_slots
-from .staging_runner import LocalRunner
 
 logger = logging.getLogger("pagespec")
 
@@ -32,11 +31,12 @@ _ROWS_OF_STEP = (1, 2, 5)
 _INDEX_HEADS = 16
 
 
-class CpuPlatform:
-    """As of :class:`.platform.Platform`. It sets torch's number of threads."""
+class CpuPlatform(Platform):
+    """It sets torch's number of threads."""
 
     def __init__(self, device: torch.device, config: EngineConfig, shard: Shard) -> None:
-        self.device, self.config, self._shard = device, config, shard
+        super().__init__(device, config)
+        self._shard = shard
         self._threads = step_threads(
             config.threads, num_ranks=shard.num_ranks, is_eager=config.compile == "eager"
         )
@@ -59,10 +59,6 @@ class CpuPlatform:
             device=self.device,
             is_compiled=config.compile == "inductor",
         )
-
-    def building(self) -> AbstractContextManager[None]:
-        """Nothing is set, and nothing called before a trace."""
-        return nullcontext()
 
     def capture_options(self, attention: AttentionBackend, *, is_own: bool) -> CaptureOptions:
         """A part of the memory is for packed copies of weights. Native kernels read float32."""
@@ -98,16 +94,8 @@ class CpuPlatform:
                 threads = steady(threads, captured)
             runner = ModelRunner(
                 captured,
-                block_size=config.block_size,
-                num_blocks=num_blocks,
-                max_num_tokens=config.num_tokens_per_step,
-                max_num_rows=config.max_num_seqs,
-                max_num_blocks=-(-max_model_len // config.block_size),
-                num_state_slots=num_state_slots,
-                state_interval=config.num_tokens_per_interval if num_state_slots else 0,
-                kv_cache_dtype=config.kv_cache_dtype,
+                **runner_settings(config, num_blocks, max_model_len, num_state_slots),
                 overlap=bool(config.overlap),
-                processed_logprobs=config.logprobs_mode == "processed_logprobs",
                 on_logits=on_logits,
                 threads=threads,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,23 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import allocate_kv_caches, kv_dtype
-from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..engine.runner import MAX_DRAFT_TOKENS
-from ..errors import InvalidInputError
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
-from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Masks, Matchers
+from .bases import LocalRunner
 from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
-from .layout import StepShape, layout_of
-
-OnLogits = Callable[[StepPlan, Tensor], None]
+from .layout import StepShape
 
 
 @dataclass(slots=True, eq=False)
@@ -53,89 +48,35 @@ class _Unfinished(NamedTuple):
     hidden: Tensor | None
 
 
-class ModelRunner:
-    """Implements :class:`.engine.runner.Runner` with a captured model and its own KV caches.
+class ModelRunner(LocalRunner):
+    """The runner on a CPU. ``overlap`` gains nothing here.
 
     Args:
-        captured: may be shared by several runners, each with its own caches.
-        block_size: tokens a KV block. num_blocks: blocks besides the null block.
-        max_num_tokens, max_num_rows, max_num_blocks: most of a step, and most blocks of a row; what
-            several ranks make room for.
-        num_state_slots, state_interval: of a model with recurrent layers: slots besides the null
-            slot, and tokens of an interval.
-        kv_cache_dtype: "fp8" for caches of rows (:mod:`.kernels.e4m3`).
-        overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
-            GPU does. It gains nothing on a CPU.
-        processed_logprobs: those of sampled tokens are of what they are sampled from.
-        on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
-            its samples, row after row, before sampling. Must not keep the tensor without cloning
-            it.
         threads: of its steps; None leaves torch's number as it is.
-
-    Raises:
-        InvalidInputError: a size below 1.
+        settings: as of :class:`.LocalRunner`.
     """
 
+    max_draft_tokens = MAX_DRAFT_TOKENS
+    mask_s = 0.0
+
     def __init__(
-        self,
-        captured: CapturedModel,
-        *,
-        block_size: int,
-        num_blocks: int,
-        max_num_tokens: int = 0,
-        max_num_rows: int = 0,
-        max_num_blocks: int = 0,
-        num_state_slots: int = 0,
-        state_interval: int = 0,
-        kv_cache_dtype: str = "auto",
-        overlap: bool = False,
-        processed_logprobs: bool = False,
-        on_logits: OnLogits | None = None,
-        threads: StepThreads | None = None,
+        self, captured: CapturedModel, *, threads: StepThreads | None = None, **settings: Any
     ) -> None:
-        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if value < 1:
-                raise InvalidInputError(name, value, "must be 1 or more")
-        loaded = captured.loaded
-        self.pipeline_depth, self.max_draft_tokens = int(overlap), MAX_DRAFT_TOKENS
-        self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
-        self._max_num_blocks = max_num_blocks
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.pack_s = self.mask_s = self.wait_s = 0.0
-        self.kv_caches = allocate_kv_caches(
-            captured.specs,
-            num_blocks,
-            block_size,
-            kv_dtype(loaded, kv_cache_dtype),
-            loaded.device,
-        )
-        self.captured = captured
-        if loaded.recurrent and (num_state_slots < 1 or state_interval < 1):
-            raise InvalidInputError("num_state_slots", num_state_slots, "must be 1 or more")
-        self.num_state_slots, self.state_interval = num_state_slots, state_interval
-        self.states = allocate_states(
-            loaded.recurrent, num_state_slots, state_interval, loaded.device
-        )
-        self._forward = captured.bind(self.kv_caches, self.states)
-        self._layout = layout_of(captured.fields)
+        super().__init__(captured, **settings)
         self._packer = CpuStepPacker(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            device=loaded.device,
-            num_state_slots=num_state_slots if loaded.recurrent else 0,
-            state_interval=state_interval,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            device=captured.loaded.device,
+            num_state_slots=self.num_state_slots if captured.loaded.recurrent else 0,
+            state_interval=self.state_interval,
             layout=self._layout,
         )
-        self._edits = CpuEdits(keeps_rows=processed_logprobs)
-        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._edits = CpuEdits(keeps_rows=self._has_processed_logprobs)
         self._matchers = Matchers(self.grammars)
         self._unfinished: _Unfinished | None = None
-        self._on_logits = on_logits
         self._threads = threads
-        self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Compute the step. If it raises, ``reset`` makes the runner usable again."""
         self._sample_constrained()
         return self._compute(self._pack(plan), plan)
 
@@ -223,7 +164,6 @@ class ModelRunner:
 
     @property
     def max_staged_bytes(self) -> int:
-        """Most bytes of a step."""
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
         num_samples = min(num_tokens, num_rows * (1 + self.max_draft_tokens))
         inputs = self._layout.num_input_bytes(StepShape(num_tokens, num_rows, num_samples, "host"))
@@ -233,22 +173,15 @@ class ModelRunner:
         return inputs + sampling + logprobs + tables + 4096
 
     def stage(self, plan: StepPlan) -> list[NDArray[Any]]:
-        """The step as arrays, for :meth:`launch` on every rank."""
         return self._pack(plan).to_arrays()
 
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> StepHandle:
-        """Compute a staged step. The plan is for edited rows and ``on_logits``."""
         return self._compute(PackedStep.from_arrays(arrays, self._layout), plan)
 
-    def is_computed(self, _handle: object, _wait_s: float) -> bool:
-        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
-        return True
-
     def close(self) -> None:
-        """Nothing holds the group."""
+        """Nothing holds the process group."""
 
     def collect(self, handle: object) -> StepResult:
-        """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         if self._unfinished is not None and self._unfinished.handle is handle:

@@ -8,23 +8,21 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ..compile.captured_model import CapturedModel, CaptureOptions
-from ..compile.load.source import ModelSource
-from ..compile.start_record import StartRecord
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
 from ..kernels.linear.cublas import forbid_split_k, without_split_k
-from .cpu_runner import OnLogits
-from .staging_runner import LocalRunner
+from .bases import LocalRunner, OnLogits, Platform
 
 
-class GpuPlatform:
-    """As of :class:`.platform.Platform`. Triton is read in a thread from here on."""
+class GpuPlatform(Platform):
+    """No start is restored on a GPU: that has not been tried. A thread imports Triton from here
+    on."""
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
-        self.device, self.config = device, config.for_gpu()
+        super().__init__(device, config.for_gpu())
         self._reading = read_triton_early()
         # A process that used the GPU may have computed matmuls already, and cuBLAS keeps the
         # settings of that time: what other processes measured need not hold.
@@ -32,10 +30,6 @@ class GpuPlatform:
         self._matmul_plan_dir = None if is_used else cache_root() / "linear"
         if config.transparent:
             forbid_split_k()  # before the probe, whose matmuls would take 32 MiB of workspace
-
-    def start_record(self, source: ModelSource | None) -> StartRecord | None:  # noqa: ARG002
-        """None: restored starts have not been tried on a GPU."""
-        return None
 
     @contextmanager
     def building(self) -> Iterator[Callable[[], None]]:
@@ -73,7 +67,6 @@ class GpuPlatform:
         clock: Clock,
         on_logits: OnLogits | None,
     ) -> tuple[LocalRunner, int]:
-        """As of :func:`.gpu_startup.make_gpu_runner`."""
         self._reading.join()
         from .gpu_startup import make_gpu_runner
 

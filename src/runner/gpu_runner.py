@@ -9,122 +9,84 @@ are on the device, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import allocate_kv_caches, kv_dtype
-from ..compile.recurrent_state import allocate_states, check_interval
-from ..compile.step_inputs import StepInputs, StepOutputs
+from ..compile.recurrent_state import check_interval
+from ..compile.step_inputs import StepOutputs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..kernels.linear.cublas import fp32_accumulation
-from ..structured.grammars import Grammars
+from .bases import LocalRunner
 from .block_copies import BlockCopier
-from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStepHandle, GpuStepSampler
-from .layout import StepShape, layout_of
+from .layout import StepShape
 from .pinned_ring import IntArray, PinnedRing
 from .unpack_kernels import unpack, update_tables
 
 
-class GpuRunner:
-    """Implements :class:`.engine.runner.Runner` on a GPU, with CUDA graphs once captured.
+class GpuRunner(LocalRunner):
+    """The runner on a GPU, with CUDA graphs once captured.
 
     Args:
-        captured: the model.
-        block_size: tokens a KV block. num_blocks: blocks besides the null block.
-        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
-        max_num_blocks: most blocks of a request.
-        kv_cache_dtype: "fp8" for caches of planes (:mod:`.kernels.e4m3`).
-        num_state_slots, state_interval: of a model with recurrent layers, as for
-            :class:`.cpu_runner.ModelRunner`; such a one takes requests of at most
-            ``max_num_blocks * block_size`` tokens.
         transparent: keep float32 sums in matmuls.
-        overlap: plan and queue a step before the tokens of the one before are known.
-        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
+        settings: as of :class:`.LocalRunner`, all sizes. A model with recurrent layers takes
+            requests of at most ``max_num_blocks * block_size`` tokens.
 
     Raises:
-        InvalidInputError: an interval shorter than what a convolution keeps.
+        InvalidInputError: an interval shorter than what a convolution keeps, or as of
+            :class:`.LocalRunner`.
     """
 
     def __init__(
         self,
         captured: CapturedModel,
         *,
-        block_size: int,
-        num_blocks: int,
-        max_num_tokens: int,
-        max_num_rows: int,
-        max_num_blocks: int,
-        kv_cache_dtype: str = "auto",
-        num_state_slots: int = 0,
-        state_interval: int = 0,
         overlap: bool = True,
         transparent: bool = True,
-        processed_logprobs: bool = False,
-        on_logits: OnLogits | None = None,
+        **settings: Any,
     ) -> None:
-        loaded = captured.loaded
-        self.pipeline_depth, self.max_draft_tokens = int(overlap), 0
-        self.captured = captured
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.kv_caches = allocate_kv_caches(
-            captured.specs,
-            num_blocks,
-            block_size,
-            kv_dtype(loaded, kv_cache_dtype),
-            loaded.device,
-        )
-        self.num_state_slots, self.state_interval = num_state_slots, state_interval
-        check_interval(loaded.recurrent, state_interval)
-        self.states = allocate_states(
-            loaded.recurrent, num_state_slots, state_interval, loaded.device
-        )
-        self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(
-            self.kv_caches, self.states
-        )
+        check_interval(captured.loaded.recurrent, settings.get("state_interval", 0))
+        super().__init__(captured, overlap=overlap, **settings)
         self._copier = BlockCopier(self.kv_caches)
-        self._device, self._transparent = loaded.device, transparent
-        layout = layout_of(captured.fields)
-        num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows, layout)
+        self._device, self._transparent = captured.loaded.device, transparent
+        num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
+        num_staged = StepBuffers.elements_to_stage(num_tokens, num_rows, self._layout)
         # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
         # and those of copied ones.
-        num_staged += 2 * (max_num_tokens // block_size + 3 * max_num_rows)
-        self.buffers = StepBuffers(
-            max_num_tokens=max_num_tokens,
-            max_num_rows=max_num_rows,
-            max_num_blocks=max_num_blocks,
-            max_num_intervals=-(-max_num_blocks * block_size // state_interval)
-            if num_state_slots
-            else 0,
+        num_staged += 2 * (num_tokens // self.block_size + 3 * num_rows)
+        max_length = self._max_num_blocks * self.block_size
+        self.buffers = b = StepBuffers(
+            max_num_tokens=num_tokens,
+            max_num_rows=num_rows,
+            max_num_blocks=self._max_num_blocks,
+            max_num_intervals=-(-max_length // self.state_interval) if self.num_state_slots else 0,
             staging_elements=num_staged,
-            device=loaded.device,
-            layout=layout,
+            device=self._device,
+            layout=self._layout,
         )
-        depth = self.pipeline_depth
-        b = self.buffers
         self._packer = GpuStepPacker(
-            len(b.table_store), b.width, b.state_width, num_state_slots, layout
+            len(b.table_store), b.width, b.state_width, self.num_state_slots, self._layout
         )
-        self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
+        num_steps = self.pipeline_depth + 2
+        self._staging = PinnedRing(num_steps, num_staged, torch.int32)
         self._graphs: StepGraphs | None = None
-        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._sampler = GpuStepSampler(
             captured,
             b,
             self.grammars,
-            num_results=depth + 2,
-            max_model_len=b.width * block_size,
-            processed_logprobs=processed_logprobs,
-            on_logits=on_logits,
+            num_results=num_steps,
+            max_model_len=b.width * self.block_size,
+            processed_logprobs=self._has_processed_logprobs,
+            on_logits=self._on_logits,
         )
-        self.pack_s = self.wait_s = 0.0
 
     @property
     def mask_s(self) -> float:
@@ -142,7 +104,6 @@ class GpuRunner:
     # Steps ------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
-        """Queue the step. If it raises, ``reset`` makes the runner usable again."""
         self._sample_constrained()
         begin = time.perf_counter()
         with self.step_context():
@@ -189,7 +150,6 @@ class GpuRunner:
                 self._sampler.sample_constrained()
 
     def collect(self, handle: object) -> StepResult:
-        """The results of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         self._sample_constrained(handle)
@@ -201,7 +161,6 @@ class GpuRunner:
         return self._sampler.results(handle)
 
     def reset(self) -> None:
-        """Wait for all that is queued, and take nothing for known on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._packer.reset()
@@ -211,19 +170,17 @@ class GpuRunner:
 
     @property
     def max_staged_bytes(self) -> int:
-        """Most bytes of a step: with whole block tables of all rows."""
+        # With whole block tables of all rows.
         tables = 2 * self.buffers.table_store.numel()
         return 4 * (len(self.buffers.staged) + tables) + 4096
 
     def stage(self, plan: StepPlan) -> list[IntArray]:
-        """The step as arrays, for :meth:`launch` on every rank."""
         begin = time.perf_counter()
         staged, array = self._pack(plan, np.empty(len(self.buffers.staged), np.int32))
         self.pack_s += time.perf_counter() - begin
         return [staged.to_array(), array[: staged.num_elements]]
 
     def launch(self, arrays: Sequence[IntArray], plan: StepPlan | None = None) -> GpuStepHandle:
-        """Queue a staged step. Rank 0 gives its plan, for edited rows and ``on_logits``."""
         staged, array = StagedStep.from_array(arrays[0]), arrays[1]
         with self.step_context():
             if plan is None:
@@ -234,7 +191,6 @@ class GpuRunner:
             return self._launch(staged, index, array, plan)
 
     def is_computed(self, handle: GpuStepHandle, wait_s: float) -> bool:
-        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         return handle.is_computed(wait_s)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Masks, Matchers
-from .cpu_runner import OnLogits
+from .bases import OnLogits
 from .device_buffers import StepBuffers
 from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
@@ -81,7 +81,7 @@ class GpuStepSampler:
         buffers: of the runner's steps.
         num_results: steps whose results are kept: at least one more than can be in flight.
         max_model_len: most tokens of a request, or a little more.
-        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
+        processed_logprobs, on_logits: as of :class:`.LocalRunner`.
 
     Attributes:
         edits: of edited rows. matchers: of constrained rows.

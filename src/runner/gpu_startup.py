@@ -18,7 +18,7 @@ from ..errors import InvalidInputError
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused
-from .cpu_runner import OnLogits
+from .bases import OnLogits, runner_settings
 from .cuda_graphs import default_buckets, mixed_shapes
 from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
@@ -52,17 +52,9 @@ def make_gpu_runner(
     def make(num_blocks: int, max_model_len: int, num_state_slots: int) -> GpuRunner:
         return GpuRunner(
             captured,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            max_num_tokens=config.num_tokens_per_step,
-            max_num_rows=config.max_num_seqs,
-            max_num_blocks=-(-max_model_len // config.block_size),
-            kv_cache_dtype=config.kv_cache_dtype,
-            num_state_slots=num_state_slots,
-            state_interval=config.num_tokens_per_interval if num_state_slots else 0,
+            **runner_settings(config, num_blocks, max_model_len, num_state_slots),
             overlap=config.overlap is not False,
             transparent=config.transparent,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,
         )
 

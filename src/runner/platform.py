@@ -1,66 +1,13 @@
-"""What a start does otherwise on a CPU than on a GPU, behind one interface."""
+"""Finds the device that an engine starts on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 import torch
 
-from ..compile.captured_model import CapturedModel, CaptureOptions
-from ..compile.load.source import ModelSource
 from ..compile.model.loaded import Shard
-from ..compile.start_record import StartRecord
 from ..engine.config import EngineConfig, check_device
-from ..engine.stats import Clock, EngineStats
 from ..errors import InvalidInputError
-from ..kernels.attention.backend import AttentionBackend
-from .cpu_runner import OnLogits
-from .staging_runner import LocalRunner
-
-
-class Platform(Protocol):
-    """The kind of device that an engine starts on.
-
-    Attributes:
-        device: that the model is loaded to.
-        config: with the defaults of the device filled in.
-    """
-
-    device: torch.device
-    config: EngineConfig
-
-    def start_record(self, source: ModelSource | None) -> StartRecord | None:
-        """Of a model that can be restored here."""
-        ...
-
-    def building(self) -> AbstractContextManager[Callable[[], None] | None]:
-        """A block in which the graph is captured and the runner made. It gives what is called
-        before a model is traced."""
-        ...
-
-    def capture_options(self, attention: AttentionBackend, *, is_own: bool) -> CaptureOptions:
-        """How the graph is captured.
-
-        Args:
-            is_own: nothing but this engine holds the weights, so that copies of them stay true.
-        """
-        ...
-
-    def make_runner(
-        self,
-        captured: CapturedModel,
-        stats: EngineStats,
-        clock: Clock,
-        on_logits: OnLogits | None,
-    ) -> tuple[LocalRunner, int]:
-        """The runner, with its KV cache, and the most tokens that a request may have.
-
-        Raises:
-            InvalidInputError: the memory does not hold them.
-        """
-        ...
+from .bases import Platform
 
 
 def find_platform(config: EngineConfig, shard: Shard) -> Platform:

@@ -1,0 +1,211 @@
+"""What both kinds of device have in common: the base of their runners (sizes, caches, interfaces),
+and of a start, which makes one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..compile.captured_model import CapturedModel, CaptureOptions
+from ..compile.kv_cache import allocate_kv_caches, kv_dtype
+from ..compile.load.source import ModelSource
+from ..compile.recurrent_state import allocate_states
+from ..compile.start_record import StartRecord
+from ..engine.config import EngineConfig
+from ..engine.plan import StepPlan, StepResult
+from ..engine.runner import Runner
+from ..engine.stats import Clock, EngineStats
+from ..errors import InvalidInputError
+from ..kernels.attention.backend import AttentionBackend
+from ..structured.grammars import Grammars
+from .layout import layout_of
+
+OnLogits = Callable[[StepPlan, Tensor], None]
+
+
+class TimedRunner(Runner, Protocol):
+    """A runner over a KV cache.
+
+    Attributes:
+        num_blocks: KV blocks. pack_s, mask_s, wait_s: seconds of the host so far.
+    """
+
+    num_blocks: int
+
+    @property
+    def pack_s(self) -> float: ...
+
+    @property
+    def mask_s(self) -> float: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+
+class LocalRunner(ABC):
+    """A runner of this process, over a captured model and its own caches. Implements
+    :class:`.engine.runner.Runner`.
+
+    Args:
+        captured: may be shared by several runners, each with its own caches.
+        block_size: tokens per KV block. num_blocks: blocks besides the null block.
+        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
+        max_num_blocks: most blocks of a request.
+        kv_cache_dtype: "fp8" for caches in e4m3 (:mod:`.kernels.e4m3`).
+        num_state_slots, state_interval: of a model with recurrent layers: slots besides the null
+            slot, and tokens per interval.
+        overlap: the next step may be dispatched before the tokens of a step are collected.
+        processed_logprobs: log-probabilities of sampled tokens are of the distributions that the
+            tokens are sampled from, not of the model's own.
+        on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
+            its samples, row after row, before sampling. Must not keep the tensor without cloning
+            it.
+
+    Raises:
+        InvalidInputError: a size below 1.
+    """
+
+    max_draft_tokens = 0
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_num_tokens: int = 0,
+        max_num_rows: int = 0,
+        max_num_blocks: int = 0,
+        kv_cache_dtype: str = "auto",
+        num_state_slots: int = 0,
+        state_interval: int = 0,
+        overlap: bool = False,
+        processed_logprobs: bool = False,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+            if value < 1:
+                raise InvalidInputError(name, value, "must be 1 or more")
+        loaded = captured.loaded
+        if loaded.recurrent and (num_state_slots < 1 or state_interval < 1):
+            raise InvalidInputError("num_state_slots", num_state_slots, "must be 1 or more")
+        self.captured, self.block_size, self.num_blocks = captured, block_size, num_blocks
+        self.num_state_slots, self.state_interval = num_state_slots, state_interval
+        self.pipeline_depth = int(overlap)
+        dtype, device = kv_dtype(loaded, kv_cache_dtype), loaded.device
+        self.kv_caches = allocate_kv_caches(captured.specs, num_blocks, block_size, dtype, device)
+        self.states = allocate_states(loaded.recurrent, num_state_slots, state_interval, device)
+        self._forward = captured.bind(self.kv_caches, self.states)
+        self._layout = layout_of(captured.fields)
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
+        self._max_num_blocks = max_num_blocks
+        self._has_processed_logprobs, self._on_logits = processed_logprobs, on_logits
+        self.pack_s = self.wait_s = 0.0
+
+    @property
+    @abstractmethod
+    def mask_s(self) -> float:
+        """Seconds that the host has waited for masks of constrained rows so far."""
+
+    @abstractmethod
+    def dispatch(self, plan: StepPlan) -> object:
+        """Compute a step, or queue it. If it raises, ``reset`` makes the runner usable again."""
+
+    @abstractmethod
+    def collect(self, handle: object) -> StepResult:
+        """The results of a dispatched step; waits for it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Wait for the queued steps, and invalidate everything cached about device state."""
+
+    # Over several ranks: rank 0 stages, all launch.
+
+    @property
+    @abstractmethod
+    def max_staged_bytes(self) -> int:
+        """Most bytes of a staged step."""
+
+    @abstractmethod
+    def stage(self, plan: StepPlan) -> Sequence[NDArray[Any]]:
+        """The step as arrays, for :meth:`launch` on every rank."""
+
+    @abstractmethod
+    def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> object:
+        """Compute a staged step, or queue it. Rank 0 gives its plan, for edited rows and
+        ``on_logits``."""
+
+    def is_computed(self, _handle: Any, _wait_s: float) -> bool:
+        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the process group; no step is launched from here on."""
+
+
+def runner_settings(
+    config: EngineConfig, num_blocks: int, max_model_len: int, num_state_slots: int
+) -> dict[str, Any]:
+    """The arguments of :class:`LocalRunner` that follow from the settings of an engine."""
+    return {
+        "block_size": config.block_size,
+        "num_blocks": num_blocks,
+        "max_num_tokens": config.num_tokens_per_step,
+        "max_num_rows": config.max_num_seqs,
+        "max_num_blocks": -(-max_model_len // config.block_size),
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "num_state_slots": num_state_slots,
+        "state_interval": config.num_tokens_per_interval if num_state_slots else 0,
+        "processed_logprobs": config.logprobs_mode == "processed_logprobs",
+    }
+
+
+class Platform(ABC):
+    """The kind of device that an engine starts on.
+
+    Attributes:
+        device: that the model is loaded to.
+        config: with the defaults of the device filled in.
+    """
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        self.device, self.config = device, config
+
+    def start_record(self, _source: ModelSource | None) -> StartRecord | None:
+        """Of a model that can be restored here; None otherwise."""
+        return None
+
+    def building(self) -> AbstractContextManager[Callable[[], None] | None]:
+        """A block in which the graph is captured and the runner made. It gives what is called
+        before a model is traced."""
+        return nullcontext()
+
+    @abstractmethod
+    def capture_options(self, attention: AttentionBackend, *, is_own: bool) -> CaptureOptions:
+        """How the graph is captured.
+
+        Args:
+            is_own: nothing but this engine holds the weights, so that copies of them stay true.
+        """
+
+    @abstractmethod
+    def make_runner(
+        self,
+        captured: CapturedModel,
+        stats: EngineStats,
+        clock: Clock,
+        on_logits: OnLogits | None,
+    ) -> tuple[LocalRunner, int]:
+        """The runner, with its KV cache, and the most tokens that a request may have.
+
+        Raises:
+            InvalidInputError: the memory does not hold them.
+        """
