@@ -176,8 +176,9 @@ def plain_logprobs(
         number: converts a log-probability.
     """
     return [
-        entries
-        and [
+        None
+        if entries is None
+        else [
             {
                 "token_id": token_id,
                 "logprob": number(entry.logprob),
