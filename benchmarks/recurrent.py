@@ -32,7 +32,7 @@ from benchmarks.attention import environment
 from benchmarks.card import rates_of_this_process
 from benchmarks.gpu_timing import median_seconds
 from benchmarks.other_models import qwen3_next
-from pagespec.kernels.recurrent import chunk_layout, ops
+from pagespec.kernels.recurrent import ops, spec
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
@@ -70,7 +70,7 @@ class Kernel:
 def in_chunks(slot_bytes: int, state_bytes: int) -> float:
     """What a decode step moves of a slot, on average: the state is written at a chunk's end, and
     before that half of the inputs in a slot are read and one is written."""
-    size = chunk_layout.CHUNK
+    size = spec.CHUNK
     of_an_input = (slot_bytes - state_bytes) / size
     return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
 
@@ -101,7 +101,7 @@ def delta_rule(name: str, heads: int, key_heads: int, dim: int, *, per_channel: 
         name,
         tokens,
         lambda x, states, rows: ops.delta_rule(*x, states, *rows, dim**-0.5, True),
-        (heads, dim, dim) if per_channel else chunk_layout.slot_shape(heads, dim, dim, BF16, BF16),
+        (heads, dim, dim) if per_channel else spec.slot_shape(heads, dim, dim, BF16, BF16),
         num_state=0 if per_channel else heads * dim * dim,
     )
 
@@ -117,7 +117,7 @@ def ssd_scan(name: str, heads: int, groups: int, dim: int, size: int) -> Kernel:
         keys = [_normal(n, groups, size) for _ in "BC"]
         return [_normal(n, heads, dim), _normal(n, heads), *keys]
 
-    slot = chunk_layout.slot_shape(heads, size, dim, BF16, BF16)
+    slot = spec.slot_shape(heads, size, dim, BF16, BF16)
     return Kernel(name, tokens, call, slot, num_state=heads * size * dim)
 
 
@@ -204,7 +204,7 @@ def floor_ms(num_rows: int, num_tokens: int, read: float) -> float:
     attention = hidden * (2 * 4096 + 2 * 512) + 4096 * hidden
     head = hidden * c["vocab_size"]
     weights = 2 * (4 * experts + 3 * delta + attention + head)
-    slot = 4 * math.prod(chunk_layout.slot_shape(32, 128, 128, BF16, BF16))
+    slot = 4 * math.prod(spec.slot_shape(32, 128, 128, BF16, BF16))
     state, conv = 4 * 32 * 128 * 128, 2 * 3 * 8192
     moved = in_chunks(slot, state) + 2 * conv if num_tokens == 1 else slot + conv
     memory = (weights + 3 * moved * num_rows) / read / 1e9

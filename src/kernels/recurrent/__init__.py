@@ -1,10 +1,8 @@
 """Recurrent layers: short convolutions, gated delta rules and state space models over state slots.
 
-Read in this order: ``ops`` (the custom ops, with all shapes and the rule of the slots), ``walk``
-(which rows read and write which slots, and when), ``cpu_short_conv``, ``cpu_linear_state`` (the
-delta rule and Mamba-2, whose states are matrices of keys and values), ``cpu_selective_scan``
-(Mamba-1); then as Triton kernels ``short_conv``, ``selective_scan``, ``walked_delta_rule`` (decays
-per channel), with ``device_functions``, and ``chunked`` (the other delta rules and Mamba-2), with
-``chunk_layout`` (their slots), ``chunk_inner``, ``chunk_prompt``, ``chunk_decode`` and
-``chunk_functions``.
+Read in this order: ``ops`` (the custom ops, with all shapes and the rule of the slots), ``spec`` (a
+call's static parameters, and the records of slots), ``walk`` (which rows read and write which
+slots, and when), ``cpu`` (all recurrences on a CPU); then as Triton kernels ``short_conv``,
+``walked`` (Mamba-1 and delta rules with decays per channel), and ``chunked`` with ``chunk_kernels``
+(the other delta rules and Mamba-2), all with ``device_functions``.
 """

@@ -12,16 +12,16 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
 nothing but zeros from positions behind i, if their inputs are finite. So what a position gives does
 not depend on how far its chunk has come: a decode step computes it as a prompt does, with the
 chunk's earlier positions taken from the slot, which holds the state before the chunk and the inputs
-since (:mod:`.chunk_layout`). The state is written at a chunk's end, and where an interval begins,
+since (:mod:`.spec`). The state is written at a chunk's end, and where an interval begins,
 in another slot.
 
 Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
 its mantissa. Of inputs in other dtypes they are of float32.
 
 In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all
-chunks side by side (:mod:`.chunk_inner`), and another walks the chunks (:mod:`.chunk_prompt`). In
-steps of a token a row the second has each state go from slot to slot (:mod:`.chunk_decode`), and of
-few rows it does the first's work, too.
+chunks side by side, and another walks the chunks. In
+steps of a token per row the second has each state go from slot to slot, and of few rows it does the
+first's work, too (:mod:`.chunk_kernels`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chunk_layout
-from .chunk_decode import chunk_decode_kernel
-from .chunk_inner import chunk_inner_kernel
-from .chunk_prompt import chunk_prompt_kernel
+from . import spec
+from .chunk_kernels import chunk_decode_kernel, chunk_inner_kernel, chunk_prompt_kernel
 from .walk import StepRows
 
 _NUM_WARPS = 4
@@ -61,7 +59,7 @@ def delta_rule(
     scale: float,
     l2norm: bool,
 ) -> Tensor:
-    """As :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.chunk_layout`."""
+    """As :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.spec`."""
     out = torch.empty(value.shape, dtype=query.dtype, device=query.device)
     limits = (scale, 0.0, 0.0)
     options = {"L2NORM": l2norm, "SOFTPLUS": False}
@@ -85,7 +83,7 @@ def ssd_scan(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """As :func:`.ops.ssd_scan`, for states of :mod:`.chunk_layout`."""
+    """As :func:`.ops.ssd_scan`, for states of :mod:`.spec`."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     limits = (1.0, dt_min, dt_max)
     options = {"L2NORM": False, "SOFTPLUS": dt_softplus}
@@ -111,7 +109,7 @@ def _launch(
     given = query, key, value, *tokens[3:]
     strides = [x.stride(n) // unit for x in (query, key, value) for n in (0, 1)]
     strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
-    layout = chunk_layout.record_layout(num_keys, num_values, key.dtype, value.dtype)
+    layout = spec.record_layout(num_keys, num_values, key.dtype, value.dtype)
     if states.shape[2] != layout.record:
         found = f"slots of {states.shape[2]} numbers a record"
         raise ValueError(f"{found} for inputs of {key.dtype} and {value.dtype}: {layout.record}")
@@ -120,10 +118,10 @@ def _launch(
         "H": num_heads,
         "HK": key.shape[1],
         "K": num_keys,
-        "K_PAD": chunk_layout.padded(num_keys),
-        "CHUNK": chunk_layout.CHUNK,
+        "K_PAD": spec.padded(num_keys),
+        "CHUNK": spec.CHUNK,
         "UNIT": unit,
-        "SIZE": chunk_layout.PREPARED_SIZE,
+        "SIZE": spec.PREPARED_SIZE,
         # The same roundings in all kernels.
         "enable_fp_fusion": False,
         "num_stages": 1,
@@ -131,24 +129,23 @@ def _launch(
     tiles: dict[str, Any] = {
         **places,
         "V": num_values,
-        "BLOCK_V": chunk_layout.block_v(num_keys, num_values),
+        "BLOCK_V": spec.block_v(num_keys, num_values),
         "num_warps": _NUM_WARPS,
     }
-    metadata = rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows
-    steps = rows.interval, rows.state_tables.stride(0)
+    walk = rows.arguments(len(out))
     grid = states.shape[1], num_rows + 1
     is_long = has_long_rows(len(out), num_rows)
     chunks = None
-    if rows.interval % chunk_layout.CHUNK == 0 and (is_long or has_many_rows(grid)):
-        num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
+    if rows.interval % spec.CHUNK == 0 and (is_long or has_many_rows(grid)):
+        num_chunks = len(out) // spec.CHUNK + 2 * num_rows + 2
         shape = num_chunks, num_heads, sizes["SIZE"]
         chunks = torch.empty(shape, dtype=torch.float32, device=out.device)
         # Of the heads that share keys a program computes some.
         heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
-        parts = len(out) // chunk_layout.CHUNK + 2 * num_rows if is_long else num_rows
+        parts = len(out) // spec.CHUNK + 2 * num_rows if is_long else num_rows
         chunk_inner_kernel[(num_heads // heads, parts)](
-            query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
-            *strides[:4], *strides[6:], num_rows if is_long else 0,
+            query, key, *given[3:], *per_head[:2], states, chunks, *walk[:4],
+            *walk[6:], *limits, *strides[:4], *strides[6:], num_rows if is_long else 0,
             TILES=states.shape[1] // num_heads,
             HEADS=heads,
             KEYS=layout.keys,
@@ -160,8 +157,7 @@ def _launch(
         )  # fmt: skip
     if is_long and chunks is not None:
         chunk_prompt_kernel[grid](
-            *given, per_head[2], states, chunks, out, *metadata, num_rows, len(out), *steps,
-            *strides,
+            *given, per_head[2], states, chunks, out, *walk, *strides,
             **sizes,
             **tiles,
         )  # fmt: skip
@@ -169,8 +165,7 @@ def _launch(
         if chunks is not None and key.dtype == torch.bfloat16:
             tiles["maxnreg"] = REGISTERS_OF_MANY_ROWS
         chunk_decode_kernel[grid](
-            *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
-            *strides,
+            *given, *per_head, states, chunks, out, *walk, *limits, *strides,
             **sizes,
             **tiles,
             **options,

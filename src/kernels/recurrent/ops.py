@@ -25,16 +25,12 @@ import torch
 from torch import Tensor
 
 from ..custom_op import custom_op
-from . import cpu_linear_state, cpu_selective_scan, cpu_short_conv
-from .cpu_short_conv import ACTIVATIONS as ACTIVATIONS
+from . import cpu
+from .cpu import ACTIVATIONS as ACTIVATIONS
 from .walk import StepRows
 
 
-def _short_conv_fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@custom_op(mutates=("states",), fake=_short_conv_fake)
+@custom_op(mutates=("states",), fake=lambda x, *_: x.new_empty(x.shape))
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -63,16 +59,12 @@ def short_conv(
     if x.is_cuda:
         from .short_conv import short_conv as kernel
     else:
-        kernel = cpu_short_conv.short_conv
+        kernel = cpu.short_conv
     rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, weight, bias, states, rows, activation)
 
 
-def _delta_rule_fake(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty(value.shape)
-
-
-@custom_op(mutates=("states",), fake=_delta_rule_fake)
+@custom_op(mutates=("states",), fake=lambda query, _key, value, *_: query.new_empty(value.shape))
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -97,28 +89,23 @@ def delta_rule(
         decay: log a, ``[T, H]``, or ``[T, H, K]`` for one per channel (Kimi Linear).
         beta: ``[T, H]``.
         states: float32 ``[num_slots + 1, H, K, V]``; on a GPU, of decays ``[T, H]``, as
-            :mod:`.chunk_layout` has it.
+            :mod:`.spec` has it.
         query_starts, context_lens, state_tables, table_rows, interval: as of :func:`short_conv`.
         scale: factor on the queries. l2norm: whether queries and keys are normalised first.
 
     Returns:
         ``[T, H, V]`` in the queries' dtype.
     """
-    kernel = cpu_linear_state.delta_rule
+    kernel = cpu.delta_rule
     if query.is_cuda:
-        from . import chunked, walked_delta_rule
+        from . import chunked, walked
 
-        has_channels = decay.dim() == 3
-        kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
+        kernel = (walked if decay.dim() == 3 else chunked).delta_rule
     rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(query, key, value, decay, beta, states, rows, scale, l2norm)
 
 
-def _ssd_scan_fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@custom_op(mutates=("states",), fake=_ssd_scan_fake)
+@custom_op(mutates=("states",), fake=lambda x, *_: x.new_empty(x.shape, dtype=torch.float32))
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -143,7 +130,7 @@ def ssd_scan(
         x: ``[T, H, P]``. dt: ``[T, H]``. A: ``[H]``, negative.
         B: ``[T, G, N]``, H a multiple of G. C: alike. D: ``[H]`` or None.
         dt_bias: ``[H]`` or None, added to dt before softplus (if dt_softplus) and the limits.
-        states: float32 ``[num_slots + 1, H, N, P]``; on a GPU as :mod:`.chunk_layout` has it.
+        states: float32 ``[num_slots + 1, H, N, P]``; on a GPU as :mod:`.spec` has it.
         query_starts, context_lens, state_tables, table_rows, interval: as of :func:`short_conv`.
 
     Returns:
@@ -152,22 +139,16 @@ def ssd_scan(
     if x.is_cuda:
         from .chunked import ssd_scan as kernel
     else:
-        kernel = cpu_linear_state.ssd_scan
+        kernel = cpu.ssd_scan
     rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, dt, A, B, C, D, dt_bias, states, rows, dt_softplus, dt_min, dt_max)
 
 
 def _selective_scan_fake(
-    x: Tensor,
-    _dt: Tensor,
-    _A: Tensor,
-    _B: Tensor,
-    _C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
+    x: Tensor, _dt: Tensor, _A: Tensor, _B: Tensor, _C: Tensor, D: Tensor | None, z: Tensor | None,
     *_: object,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=cpu_selective_scan.result_type(x, D, z))
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape, dtype=cpu.result_type(x, D, z))
 
 
 @custom_op(mutates=("states",), fake=_selective_scan_fake)
@@ -202,8 +183,8 @@ def selective_scan(
         ``[T, I]``, in the dtype of ``(x + x * D) * z``.
     """
     if x.is_cuda:
-        from .selective_scan import selective_scan as kernel
+        from .walked import selective_scan as kernel
     else:
-        kernel = cpu_selective_scan.selective_scan
+        kernel = cpu.selective_scan
     rows = StepRows(query_starts, context_lens, state_tables, table_rows, interval)
     return kernel(x, dt, A, B, C, D, z, dt_bias, states, rows, dt_softplus)

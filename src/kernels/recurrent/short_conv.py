@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fused.rounding import rounded, silu, silu_of_bfloat16
-from .cpu_short_conv import activated
+from .cpu import activated
 from .device_functions import first_slot, part_of_row, zero_padding
 from .walk import StepRows
 
@@ -152,8 +152,7 @@ def short_conv(
         grid = triton.cdiv(channels, block_c), parts + 1
         _short_conv_kernel[grid](
             x, weight.contiguous(), bias, states, out,
-            rows.query_starts, rows.context_lens, rows.state_tables, rows.table_rows, num_rows,
-            len(x), rows.interval, rows.state_tables.stride(0), x.stride(0),
+            *rows.arguments(len(x)), x.stride(0),
             C=channels,
             K=width,
             BLOCK_C=block_c,

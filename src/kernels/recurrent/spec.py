@@ -1,14 +1,75 @@
-"""The static parameters of one recurrent call: its op, the state it keeps, its settings."""
+"""The static parameters of one recurrent call, and what a slot of its states holds.
+
+Where a GPU computes a recurrence chunk by chunk (:mod:`.chunked`), a slot holds a *record* for each
+tile of a head's values: the state before the chunk that the last position lies in, ``[tile, K]`` in
+float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and values ``[CHUNK,
+tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes), ``[2, CHUNK]``,
+and the rows of M of :mod:`.chunked`, ``[CHUNK, CHUNK]``.
+
+The program of a tile reads and writes its record and no other: heads that share keys, and the tiles
+of a head, have each a copy of the keys.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .chunk_layout import slot_shape
+CHUNK = 16
+"""Positions of a chunk. Chunks begin where an interval does; its last one may be shorter."""
+
+PREPARED_SIZE = 2 * CHUNK * CHUNK + 4 * CHUNK
+"""Floats that ``chunk_inner_kernel`` computes of a chunk and head: two matrices, four vectors."""
+
+# Elements of a state that a program holds, 64 registers of each thread of four warps.
+_TILE_ELEMENTS = 8192
+_MIN_SIDE = 16  # of a tile, of the matrix units
+
+
+class RecordLayout(NamedTuple):
+    """Of a record, in float32: what lies before its parts, and its size."""
+
+    keys: int
+    values: int
+    scalars: int
+    rows: int
+    record: int
+
+
+def padded(size: int) -> int:
+    """A power of two that holds ``size``, and is none too small for the matrix units."""
+    return max(_MIN_SIDE, 1 << (size - 1).bit_length())
+
+
+def block_v(num_keys: int, num_values: int) -> int:
+    """Values of a tile; of a state's shape alone, as it is part of what a slot looks like."""
+    return min(max(_MIN_SIDE, _TILE_ELEMENTS // padded(num_keys)), padded(num_values))
+
+
+def record_layout(
+    num_keys: int, num_values: int, key_dtype: torch.dtype, value_dtype: torch.dtype
+) -> RecordLayout:
+    tile = block_v(num_keys, num_values)
+    keys = tile * num_keys
+    values = keys + CHUNK * num_keys * key_dtype.itemsize // 4
+    scalars = values + CHUNK * tile * value_dtype.itemsize // 4
+    rows = scalars + 2 * CHUNK
+    return RecordLayout(keys, values, scalars, rows, rows + CHUNK * CHUNK)
+
+
+def slot_shape(
+    num_heads: int,
+    num_keys: int,
+    num_values: int,
+    key_dtype: torch.dtype,
+    value_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """(records, float32 of each) of a slot."""
+    num_tiles = -(-num_values // block_v(num_keys, num_values))
+    return num_heads * num_tiles, record_layout(num_keys, num_values, key_dtype, value_dtype).record
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +105,7 @@ class RecurrentSpec:
         return found
 
     def slot_shape(self, device: torch.device | str) -> tuple[int, ...]:
-        """Of what one slot holds: the state, or on a GPU what :mod:`.chunk_layout` says."""
+        """Of what one slot holds: the state, or the records of a GPU."""
         if torch.device(device).type == "cpu" or not self.input_dtypes:
             return self.state_shape
         num_heads, num_keys, num_values = self.state_shape

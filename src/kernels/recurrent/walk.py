@@ -27,13 +27,18 @@ _MAX_GATHERED_ELEMENTS = 1 << 15
 
 
 class StepRows(NamedTuple):
-    """What an op is told of the rows of a step (:mod:`.ops`)."""
+    """The rows of a step and their slots, as of :mod:`.ops`."""
 
     query_starts: Tensor
     context_lens: Tensor
     state_tables: Tensor
     table_rows: Tensor
     interval: int
+
+    def arguments(self, num_tokens: int) -> tuple[Tensor | int, ...]:
+        """Arguments ``starts`` to ``table_stride`` of the kernels that walk whole rows."""
+        num_rows, stride = len(self.context_lens), self.state_tables.stride(0)
+        return *self[:4], num_rows, num_tokens, self.interval, stride
 
 
 class Stretch(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pagespec.kernels.recurrent import chunk_layout, ops
-from pagespec.kernels.recurrent.chunk_layout import CHUNK
+from pagespec.kernels.recurrent import ops, spec
+from pagespec.kernels.recurrent.spec import CHUNK
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Case:
         if not self.in_chunks:
             return self.state_shape
         dtypes = (self.per_token[i].dtype for i in (self.key, self.value))
-        return chunk_layout.slot_shape(*self.state_shape, *dtypes)
+        return spec.slot_shape(*self.state_shape, *dtypes)
 
     def state(self, slot: Tensor) -> Tensor:
         """The state that a slot holds, in chunks that at the last chunk's begin."""
         if not self.in_chunks:
             return slot
         num_heads, num_keys, num_values = self.state_shape
-        tile = chunk_layout.block_v(num_keys, num_values)
+        tile = spec.block_v(num_keys, num_values)
         found = slot[:, : tile * num_keys].reshape(num_heads, -1, num_keys)
         return found[:, :num_values].mT
 
@@ -59,9 +59,9 @@ class Case:
         if not self.in_chunks:
             return slot
         num_heads, num_keys, num_values = self.state_shape
-        tile = chunk_layout.block_v(num_keys, num_values)
+        tile = spec.block_v(num_keys, num_values)
         key, value = (self.per_token[i].dtype for i in (self.key, self.value))
-        layout = chunk_layout.record_layout(num_keys, num_values, key, value)
+        layout = spec.record_layout(num_keys, num_values, key, value)
         since = num_tokens % interval % CHUNK
         keys = slot[:, layout.keys : layout.values].contiguous().view(key)
         values = slot[:, layout.values : layout.scalars].contiguous().view(value)

@@ -19,16 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pagespec.kernels.recurrent import (
-    chunk_decode,
-    chunk_inner,
-    chunk_layout,
-    chunk_prompt,
-    chunked,
-    selective_scan,
-    short_conv,
-    walked_delta_rule,
-)
+from pagespec.kernels.recurrent import chunk_kernels, chunked, short_conv, spec, walked
 
 CONV_KERNEL = short_conv._short_conv_kernel
 ROWS = dict.fromkeys(("starts", "contexts", "tables", "table_rows"), "*i32")
@@ -37,23 +28,27 @@ LINEAR = {
     **dict.fromkeys(("rates", "states", "chunks"), "*fp32"),
     **dict.fromkeys(("scale", "dt_min", "dt_max"), "fp32"),
 }
-TILE = walked_delta_rule.block_v(128, 128)
+TILE = walked.block_v(128, 128)
 CHANNELS = {"H": 32, "HK": 32, "K": 128, "V": 128, "BLOCK_V": TILE, "L2NORM": True,
-            "LANES": walked_delta_rule.lanes(128, TILE)}  # fmt: skip
+            "LANES": walked.lanes(128, TILE)}  # fmt: skip
 # Kernels, their warps, and constants besides.
 CHUNK_KERNELS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "in chunks": (chunk_prompt.chunk_prompt_kernel, chunked._NUM_WARPS, {}),
-    "in chunks, many rows": (chunk_decode.chunk_decode_kernel, chunked._NUM_WARPS, {}),
-    "in chunks, few rows": (chunk_decode.chunk_decode_kernel, chunked._NUM_WARPS, {"chunks": None}),
-    "in chunks, inner": (chunk_inner.chunk_inner_kernel, chunked._NUM_WARPS_INNER, {}),
+    "in chunks": (chunk_kernels.chunk_prompt_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, many rows": (chunk_kernels.chunk_decode_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, few rows": (
+        chunk_kernels.chunk_decode_kernel,
+        chunked._NUM_WARPS,
+        {"chunks": None},
+    ),
+    "in chunks, inner": (chunk_kernels.chunk_inner_kernel, chunked._NUM_WARPS_INNER, {}),
 }
 
 
 def in_chunks(num_heads: int, num_key_heads: int, num_values: int) -> dict[str, Any]:
     """The constants of the kernels of chunks, for keys of 128."""
     sizes = 128, num_values
-    block_v = chunk_layout.block_v(*sizes)
-    layout = chunk_layout.record_layout(*sizes, torch.bfloat16, torch.bfloat16)
+    block_v = spec.block_v(*sizes)
+    layout = spec.record_layout(*sizes, torch.bfloat16, torch.bfloat16)
     return {
         "H": num_heads,
         "HK": num_key_heads,
@@ -62,10 +57,10 @@ def in_chunks(num_heads: int, num_key_heads: int, num_values: int) -> dict[str, 
         "BLOCK_V": block_v,
         "TILES": num_values // block_v,
         "K_PAD": 128,
-        "CHUNK": chunk_layout.CHUNK,
+        "CHUNK": spec.CHUNK,
         **{name.upper(): place for name, place in layout._asdict().items()},
         "UNIT": chunked._UNIT,
-        "SIZE": chunk_layout.PREPARED_SIZE,
+        "SIZE": spec.PREPARED_SIZE,
         "HEADS": math.gcd(num_heads // num_key_heads, 4),
     }
 
@@ -74,8 +69,8 @@ NO_MAMBA: dict[str, Any] = {"rates": None, "dt_bias": None, "skip": None, "SOFTP
 DELTA = in_chunks(32, 16, 128) | NO_MAMBA | {"L2NORM": True}
 MAMBA_2 = in_chunks(64, 8, 64) | {"beta": None, "L2NORM": False, "SOFTPLUS": True}
 WITH_FUSION = (
-    walked_delta_rule._walked_delta_rule_kernel,
-    selective_scan._selective_scan_kernel,
+    walked._walked_delta_rule_kernel,
+    walked._selective_scan_kernel,
 )
 CONV = {"C": 8192, "K": 4, "CHUNK": 256, "SILU": True}
 CONV_TILES = {"": short_conv._TILE, " of decoding": short_conv._TILE_OF_DECODING}
@@ -100,15 +95,15 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         for kind, (kernel, warps, constants) in CHUNK_KERNELS.items()
     },
     "delta_rule of channels": (
-        walked_delta_rule._walked_delta_rule_kernel,
+        walked._walked_delta_rule_kernel,
         LINEAR | {"decay": "*fp32", "out": "*bf16"},
         CHANNELS,
         1,
     ),
     "selective_scan": (
-        selective_scan._selective_scan_kernel,
+        walked._selective_scan_kernel,
         dict.fromkeys(INPUTS, "*bf16") | dict.fromkeys(("A", "D", "states", "out"), "*fp32"),
-        {"INNER": 8192, "N": 16, "BLOCK_I": selective_scan._BLOCK_I, "SOFTPLUS": True},
+        {"INNER": 8192, "N": 16, "BLOCK_I": walked._BLOCK_I, "SOFTPLUS": True},
         1,
     ),
     **{
@@ -141,7 +136,7 @@ def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps:
         },
     )
     options = {"num_warps": warps, "enable_fp_fusion": kernel in WITH_FUSION}
-    if kernel is chunk_decode.chunk_decode_kernel and "chunks" not in constants:
+    if kernel is chunk_kernels.chunk_decode_kernel and "chunks" not in constants:
         options["maxnreg"] = chunked.REGISTERS_OF_MANY_ROWS
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.recurrent.chunk_layout import CHUNK
+from pagespec.kernels.recurrent.spec import CHUNK
 from pagespec.kernels.recurrent.walk import StepRows
 from tests.support.apart import run_apart
 
@@ -49,13 +49,13 @@ CASES: dict[str, Callable[[int], Case]] = {
 
 def kernel_of(name: str) -> tuple[Callable[..., Tensor], int]:
     """(the kernel's function, the place of query_starts among an op's arguments)."""
-    from pagespec.kernels.recurrent import chunked, selective_scan, short_conv, walked_delta_rule
+    from pagespec.kernels.recurrent import chunked, short_conv, walked
 
     functions: dict[str, tuple[Callable[..., Tensor], int]] = {
-        "delta_rule": (walked_delta_rule.delta_rule, 6),
+        "delta_rule": (walked.delta_rule, 6),
         "delta_rule in chunks": (chunked.delta_rule, 6),
         "short_conv": (short_conv.short_conv, 4),
-        "selective_scan": (selective_scan.selective_scan, 9),
+        "selective_scan": (walked.selective_scan, 9),
         "ssd_scan in chunks": (chunked.ssd_scan, 8),
     }
     return functions[name]

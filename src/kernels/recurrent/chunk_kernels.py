@@ -1,0 +1,466 @@
+"""The gated delta rule and Mamba-2 in chunks as three Triton kernels; :mod:`.chunked` has the
+equations.
+
+``chunk_inner_kernel`` computes what is independent of the states, for all chunks of a step side by
+side. Behind it ``chunk_prompt_kernel`` walks the chunks of prompts. ``chunk_decode_kernel`` serves
+few positions per row, whose states go from slot to slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fused.rounding import EMULATE, rounded
+from .device_functions import (
+    advance,
+    delta_inner,
+    first_slot,
+    has_reads,
+    inner_products,
+    keep_inputs,
+    load_factors,
+    load_mixing,
+    load_reads,
+    load_rows,
+    load_scalars,
+    matmul,
+    part_of_row,
+    read_state,
+    reads_of,
+    ssd_inner,
+    step_sizes,
+    zero_padding,
+)
+
+# What follows the batch must not make new versions of the kernels.
+BATCH = [
+    "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride", "k_stride",
+    "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride",
+    "b_head_stride",
+]  # fmt: skip
+POINTERS = ["decay", "beta", "starts", "contexts", "tables", "table_rows"]
+
+
+@triton.jit
+def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
+    """Where ``chunk_inner_kernel`` leaves what it computes of the chunk whose first token of the
+    step is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
+    return chunks + (number.to(tl.int64) * H + head) * SIZE
+
+
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def chunk_inner_kernel(  # type: ignore[no-untyped-def]
+    query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables,
+    table_rows, interval, table_stride, scale, dt_min, dt_max, q_stride, q_head_stride,
+    k_stride, k_head_stride, a_stride, a_head_stride, b_stride, b_head_stride, num_rows,
+    KEYS: tl.constexpr, SCALARS: tl.constexpr, RECORD: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
+    SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for
+    each row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a
+    row of n tokens lies in ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK. Shapes
+    as of ``chunk_prompt_kernel``; rates and dt_bias ``[H]``, of Mamba-2.
+    ``chunks`` are the results of :func:`.device_functions.delta_inner`.
+    """
+    DELTA: tl.constexpr = beta is not None
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    row = tl.program_id(1)
+    number = 0
+    if num_rows > 0:
+        row, number = part_of_row(starts, num_rows, row, CHUNK, 2)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    position = tl.load(contexts + row) - (end - begin)
+    table_row = tl.load(table_rows + row)
+    i0 = position % CHUNK
+    begin_of_chunk = begin - i0 + number * CHUNK
+    if (begin_of_chunk >= end) | (begin == end):
+        return
+    end_of_chunks = end
+    if num_rows > 0:
+        end_of_chunks = begin_of_chunk + 1
+    record = states
+    if position > 0:
+        table = tables + table_row.to(tl.int64) * table_stride
+        record += first_slot(table, position, interval) * (H * TILES * RECORD)
+    first_head = tl.program_id(0) * HEADS
+    head_k = first_head // (H // HK)
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    cells = index[:, None] * CHUNK + index[None, :]
+    q_stride, k_stride = q_stride * UNIT, k_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    keys = record + first_head * (TILES * RECORD) + KEYS
+    offsets = index[:, None] * K + k_index
+
+    for t in range(begin_of_chunk, end_of_chunks, CHUNK):
+        first = tl.maximum(begin - t, 0)
+        last = tl.minimum(end - t, CHUNK)
+        tokens = t + index.to(tl.int64)
+        i = index[:, None]
+        # Queries of positions before are of no matter: no slot keeps them.
+        q = tl.load(query + tokens[:, None] * q_stride,
+                    mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
+        k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)
+        k = tl.where((i < last) & mask_k, k, 0.0)
+        products = inner_products(q, k)
+        if DELTA:
+            known = inner_products(k, k)
+            squares = known
+            if L2NORM:
+                squares = inner_products(q, q)
+        for head in range(first_head, first_head + HEADS):
+            kept = record + head * (TILES * RECORD) + SCALARS
+            a = load_scalars(
+                decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
+            )
+            place = place_of_chunk(chunks, tl.maximum(t, begin), begin, row, head, CHUNK, SIZE, H)
+            vectors = place + 2 * CHUNK * CHUNK + index
+            if DELTA:
+                b = load_scalars(
+                    beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
+                )
+                made = tl.load(kept + 2 * CHUNK + cells, mask=index[:, None] < first, other=0.0)
+                mixing, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
+                )
+                half = tl.arange(0, 2)[:, None, None] * (CHUNK * CHUNK)
+                tl.store(place + half + cells[None, :, :], mixing)
+            else:
+                bias = None
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + head)
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                rate = tl.load(rates + head).to(tl.float32)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+                tl.store(place + cells, scores)
+            tl.store(vectors, of_key)
+            tl.store(vectors + CHUNK, of_query)
+            tl.store(vectors + 2 * CHUNK, of_update)
+            tl.store(vectors + 3 * CHUNK, of_update * 0.0 + growth)
+
+
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
+    table_rows, num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride,
+    k_stride, k_head_stride, v_stride, v_head_stride, a_stride, a_head_stride,
+    b_stride, b_head_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
+    RECORD: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
+    BLOCK_V), B + 1)``; the last row is that of padding. A program walks the chunks of one row with
+    one tile of a head's state in registers.
+
+    Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
+    skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts
+    ``[B]``, tables ``[R, M]``, table_rows ``[B]``; chunks is what the kernel in front wrote. The
+    interval is a multiple of CHUNK. ``key``, ``query`` and ``value`` have strides in units of UNIT
+    elements.
+    """
+    DELTA: tl.constexpr = beta is not None
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row = tl.program_id(1)
+    head = tl.program_id(0) // TILES
+    j = tl.arange(0, BLOCK_V)[:, None]
+    v_index = tl.program_id(0) % TILES * BLOCK_V + j
+    mask_v = v_index < V
+    # Together, as each takes what a load of a state takes.
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    if row == num_rows:
+        zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
+        return
+    if begin == end:
+        return
+    position = context - (end - begin)
+    table = tables + table_row.to(tl.int64) * table_stride
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
+    states += tl.program_id(0) * RECORD
+    SLOT: tl.constexpr = H * TILES * RECORD
+    s_offsets = j * K + k_index
+    k_offsets = index[:, None] * K + k_index
+    read_offsets = (reads % CHUNK) * K + k_index
+    v_offsets = index[None, :] * BLOCK_V + j
+
+    head_k = head // (H // HK)
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT)
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT)
+    value += head.to(tl.int64) * (v_head_stride * UNIT)
+    decay += head.to(tl.int64) * a_head_stride
+    out += head * V
+    if DELTA:
+        beta += head.to(tl.int64) * b_head_stride
+    if skip is not None:
+        skipped = tl.load(skip + head).to(tl.float32)
+
+    # The next are positions [first, last) of the chunk of which `token` is the first. Only of a
+    # row's first chunk there may be positions that the slot keeps.
+    first = position % CHUNK
+    token = begin - first
+    left = end - begin
+    last = tl.minimum(CHUNK, first + left)
+    slot = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
+    record = states + slot * SLOT
+    x = load_reads(
+        query + k_index, key + k_index, q_stride, k_stride, record + KEYS, read_offsets, begin,
+        first, last, reads, mask_k, CHUNK,
+    )  # fmt: skip
+    tokens = token.to(tl.int64) + index
+    v = load_rows(
+        value + v_index, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :],
+        first, last, mask_v,
+    )  # fmt: skip
+    k = load_rows(
+        key + k_index, tokens[:, None], k_stride, record + KEYS, k_offsets, index[:, None], first,
+        last, mask_k,
+    )  # fmt: skip
+    place = place_of_chunk(chunks, begin, begin, row, head, CHUNK, SIZE, H)
+    mixing = load_mixing(place, reads, index)
+    state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
+    # A state that begins an interval comes from another slot than it goes to.
+    is_new = position % interval == 0
+    until_next = interval - position % interval
+    table += position // interval
+    record = states + tl.load(table).to(tl.int64) * SLOT
+    x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
+    v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
+    k = tl.where((index < last)[:, None] & mask_k, k, 0.0)
+    # Where the inputs and outputs of `token` are; from here on all is a chunk further each time.
+    query += token.to(tl.int64) * q_stride
+    key += token.to(tl.int64) * k_stride
+    value += token.to(tl.int64) * v_stride
+    out += token.to(tl.int64) * (H * V)
+    place_1 = place_of_chunk(chunks, token + CHUNK, begin, row, head, CHUNK, SIZE, H)
+
+    while left > 0:
+        of_key, of_query, of_update, growth = load_factors(place, index)
+        left -= last - first
+        until_next -= last - first
+        # Loads for the next chunk, on their way while this one is computed. Behind a row's last
+        # there is something in `chunks`, too.
+        last_1 = tl.minimum(CHUNK, left)
+        query += CHUNK * q_stride
+        key += CHUNK * k_stride
+        value += CHUNK * v_stride
+        x_1 = tl.load(
+            reads_of(query, key, q_stride, k_stride, reads, k_index, CHUNK, DELTA),
+            mask=(reads % CHUNK < last_1) & mask_k, other=0.0,
+        )  # fmt: skip
+        v_1 = tl.load(
+            value + (index[None, :] * v_stride + v_index),
+            mask=(index < last_1)[None, :] & mask_v, other=0.0,
+        )  # fmt: skip
+        k_1 = tl.load(
+            key + (index[:, None] * k_stride + k_index),
+            mask=(index < last_1)[:, None] & mask_k, other=0.0,
+        )  # fmt: skip
+        mixing_1 = load_mixing(place_1, reads, index)
+
+        read = read_state(state, x, SPLIT)
+        u, y, wide_v = advance(read, v, mixing, of_key, of_query, DELTA, SPLIT)
+        if skip is not None:
+            y += skipped * wide_v
+        new = (index >= first) & (index < last)
+        target = out + (index[None, :] * (H * V) + v_index)
+        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
+
+        if last == CHUNK:
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+            is_new = True
+        else:
+            keep_inputs(
+                record, k, v, mixing, decay, beta, token.to(tl.int64) + index, a_stride, b_stride,
+                k_offsets, v_offsets, index, reads, first, last, mask_k, mask_v, KEYS, VALUES,
+                SCALARS, ROWS,
+            )  # fmt: skip
+        if is_new & ((left == 0) | (until_next == 0)):
+            tl.debug_barrier()  # other threads of this program may still be reading
+            tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        if until_next == 0:
+            until_next = interval
+            table += 1
+            record = states + tl.load(table, mask=left > 0, other=0).to(tl.int64) * SLOT
+        token += CHUNK
+        out += CHUNK * H * V
+        place = place_1
+        place_1 += H * SIZE
+        first = 0
+        last = last_1
+        x, v, k, mixing = x_1, v_1, k_1, mixing_1
+
+
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def chunk_decode_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out, starts, contexts,
+    tables, table_rows, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
+    a_head_stride, b_stride, b_head_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
+    RECORD: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """As ``chunk_prompt_kernel``, but that without ``chunks`` each program
+    computes what would be in them itself, for any interval; rates and dt_bias ``[H]``, of Mamba-2.
+    """
+    DELTA: tl.constexpr = beta is not None
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row = tl.program_id(1)
+    head = tl.program_id(0) // TILES
+    j = tl.arange(0, BLOCK_V)[:, None]
+    v_index = tl.program_id(0) % TILES * BLOCK_V + j
+    mask_v = v_index < V
+    # Together, as each takes what a load of a state takes.
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    if row == num_rows:
+        zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
+        return
+    if begin == end:
+        return
+    position = context - (end - begin)
+    table = tables + table_row.to(tl.int64) * table_stride
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
+    states += tl.program_id(0) * RECORD
+    SLOT: tl.constexpr = H * TILES * RECORD
+    s_offsets = j * K + k_index
+    k_offsets = index[:, None] * K + k_index
+    read_offsets = (reads % CHUNK) * K + k_index
+    v_offsets = index[None, :] * BLOCK_V + j
+
+    head_k = head // (H // HK)
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    value += head.to(tl.int64) * (v_head_stride * UNIT) + v_index
+    decay += head.to(tl.int64) * a_head_stride
+    out += head * V + v_index
+    if DELTA:
+        beta += head.to(tl.int64) * b_head_stride
+    if skip is not None:
+        skipped = tl.load(skip + head).to(tl.float32)
+
+    if chunks is None and not DELTA:
+        rate = tl.load(rates + head).to(tl.float32)
+        bias = None
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + head)
+    i = index[:, None]
+    token = begin
+    left = end - begin
+    while left > 0:
+        # Positions [first, last) of a chunk of `size`; `token` is that of the first.
+        offset = position % interval
+        first = offset % CHUNK
+        size = tl.minimum(CHUNK, interval - (offset - first))
+        last = tl.minimum(size, first + left)
+        slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
+        source = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
+        record = states + source * SLOT
+        # All loads are on their way before the first is waited for.
+        tokens = (token - first).to(tl.int64) + index
+        has_k = (i < last) & mask_k
+        has_state = mask_v & mask_k & (position > 0)
+        k = load_rows(
+            key, tokens[:, None], k_stride, record + KEYS, k_offsets, i, first, last, mask_k
+        )
+        x = load_reads(
+            query, key, q_stride, k_stride, record + KEYS, read_offsets, token, first, last,
+            reads, mask_k, CHUNK,
+        )  # fmt: skip
+        v = load_rows(
+            value, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :], first,
+            last, mask_v,
+        )  # fmt: skip
+        if chunks is not None:
+            place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
+            mixing = load_mixing(place, reads, index)
+            of_key, of_query, of_update, growth = load_factors(place, index)
+            state = tl.load(record + s_offsets, mask=has_state)
+            tl.debug_barrier()  # else the assembler has loads that are needed late wait for this
+        else:
+            has_q = (i >= first) & (i < last) & mask_k
+            q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
+            a = load_scalars(decay, tokens, a_stride, record + SCALARS, index, first, last)
+            if DELTA:
+                b = load_scalars(
+                    beta, tokens, b_stride, record + SCALARS + CHUNK, index, first, last
+                )
+                made = tl.load(record + ROWS + i * CHUNK + index[None, :], mask=i < first)
+            state = tl.load(record + s_offsets, mask=has_state)
+            q = tl.where(has_q, q, 0.0)
+            all_k = tl.where(has_k, k, 0.0)
+            products = inner_products(q, all_k)
+            if DELTA:
+                known = inner_products(all_k, all_k)
+                squares = known
+                if L2NORM:
+                    squares = inner_products(q, q)
+                mixing, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
+                )
+                mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
+            else:
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+        x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
+        state = tl.where(has_state, state, 0.0)
+        read = read_state(state, x, SPLIT)
+        v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
+        u, y, wide_v = advance(read, v, mixing, of_key, of_query, DELTA, SPLIT)
+        if skip is not None:
+            y += skipped * wide_v
+        new = (index >= first) & (index < last)
+        target = out + tokens[None, :] * (H * V)
+        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
+
+        record = states + slot * SLOT
+        tl.debug_barrier()  # other threads of this program may still be reading
+        if last == size:
+            k = tl.where(has_k, k, 0.0)
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+            tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        else:
+            if offset == 0:  # the state comes from another slot
+                tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+            keep_inputs(
+                record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
+                index, reads, first, last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
+            )  # fmt: skip
+        token += last - first
+        left -= last - first
+        position += last - first
+        tl.debug_barrier()  # the next chunk's state was written by other threads
