@@ -376,7 +376,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""
-        from .kernels.jit.counters import count_triton_variants, peak_memory_bytes
+        from .kernels.device import count_triton_variants, peak_memory_bytes
 
         engine, runner = self.engine, self._runner
         return replace(

@@ -280,7 +280,7 @@ PLANTED = [
     ("compile.fusions.fuse_norm", "from ..passes import cleanup", "fusions stands below passes"),
     ("compile.lowering.lower_gpu", "from ..fusions import sort_rows", "lowering stands below fus"),
     ("compile.fx.nodes", "from ...engine import plan", "compile knows no engine"),
-    ("kernels.jit.counters", "from ...engine import plan", "kernels knows no engine"),
+    ("kernels.jit.compile_pool", "from ...engine import plan", "kernels knows no engine"),
     ("engine.plan", "def f():\n    import torch.fx", "the engine knows no torch"),
     ("engine.plan", "from ..llm import LLM", "the engine knows nobody above"),
     ("engine.request", "from pagespec.runner import cpu_pack", "the engine knows nobody above"),

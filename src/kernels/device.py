@@ -1,10 +1,12 @@
-"""The GPU at hand and how kernels are launched on it; facts of the CPU's library.
+"""The GPU at hand, how kernels are launched on it, what was compiled for it; facts of the CPU's
+library.
 
 Triton is imported where it is used: a machine without a GPU need not have it.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -103,6 +105,13 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may overlap the kernel before it: the kernel's constant ``PDL``, and
+    Triton's ``launch_pdl``."""
+    overlap = has_dependent_launch(device)
+    return {"PDL": overlap, "launch_pdl": overlap}
+
+
 def triggers_dependents_late(num_rows: int) -> bool:
     """Whether attention and matmuls of a step of ``num_rows`` let the next kernel start only
     behind their own wait.
@@ -114,3 +123,30 @@ def triggers_dependents_late(num_rows: int) -> bool:
     four rows, early from eight on (docs/notes/matmul.md).
     """
     return num_rows <= _LATE_TRIGGER_ROWS
+
+
+def count_triton_variants() -> int:
+    """Forms of our Triton and Gluon kernels that this process has, on all devices: what it compiled
+    and what it found on the disk."""
+    triton = sys.modules.get("triton")
+    if triton is None:
+        return 0
+    kernels = {
+        id(value): value
+        for name, module in list(sys.modules.items())
+        if name.startswith("pagespec.") and module is not None
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    }
+    return sum(
+        len(per_device[0])
+        for kernel in kernels.values()
+        for per_device in kernel.device_caches.values()
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> dict[str, int]:
+    """{"peak": most bytes torch ever reserved on the GPU since the last reset}; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"peak": torch.cuda.max_memory_reserved(device)}

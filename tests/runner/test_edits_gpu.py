@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.jit.counters import count_triton_variants
+from pagespec.kernels.device import count_triton_variants
 from tests.support.edited_requests import Asked, LogitsByPosition, check_tokens, mixed_cases
 from tests.support.models import tiny_model
 

@@ -3,7 +3,8 @@
 A kernel's name is a digest of its source, of the functions it calls, and of the constants that all
 of them read. Triton up to 3.6 looks for a function's constants before it has read the function: so
 they are missing, unless another kernel that calls it was compiled before. Kernels that are compiled
-side by side come in any order, and then the next start looks for half of them under other names.
+in parallel come in any order, and the next start would then look for half of them under other
+names.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from triton.runtime.jit import JITCallable
 
 
 def read_triton_early() -> threading.Thread:
-    """Have Triton read itself in a thread: all names hold a digest of its files, of which one has
-    400 MB, half a second or more. It is done once the thread is joined."""
+    """Compute the digest of Triton's files in a thread. All names contain it, and one file has
+    400 MB: half a second or more. It is known once the thread is joined."""
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()
     return thread
@@ -44,7 +45,7 @@ def _settle(function: Any, seen: set[int]) -> None:
 
 
 def _called(fn: Any) -> Iterator[Any]:
-    """Triton's functions that the code of ``fn`` names, and some that it may only look like to."""
+    """Triton's functions that the code of ``fn`` names, and perhaps some that only share a name."""
     names = fn.__code__.co_names
     for name in names:
         value = fn.__globals__.get(name)

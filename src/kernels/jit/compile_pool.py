@@ -33,7 +33,7 @@ class Compilers:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: Connection
-        self._num_asked = 0
+        self._num_requested = 0
 
     @property
     def is_running(self) -> bool:
@@ -79,26 +79,26 @@ class Compilers:
         name = kernel.fn.__module__, kernel.fn.__qualname__
         try:
             self._answers.send((driver.active.get_current_target(), *name, form))
-            self._num_asked += 1
+            self._num_requested += 1
         except OSError as error:
             self._give_up(error)
 
     def wait(self) -> int:
-        """Until all that was asked for has been compiled, as far as that works.
+        """Wait until all requested kernels are compiled, as far as that works.
 
         Returns:
             How many were compiled since the last call; others were there, or are still not.
         """
         answers: list[bool | None] = []
         try:
-            for _ in range(self._num_asked):
+            for _ in range(self._num_requested):
                 if not self._answers.poll(_PATIENCE_S):
                     raise TimeoutError(f"no answer for {_PATIENCE_S} s")
                 answers.append(self._answers.recv())
         except (OSError, EOFError) as error:
             self._give_up(error)
             return 0
-        self._num_asked = 0
+        self._num_requested = 0
         if None in answers:
             logger.info("%d kernels were not compiled by another process", answers.count(None))
         return answers.count(True)
@@ -110,7 +110,7 @@ class Compilers:
     def stop(self) -> None:
         """End the process, at once, and with it what it still compiles."""
         process, self._process = self._process, None
-        self._num_asked = 0
+        self._num_requested = 0
         if process is not None:
             process.kill()
             self._answers.close()

@@ -33,7 +33,7 @@ _MAX_PROCESSES = 32  # all of them are forked at once; a start has some dozen ke
 
 
 class _NoGpu:
-    """Triton's driver as far as compiling asks for it."""
+    """The part of Triton's driver that compiling calls."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -59,12 +59,12 @@ def main() -> None:
     def answer(future: Future[bool | None]) -> None:
         requests.send(None if future.exception() else future.result())
 
-    # Ends with the process that asks, or when a child was killed: BrokenProcessPool.
+    # Ends with the requesting process, or when a child was killed: BrokenProcessPool.
     with suppress(Exception):
         while True:
             target, *kernel = requests.recv()
             driver.set_active(_NoGpu(target))  # type: ignore[arg-type]
-            make_backend(target).hash()  # asks the assembler for its version, once for all
+            make_backend(target).hash()  # queries the assembler's version, once for all
             pool.submit(_compile, *kernel).add_done_callback(answer)
     os._exit(0)  # waits for no child
 

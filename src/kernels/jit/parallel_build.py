@@ -33,7 +33,7 @@ _LOADING = threading.Lock()
 
 
 class _Missing:
-    """A hook that records the kernels one thread wants to launch but has not compiled, once each.
+    """A hook that records the kernels that one thread launches uncompiled, once each.
 
     Attributes:
         found: what makes it, then the form, as Triton names it.

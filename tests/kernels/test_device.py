@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-from pagespec.kernels.jit.counters import count_triton_variants
+from pagespec.kernels.device import count_triton_variants
 from pagespec.kernels.attention import decode
 from pagespec.kernels.arch import is_gluon_known
 
