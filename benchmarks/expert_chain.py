@@ -25,7 +25,7 @@ from benchmarks.card import rates_of_this_process
 from benchmarks.experts import _DRY, _QWEN3_30B_A3B, Shape
 from benchmarks.plain_read import seconds_of
 from pagespec.kernels.device import Gpu
-from pagespec.kernels.experts import combine_norm, grouped_mm, route_rows
+from pagespec.kernels.experts import expert_rows, grouped_mm, route_rows
 from pagespec.kernels.experts.expert_rows import combine_experts, spread_rows
 from pagespec.kernels.experts.route import route
 from pagespec.kernels.experts.sort_by_expert import sort_by_expert
@@ -125,7 +125,7 @@ class Layer:
         rows = grouped_mm.grouped_mm(rows, self.down, offs, has_old_offs=variant.ahead_rows > 0)
         given = rows, weights.view(-1), inverse, top_k
         if variant.joins_norm:
-            return combine_norm.combine_add_rms_norm(*given, hidden, self.norms[1], _EPS, "rounded")
+            return expert_rows.combine_add_rms_norm(*given, hidden, self.norms[1], _EPS, "rounded")
         summed = combine_experts(*given, x.dtype)
         return add_rms_norm(summed, hidden, self.norms[1], _EPS, "rounded")
 
@@ -145,7 +145,7 @@ def settings_of(variant: Variant) -> Iterator[None]:
     with (
         patch.object(grouped_mm, "LATE_TRIGGER_ROWS", variant.late_rows),
         patch.object(grouped_mm, "AHEAD_ROWS", variant.ahead_rows),
-        patch.object(combine_norm, "triggers_dependents_late", is_late),
+        patch.object(expert_rows, "triggers_dependents_late", is_late),
     ):
         yield
 

@@ -18,8 +18,7 @@ from typing import Any, TypeGuard
 
 from torch.fx import GraphModule, Node
 
-from ...kernels.experts.combine_norm import combine_add_rms_norm
-from ...kernels.experts.expert_rows import combine_experts
+from ...kernels.experts.expert_rows import combine_add_rms_norm, combine_experts
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import (
     calls,

@@ -14,14 +14,14 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from ...kernels.linear import dispatch as gpu_linear
-from ...kernels.linear.row_parallel import RowParallel
+from ...kernels.linear.dispatch import RowParallel
 from ..fx.nodes import calls_function, only_user
 from ..fx.pass_context import PassContext
 
 
 def fuse_row_parallel(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of matmuls joined. Bits are unchanged, as
-    :meth:`.row_parallel.RowParallel.linear_norm` promises."""
+    :meth:`.dispatch.RowParallel.linear_norm` promises."""
     communicator, count = context.communicator, 0
     if communicator is None:
         return 0

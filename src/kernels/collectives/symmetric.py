@@ -1,5 +1,4 @@
-"""The communicator of GPUs that reach each other's memory (NVLink): kernels of :mod:`.peer_memory`
-and, for few rows with a norm, of :mod:`.few_rows`.
+"""The communicator of GPUs that reach each other's memory (NVLink): kernels of :mod:`.peer_memory`.
 
 The boxes are symmetric memory of torch, by plain peer-to-peer addresses; NVLink multicast is not
 used. Everything runs inside CUDA graphs.
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch, triggers_dependents_late
+from ..device import as_rows, overlap_options, triggers_dependents_late
 from ..fused.dispatch import NormForm
 from .boxes import Boxes, LaunchShape, make_boxes
 from .communicator import Communicator, LoneRank, PushTarget
@@ -204,7 +203,7 @@ class PeerCommunicator:
         )
 
     def _are_few(self, rows: Tensor) -> bool:
-        """Whether :mod:`.few_rows` serves them."""
+        """Whether ``few_rows_norm_kernel`` serves them."""
         num_rows, width = rows.shape
         num_bytes = width * rows.element_size()
         return num_rows <= self._shape.few_rows and num_bytes <= self._shape.few_row_bytes
@@ -212,7 +211,7 @@ class PeerCommunicator:
     def _launch_few(
         self, b: Boxes, rows: Tensor, out: Tensor, *arguments: Any, **constants: Any
     ) -> None:
-        from .few_rows import few_rows_norm_kernel
+        from .peer_memory import few_rows_norm_kernel
 
         self._run(
             few_rows_norm_kernel,
@@ -231,13 +230,11 @@ class PeerCommunicator:
 
     def _run(self, kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
         """Launch a kernel; until connected, only compile it."""
-        overlap = has_dependent_launch(self._device)
         (kernel[grid] if self._is_connected else functools.partial(kernel.warmup, grid=grid))(
             *arguments,
             RANK=self.rank,
             NUM_RANKS=self.num_ranks,
-            PDL=overlap,
-            launch_pdl=overlap,
+            **overlap_options(self._device),
             **constants,
         )
 

@@ -2,8 +2,8 @@
 
 Read in this order, which is that of a layer: ``route`` (which experts a token gets),
 ``sort_by_expert`` (rows of one expert side by side), ``expert_rows`` (rows to their experts, and
-the sum of what comes back), ``grouped_mm`` (the matmul between the two); then ``route_rows`` and
-``combine_norm``, which for few tokens are several of these in one launch.
+their sum, for few tokens with the norm behind it), ``grouped_mm`` (the matmul between the two);
+then ``route_rows``, which for few tokens is the first three in one launch.
 
 Imports ``linear`` and ``fused``. May be imported by ``compile``.
 """

@@ -1,20 +1,25 @@
 """Rows of tokens brought into the order of their experts, and the sum over a token's experts, a
-shared one among them.
+shared one among them; for few tokens with the addition of the residual and the norm of the next
+layer in one launch.
 
-Both kernels have one program per token and part of its width. It walks over the token's experts,
-each of whose rows lies where the inverse of :func:`.sort_by_expert.sort_by_expert` says, so a
-token's hidden state is read once and its result written once.
+The kernels of many tokens have one program per token and part of its width. It walks over the
+token's experts, each of whose rows lies where the inverse of :func:`.sort_by_expert.sort_by_expert`
+says, so a token's hidden state is read once and its result written once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch
-from ..fused.rounding import rounded, sigmoid
+from ..device import as_rows, overlap_options, triggers_dependents_late
+from ..fused import dispatch as fused
+from ..fused.rms_norm import mean_square, num_warps
+from ..fused.rounding import rounded, scaled, sigmoid
 
 MAX_TOP_K = 16
 """Experts per token of these kernels, whose loops over them are unrolled."""
@@ -49,11 +54,40 @@ def with_shared(  # type: ignore[no-untyped-def]
     total, shared, gate, HAS_GATE: tl.constexpr, DTYPE: tl.constexpr
 ):
     """``total + sigmoid(gate) * shared``, or without the factor, as float32; each operation is
-    rounded to DTYPE, as ``total`` is. The same for few tokens (:mod:`.combine_norm`) and many."""
+    rounded to DTYPE, as ``total`` is. The same for few tokens and many."""
     shared = shared.to(tl.float32)
     if HAS_GATE:
         shared = rounded(rounded(sigmoid(gate.to(tl.float32)), DTYPE) * shared, DTYPE)
     return rounded(total + shared, DTYPE)
+
+
+@triton.jit
+def _places_of(inverse, weights, token, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the rows of a token's K experts lie, and the factors on them."""
+    places = ()
+    factors = ()
+    for j in tl.static_range(K):
+        places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
+        factors += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
+    return places, factors
+
+
+@triton.jit
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    rows, places, factors, i, mask, H: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The sum over a token's experts, in their order: of the dtype of the products, then DTYPE."""
+    # All places are loaded before the first is waited for, then the rows. The assembler would
+    # save registers and wait for each place in turn; it does not move loads behind a barrier.
+    tl.debug_barrier()
+    parts = ()
+    for j in tl.static_range(K):
+        parts += (tl.load(rows + places[j] * H + i, mask=mask, other=0.0),)  # type: ignore[assignment]
+    total = tl.zeros(i.shape, tl.float32)
+    for j in tl.static_range(K):
+        total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
+    return rounded(rounded(total, PRODUCT), DTYPE)
 
 
 @triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["weights", "gate"])
@@ -71,26 +105,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     i = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
-    # All places are asked for before the first is waited for, then the rows. The assembler would
-    # save registers and wait for each place in turn; it does not move loads behind a barrier.
-    places = ()
-    factors = ()
-    for j in tl.static_range(K):
-        places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
-        factors += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
+    places, factors = _places_of(inverse, weights, token, K)
     if HAS_SHARED:
         added = tl.load(shared + token * H + i, mask=i < H, other=0.0)
         logit = tl.load(gate + token * gate_stride) if HAS_GATE else 0.0
-    tl.debug_barrier()
-    parts = ()
-    for j in tl.static_range(K):
-        parts += (tl.load(rows + places[j] * H + i, mask=i < H, other=0.0),)  # type: ignore[assignment]
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(K):
-        total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
-    # The sum has the dtype of the products, then that of the result.
     DTYPE: tl.constexpr = out.dtype.element_ty
-    total = rounded(rounded(total, PRODUCT), DTYPE)
+    total = _weighted_sum(rows, places, factors, i, i < H, H, K, PRODUCT, DTYPE)
     if HAS_SHARED:
         total = with_shared(total, added, logit, HAS_GATE, DTYPE)
     tl.store(out + token * H + i, total.to(DTYPE), mask=i < H)
@@ -115,15 +135,13 @@ def spread_rows(tokens: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     if not num_tokens:
         return out
     block, num_warps = _tile(num_tokens)
-    pdl = has_dependent_launch(tokens.device)
     _spread_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
         tokens, inverse, out, tokens.stride(0),
         H=hidden_size,
         K=top_k,
         BLOCK=block,
-        PDL=pdl,
         num_warps=num_warps,
-        launch_pdl=pdl,
+        **overlap_options(tokens.device),
     )  # fmt: skip
     return out
 
@@ -161,7 +179,6 @@ def combine_experts(
     if not num_tokens:
         return out
     block, num_warps = _tile(num_tokens)
-    pdl = has_dependent_launch(rows.device)
     logits, gate_stride = gate_column(gate, rows)
     _combine_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
         rows, weights, inverse, rows if shared is None else shared.contiguous(), logits, out,
@@ -172,10 +189,9 @@ def combine_experts(
         PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
         HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None,
-        PDL=pdl,
         num_warps=num_warps,
         enable_fp_fusion=False,  # a product is rounded before it is added
-        launch_pdl=pdl,
+        **overlap_options(rows.device),
     )  # fmt: skip
     return out
 
@@ -199,3 +215,109 @@ TRITON_DTYPES = {
 def _tile(num_tokens: int) -> tuple[int, int]:
     """(elements of a row per program, warps)."""
     return next(tile[:2] for tile in _TILES if num_tokens <= tile[2])
+
+
+MAX_FEW_TOKENS = 64
+"""Tokens up to which there is one launch."""
+
+
+@triton.jit(
+    do_not_specialize=["gate_stride"],
+    do_not_specialize_on_alignment=["weights", "inverse", "gate"],
+)
+def _combine_norm_kernel(  # type: ignore[no-untyped-def]
+    rows, weights, inverse, shared, gate, residual, norm_weight, out, hidden, gate_stride, eps,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
+    FORM: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``_combine_kernel``, then ``_norm_kernel`` of :mod:`..fused.rms_norm`, with the bits of
+    both
+    one after the other: all is rounded where they round, and a row is spread over as many warps as
+    there, 16 bytes per thread at once, which gives the mean the same order of additions. Hence the
+    bounds (:func:`_has_one_launch`). Grid: ``(tokens,)``."""
+    if PDL:
+        if not LATE_TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if LATE_TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < H
+    places, factors = _places_of(inverse, weights, token, K)
+    before = tl.load(residual + token * H + i, mask=mask, other=0.0)
+    scale = tl.load(norm_weight + i, mask=mask, other=0.0)
+    if HAS_SHARED:
+        added = tl.load(shared + token * H + i, mask=mask, other=0.0)
+        logit = tl.load(gate + token * gate_stride) if HAS_GATE else 0.0
+    h = _weighted_sum(rows, places, factors, i, mask, H, K, PRODUCT, DTYPE)
+    if HAS_SHARED:
+        h = with_shared(h, added, logit, HAS_GATE, DTYPE)
+    h = rounded(h + before.to(tl.float32), DTYPE)
+    tl.store(hidden + token * H + i, h.to(DTYPE), mask=mask)
+    y = scaled(h * tl.rsqrt(mean_square(h, H) + eps), scale.to(tl.float32), FORM, DTYPE)
+    tl.store(out + token * H + i, y.to(DTYPE), mask=mask)
+
+
+def combine_add_rms_norm(
+    rows: Tensor,
+    weights: Tensor,
+    inverse: Tensor,
+    top_k: int,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    form: fused.NormForm,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of h, h) with h = ``residual + combine_experts(...)``.
+
+    Args:
+        rows, weights, inverse, top_k, shared, gate: as of :func:`combine_experts`.
+        residual: ``[..., H]`` of T rows, whose dtype the sum over the experts is rounded to.
+        norm_weight, eps, form: as of :func:`.dispatch.add_rms_norm`.
+
+    Returns:
+        Both of the shape and dtype of ``residual``.
+    """
+    hidden_size = residual.shape[-1]
+    num_tokens = len(inverse) // top_k
+    loaded = (rows, residual, norm_weight, *(() if shared is None else (shared,)))
+    if not (0 < num_tokens <= MAX_FEW_TOKENS and _has_one_launch(loaded)):
+        combined = combine_experts(rows, weights, inverse, top_k, residual.dtype, shared, gate)
+        return fused.add_rms_norm(combined.view(residual.shape), residual, norm_weight, eps, form)
+    weights = weights.contiguous()
+    out, hidden = torch.empty_like(residual), torch.empty_like(residual)
+    logits, gate_stride = gate_column(gate, rows)
+    block = triton.next_power_of_2(hidden_size)
+    _combine_norm_kernel[(num_tokens,)](
+        rows, weights, inverse, rows if shared is None else shared, logits, residual, norm_weight,
+        out, hidden, gate_stride, eps,
+        H=hidden_size,
+        K=top_k,
+        BLOCK=block,
+        PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
+        HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None,
+        FORM=form,
+        LATE_TRIGGER=triggers_dependents_late(num_tokens),
+        num_warps=num_warps(block),
+        enable_fp_fusion=False,  # all is rounded before it is added
+        **overlap_options(rows.device),
+    )  # fmt: skip
+    return out, hidden
+
+
+def _has_one_launch(loaded: Sequence[Tensor]) -> bool:
+    """Whether all rows are loaded as the norm alone loads them: contiguous, of one dtype, whole
+    units."""
+    return all(
+        x.dtype == loaded[0].dtype
+        and x.shape[-1] % 16 == 0
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        for x in loaded
+    )

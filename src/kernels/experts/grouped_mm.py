@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import Gpu, has_dependent_launch
+from ..device import Gpu, overlap_options
 from ..linear.matmul import Tile, _fold, _silu_mul, supports_tma
 from ..linear.tuned_tiles import _swapped, _tile
 
@@ -24,7 +24,8 @@ LATE_TRIGGER_ROWS = 32
 """Rows up to which a kernel lets the next one start only behind its own wait: those of four tokens
 with eight experts each (:func:`..device.triggers_dependents_late`)."""
 AHEAD_ROWS = 2
-"""Rows whose experts' weights, all of them, are as much as is asked for before the wait: an eighth
+"""Rows whose experts' weights, all of them, are the most that is prefetched before the wait: an
+eighth
 of those of a step of one token and one of padding. What is more would be in the way of the kernel
 before (docs/notes/experts.md)."""
 
@@ -79,7 +80,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     K_IS_INNER: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
-    READS_AHEAD: tl.constexpr,  # offs, and asks for AHEAD_BYTES of each row of the weight
+    READS_AHEAD: tl.constexpr,  # offs, and prefetches AHEAD_BYTES of each row of the weight
     AHEAD_BYTES: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``, or with a
@@ -183,7 +184,7 @@ def grouped_mm(
             halves, each operation rounded to the dtype.
         has_old_offs: whether another call of as many rows and with the same ``offs`` comes before.
             Given few rows it lets nothing behind it start before ``offs`` is there. So this one
-            looks at it, and asks for a part of the weights that it will need, before it waits.
+            reads it, and prefetches a part of the weights that it will need, before it waits.
         tile: to try another than :func:`choose_grouped_tile` gives.
 
     Returns:
@@ -211,7 +212,6 @@ def grouped_mm(
         weight_tiles = TensorDescriptor.from_tensor(matrix, block)
     # One tile more than full ones for each expert with rows, and for the rows after the last.
     num_tiles = num_rows // tile.block_m + min(num_experts + 1, num_rows)
-    pdl = has_dependent_launch(x.device)
     is_late = num_rows <= LATE_TRIGGER_ROWS
     reads_ahead = is_late and has_old_offs
     ahead_bytes = 0
@@ -236,10 +236,9 @@ def grouped_mm(
         READS_AHEAD=reads_ahead,
         AHEAD_BYTES=ahead_bytes,
         LATE_TRIGGER=is_late,
-        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=pdl,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 

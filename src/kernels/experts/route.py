@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, overlap_options
 from ..fused.rounding import EMULATE, rounded
 from ..jit.parallel_build import may_skip_launches
 
@@ -152,7 +152,6 @@ def route(
     if may_skip_launches():  # other kernels read at what this one has not written
         ids.zero_()
     if num_tokens:
-        pdl = has_dependent_launch(logits.device)
         _route_kernel[(num_tokens,)](
             rows, weights, ids, rows.stride(0),
             E=num_experts,
@@ -160,9 +159,8 @@ def route(
             K=top_k,
             K_BLOCK=triton.next_power_of_2(top_k),
             NORMALISATION=normalisation,
-            PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
-            launch_pdl=pdl,
+            **overlap_options(logits.device),
         )  # fmt: skip
     return weights.view(shape), ids.view(shape)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, overlap_options
 from ..fused.rounding import rounded
 from ..jit.parallel_build import may_skip_launches
 from . import expert_rows
@@ -46,8 +46,8 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
     S: tl.constexpr = T_BLOCK * K_BLOCK
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    # All that is read is asked for at once: the logits of each token (those behind the last are as
-    # it is, no numbers that none would be) and the program's part of the row of each of the S.
+    # All loads are issued at once: the logits of each token (beyond the last token its own again,
+    # never uninitialised memory) and the program's part of the row of each of the S.
     token = tl.arange(0, T_BLOCK)[:, None]
     i = tl.arange(0, E_BLOCK)[None, :]
     at = tl.minimum(token, num_tokens - 1).to(tl.int64)
@@ -123,7 +123,6 @@ def route_rows(
     if may_skip_launches():  # other kernels read at what this one has not written
         inverse.zero_()
         offs.zero_()
-    pdl = has_dependent_launch(device)
     _route_rows_kernel[(triton.cdiv(hidden_size, _BLOCK) + 1,)](
         logits, tokens, weights, rows, inverse, offs, num_tokens,
         None if query_starts is None else query_starts[-1:],
@@ -137,9 +136,8 @@ def route_rows(
         BLOCK=_BLOCK,
         EXPERTS=min(_EXPERTS, triton.next_power_of_2(num_experts)),
         NORMALISATION=normalisation,
-        PDL=pdl,
         num_warps=min(t_block, _MAX_WARPS),
         enable_fp_fusion=False,
-        launch_pdl=pdl,
+        **overlap_options(device),
     )  # fmt: skip
     return rows, weights, inverse, offs

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from ..jit.parallel_build import may_skip_launches
 
 # Rows that a program looks at at once, up to how many rows there are, and its warps.
@@ -159,9 +159,8 @@ def sort_by_expert(
     if may_skip:  # other kernels read at what this one has not written
         for indices in (sorted_ids, order, inverse, offs):
             indices.zero_()
-    pdl = has_dependent_launch(ids.device)
     num_real_tokens = None if query_starts is None else query_starts[-1:]
-    shared = {"E": num_experts, "TOP_K": top_k, "PDL": pdl, "launch_pdl": pdl}
+    shared = {"E": num_experts, "TOP_K": top_k, **overlap_options(ids.device)}
     results = (sorted_ids, order, inverse, offs)
     is_many = num_rows * (num_experts + 128) > _MANY
     # Kernels are being made for later steps, of fewer rows: those of both ways.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, overlap_options
 from .rounding import EMULATE, rounded, silu
 
 _BLOCK = 1024
@@ -56,15 +56,13 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return out
     gate_rows, up_rows = as_rows(gate), as_rows(up)
     num_rows, width = gate_rows.shape
-    overlap = has_dependent_launch(gate.device)
     _act_mul_kernel[(num_rows * triton.cdiv(width, _BLOCK),)](
         gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0),
         N=width,
         BLOCK=_BLOCK,
         KIND=kind,
-        PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(gate.device),
     )  # fmt: skip
     return out

@@ -56,9 +56,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: No
         ``[R, N]`` in the dtype of x.
     """
     if x.device.type == "cuda":
-        from . import gated_rms_norm
+        from . import rms_norm
 
-        return gated_rms_norm.gated_rms_norm(x, gate, weight, eps, form)
+        return rms_norm.gated_rms_norm(x, gate, weight, eps, form)
     normed = rms_norm_reference(x, weight, eps, form)
     return (normed * torch.nn.functional.silu(gate.reshape(x.shape).float())).to(x.dtype)
 

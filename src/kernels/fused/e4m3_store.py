@@ -61,7 +61,7 @@ def store_vectors(  # type: ignore[no-untyped-def]
         cache: pointer to e4m3, of all blocks. slots: int64 ``[M]``. heads: ``[M]``. dims:
             ``[D_PAD]``.
     """
-    # Rows that nobody stores are zeros, and div_rn takes a slow branch for zeros: joined with
+    # Rows that are not stored are zeros, and div_rn takes a slow branch for zeros: joined with
     # decode attention, a store of one token took 5 us of 11.
     numbers, scales = quantized(tl.where(mask[:, None], x, 1.0))
     first = cache + slots // PAGE * block_width(True, PAGE, HKV, D)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import RopeInputs
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from .e4m3_store import is_e4m3, store_vectors
 from .rounding import rounded, scaled
 
@@ -219,7 +219,6 @@ def norm_rope_store(
         + triton.cdiv(num_kv_heads, heads)
         + triton.cdiv(num_kv_heads, v_heads)
     )
-    overlap = has_dependent_launch(query.device)
     _norm_rope_store_kernel[(num_tokens * num_tiles,)](
         query, key, value, cos, sin, query if q_weight is None else q_weight,
         query if k_weight is None else k_weight, out, k_cache, v_cache, slot_mapping, eps,
@@ -233,9 +232,8 @@ def norm_rope_store(
         TABLE=cos.shape[2],
         FORM="" if q_weight is None else form,
         PAGE=k_cache.shape[1],
-        PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(query.device),
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, overlap_options
 from .activation import gelu_tanh
 from .e4m3_groups import GROUP, QuantizedRows, empty_rows, quantized
 from .rms_norm import mean_square, num_warps
@@ -109,16 +109,14 @@ def _launch(x: Tensor, up: Tensor, kind: str) -> QuantizedRows:
     out = empty_rows(num_rows, width, x.device)
     if num_rows == 0:
         return out
-    overlap = has_dependent_launch(x.device)
     _quantize_kernel[(num_rows * triton.cdiv(width, _BLOCK),)](
         rows, up_rows, out.values, out.scales, num_rows, rows.stride(0), up_rows.stride(0),
         N=width,
         BLOCK=_BLOCK,
         KIND=kind,
-        PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -136,7 +134,6 @@ def rms_norm_quantize(
         return out, hidden
     residual_rows = rows if residual is None else as_rows(residual)
     block = triton.next_power_of_2(max(width, GROUP))
-    overlap = has_dependent_launch(x.device)
     _norm_quantize_kernel[(num_rows,)](
         rows, residual_rows, weight, hidden, out.values, out.scales, num_rows, eps,
         rows.stride(0), residual_rows.stride(0),
@@ -144,9 +141,8 @@ def rms_norm_quantize(
         BLOCK=block,
         FORM=form,
         HAS_RESIDUAL=residual is not None,
-        PDL=overlap,
         num_warps=num_warps(triton.next_power_of_2(width)),
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out, hidden

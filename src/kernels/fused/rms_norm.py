@@ -1,8 +1,9 @@
-"""RMSNorm as a Triton kernel, one program a row, with the addition of a residual if wanted.
+"""RMSNorm as Triton kernels: a program per row, with the addition of a residual if given; and of
+heads times the silu of a gate, several rows per program.
 
-What makes a row's bits its own: the block, the number of warps and so the order of additions
-follow the width alone. Products and sums are never contracted (``enable_fp_fusion=False``), for
-the operations replaced round each on its own.
+A row's bits are its own: the block or tile, the number of warps and so the order of additions
+follow the width alone. Products and sums are never contracted (``enable_fp_fusion=False``), for the
+operations replaced round each on its own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch
-from .rounding import rounded, scaled
+from ..device import as_rows, overlap_options
+from .rounding import rounded, scaled, silu
 
 
 @triton.jit
@@ -68,17 +69,15 @@ def _launch(
     residual_rows = rows if residual is None else as_rows(residual)
     width = rows.shape[1]
     block = triton.next_power_of_2(width)
-    overlap = has_dependent_launch(x.device)
     _norm_kernel[(rows.shape[0],)](
         rows, residual_rows, weight, out, hidden, eps, rows.stride(0), residual_rows.stride(0),
         N=width,
         BLOCK=block,
         FORM=form,
         HAS_RESIDUAL=residual is not None,
-        PDL=overlap,
         num_warps=num_warps(block),
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out, hidden
 
@@ -99,3 +98,59 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`.dispatch.add_rms_norm`."""
     return _launch(x, residual, weight, eps, form)
+
+
+# Elements of a program's tile: heads are short, and a program per row would be mostly its start.
+_TILE = 2048
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+def _gated_norm_kernel(  # type: ignore[no-untyped-def]
+    x, gate, weight, out, eps, num_rows, num_heads, x_stride, gate_stride, gate_head_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``out = x / sqrt(mean(x**2) + eps) * weight * silu(gate)``. Grid: ``(ceil(rows / ROWS),)``.
+
+    Shapes: x and out ``[rows, N]``, gate ``[rows / num_heads, num_heads, N]``, weight ``[N]``.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (i < N)
+    token, head = (row // num_heads).to(tl.int64), row % num_heads
+    row = row.to(tl.int64)
+    h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(gate + token * gate_stride + head * gate_head_stride + i, mask=mask, other=0.0)
+    w = tl.load(weight + i, mask=i < N, other=0.0).to(tl.float32)
+    mean = tl.sum(h * h, axis=1, keep_dims=True) * (1.0 / N)
+    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
+    y = rounded(y * silu(z.to(tl.float32)), DTYPE)
+    tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
+    """As :func:`.dispatch.gated_rms_norm`; rows of ``x``, and tokens and heads of ``gate``, may be
+    strided."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    rows, width = as_rows(x), x.shape[-1]
+    if gate.dim() != 4 or gate.stride(3) != 1:
+        gate = as_rows(gate)[None, :, None]
+    block = triton.next_power_of_2(width)
+    tile_rows = max(1, _TILE // block)
+    _gated_norm_kernel[(triton.cdiv(len(rows), tile_rows),)](
+        rows, gate, weight, out, eps, len(rows), gate.shape[2], rows.stride(0), gate.stride(1),
+        gate.stride(2),
+        N=width,
+        BLOCK=block,
+        ROWS=tile_rows,
+        FORM=form,
+        num_warps=4 if block <= _TILE else 8,
+        enable_fp_fusion=False,  # the operations replaced round each on its own
+        **overlap_options(x.device),
+    )  # fmt: skip
+    return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from .rounding import EMULATE, rounded
 
 
@@ -59,15 +59,13 @@ def rope_table(
     )
     if num_tokens == 0:
         return cos, sin
-    overlap = has_dependent_launch(positions.device)
     _rope_table_kernel[(num_tokens,)](
         frequencies, positions, cos, sin, frequencies.stride(1), positions.stride(2),
         float(scaling),
         H=half,
         BLOCK=triton.next_power_of_2(half),
-        PDL=overlap,
         num_warps=1,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(positions.device),
     )  # fmt: skip
     return cos, sin

@@ -1,10 +1,10 @@
 """Settings under which cuBLAS sums in the plain order, whatever the number of rows.
 
 Those of the environment are for the rest of the process. torch makes a workspace for each thread
-and stream at its first matmul, of the size that the environment asks for then. torch 2.11 reads the
-environment again for each matmul, and tells cuBLAS that size whatever the size of the workspace.
-Put back, the settings would let cuBLAS split K again, and write to 32 MiB where there are 128 KiB
-(docs/notes/matmul.md).
+and stream at its first matmul, of the size that the environment gives then. torch 2.11 reads the
+environment again for each matmul, and passes that size to cuBLAS whatever the size of the
+workspace. Restored, the settings would let cuBLAS split K again, and write to 32 MiB where there
+are 128 KiB (docs/notes/matmul.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def forbid_split_k() -> None:
     """Keep cuBLAS from splitting K, for the rest of this process.
 
     Sets ``CUBLAS_WORKSPACE_CONFIG=:16:8`` and ``CUBLASLT_WORKSPACE_SIZE=1`` (KiB) in the
-    environment, which leaves split-K no room for its partial sums; what asks for less already
+    environment, which leaves split-K no room for its partial sums; a smaller setting
     stays, as there may be workspaces of that size.
 
     **Call it before the first matmul on the GPU**: later versions of torch read both once a

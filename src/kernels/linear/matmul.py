@@ -23,9 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from ..fused.rounding import EMULATE, silu
-from .row_tiles import tile_begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,19 @@ class Tile:
 
 
 @triton.jit
+def tile_begin(tile, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First row of a tile of ROWS rows; 0 where there are fewer.
+
+    The last tile ends with the last row, over rows of the one before. TMA writes zeros where a box
+    reaches beyond its tensor, and on an H200 all multiprocessors together get some 1.5 TB/s of
+    them, a third of the bandwidth of memory: with 136 rows in tiles of 128 the matmuls of Qwen3-8B
+    took up to 1.8 times as long as with 256 (docs/notes/matmul.md). Rows that two tiles share are
+    computed and stored twice, with the same bits.
+    """
+    return tl.maximum(tl.minimum(tile * ROWS, num_rows - ROWS), 0)
+
+
+@triton.jit
 def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
     """silu(gate) * up, each rounded to the operands' dtype, as two kernels of torch leave it."""
     activated = silu(gate.to(tl.float32)).to(gate.dtype)
@@ -65,7 +77,7 @@ def _fold(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """total + rows @ weights.T, or the transpose of that."""
-    if EMULATE:  # NumPy knows no bfloat16
+    if EMULATE:  # NumPy has no bfloat16
         rows, weights = rows.to(tl.float32), weights.to(tl.float32)
     if SWAP:
         total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
@@ -169,7 +181,6 @@ def matmul(
     *,
     tile: Tile,
     has_gate: bool = False,
-    overlap: bool | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, rounded; one launch, any number of rows.
 
@@ -183,7 +194,6 @@ def matmul(
         tile: sizes; :class:`Tile` says when they are without influence on the result.
         has_gate: whether to return ``silu(gate) * up`` of the matmuls with the two halves, each
             operation rounded to the dtype.
-        overlap: whether to start before the kernel before has ended; None: where the GPU can.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -206,7 +216,6 @@ def matmul(
     out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
         return out
-    pdl = has_dependent_launch(x.device) if overlap is None else overlap
     x_tiles = weight_tiles = None
     if supports_tma(x) and supports_tma(weight):
         x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
@@ -222,10 +231,9 @@ def matmul(
         BLOCK_K=tile.block_k,
         SWAP=tile.swap_ab,
         HAS_GATE=has_gate,
-        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=pdl,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 

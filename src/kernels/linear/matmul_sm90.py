@@ -39,8 +39,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
 from ..collectives.communicator import PushTarget
+from .matmul import tile_begin
 from .matmul_sm90_launch import plan_launch
-from .row_tiles import tile_begin
 from .tuned_tiles import PrefetchTile
 
 
@@ -144,7 +144,7 @@ def push_outputs(
 ):  # fmt: skip
     """Round the sums ``total [LEFT, X_ROWS]`` and push those of weight rows ``begin`` to ``begin +
     PART`` into the box that each rank, this one as well, has for this one
-    (:mod:`..collectives.few_rows`). ``half [X_ROWS]``: of the box, 0 or 1."""
+    (:mod:`..collectives.peer_memory`). ``half [X_ROWS]``: of the box, 0 or 1."""
     LEFT: gl.constexpr = total.shape[0]
     SUM: gl.constexpr = total.type.layout
     bits = total.to(gl.bfloat16).to(gl.int16, bitcast=True)

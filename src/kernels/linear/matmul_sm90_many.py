@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .row_tiles import tile_begin
+from .matmul import tile_begin
 from .tiles import MANY_ROWS, MANY_WEIGHT_ROWS
 
 STAGES = gl.constexpr(4)  # of 64 summands

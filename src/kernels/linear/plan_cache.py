@@ -95,7 +95,6 @@ def _fingerprint(device: torch.device) -> str:
     for name in (
         "dispatch",
         "plan",
-        "row_tiles",
         "tiles",
         "tuned_tiles",
         "matmul",

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import Gpu, as_rows, has_dependent_launch
+from ..device import Gpu, as_rows, overlap_options
 from ..fused.rounding import EMULATE
 from ..jit.parallel_build import may_skip_launches
 
@@ -35,8 +35,8 @@ class WideTile:
 
     Attributes:
         rows, outs: of a program's tile, powers of two from 16.
-        parts: of 128 summands, asked for and multiplied at once: what waits for itself is the
-            chain of products of one part, and few warps have place for several.
+        parts: of 128 summands, loaded and multiplied at once: the chain of matrix instructions of
+            one part is serial, and few warps have room for several.
         num_stages: of the pipeline of such groups. num_warps: of a program.
     """
 
@@ -107,7 +107,7 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
             else:
                 rows = tl.load(x_at + begin, mask=is_row, other=0.0)
                 weights = tl.load(w_at + begin)
-            if EMULATE:  # NumPy knows no bfloat16
+            if EMULATE:  # NumPy has no bfloat16
                 rows, weights = rows.to(tl.float32), weights.to(tl.float32)
             part = tl.dot(rows, tl.trans(weights))
             # Not ``total + part``: Triton makes that a product that starts from the total.
@@ -149,7 +149,6 @@ def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
     out = torch.empty(num_rows, num_outs, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pdl = has_dependent_launch(x.device)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs),)
     _wide_kernel[grid](
         x, weight, out, num_rows, x.stride(0),
@@ -159,10 +158,9 @@ def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
         BLOCK_N=tile.outs,
         PART=PART,
         PARTS=tile.parts,
-        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=pdl,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 

@@ -4,13 +4,13 @@ A decode step of few rows takes the time of reading the weights, so that fewer b
 tokens. Where :mod:`..native` can be built, weights by groups of 32 inputs (:class:`Int4Weight`,
 :class:`Int8Weight`) are multiplied there, by the numbers that the file holds (:func:`pack_native`).
 Elsewhere two operations of torch's take their place. Both sum in float32, and serve where they give
-a row the same bits whatever the number of rows, which a trial tells once per shape
+a row the same bits whatever the number of rows, which a trial finds out once per shape
 (:func:`is_row_invariant`).
 
 - 4 bits: ``(value - 8) * scale + zero``. Scales, zero points, rows and results are rounded to
   bfloat16 (8 bits of mantissa), and there alone the operation has vector code;
 - float16, for all other weights: rows and results stay float32. It also serves formats that the
-  native kernels do not know.
+  native kernels lack.
 
 Weights of SmolLM2-135M, one thread of a Zen 4 with AVX512, microseconds, float32 packed as in
 :mod:`..linear_cpu.invariant`; the weight stays in the cache, where arithmetic is all:

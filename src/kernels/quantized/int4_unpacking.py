@@ -49,7 +49,7 @@ def _unpacked(  # type: ignore[no-untyped-def]
     else:
         values = (values - offsets) * scales
     values = tl.reshape(values, (16 * FIELDS, OUTS))
-    # NumPy knows no bfloat16.
+    # NumPy has no bfloat16.
     return rounded(values, DTYPE) if EMULATE else values.to(DTYPE)
 
 

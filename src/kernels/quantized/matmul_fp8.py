@@ -22,11 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from ..fused.e4m3_groups import GROUP, QuantizedRows
 from ..fused.rounding import EMULATE
-from ..linear.matmul import Tile
-from ..linear.row_tiles import tile_begin
+from ..linear.matmul import Tile, tile_begin
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -142,7 +141,6 @@ def matmul(
     out = torch.empty(num_rows, num_outs, dtype=dtype, device=weight.device)
     if num_rows == 0:
         return out
-    pdl = has_dependent_launch(weight.device)
     x_tiles = weight_tiles = None
     if width % 16 == 0 and weight.data_ptr() % 16 == 0:
         x_tiles = TensorDescriptor.from_tensor(x.values, [tile.block_m, GROUP])
@@ -157,10 +155,9 @@ def matmul(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SWAP=tile.swap_ab,
-        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,  # the sums above say where one rounding is meant
-        launch_pdl=pdl,
+        **overlap_options(weight.device),
     )  # fmt: skip
     return out

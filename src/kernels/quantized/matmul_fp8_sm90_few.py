@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..linear.matmul import tile_begin
 from ..linear.matmul_sm90 import store_outputs
-from ..linear.row_tiles import tile_begin
 
 
 @gluon.jit

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..fused.e4m3_groups import quantized
+from ..linear.matmul import tile_begin
 from ..linear.matmul_sm90_many import silu_of_bfloat16
-from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
 from .matmul_fp8_sm90_many import added
 from .matmul_fp8_sm90_stages import (

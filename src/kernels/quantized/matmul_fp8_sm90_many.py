@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from ..linear.row_tiles import tile_begin
+from ..linear.matmul import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
 from .matmul_fp8_sm90_stages import (
     allocate_stages,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..linear.row_tiles import tile_begin
+from ..linear.matmul import tile_begin
 from .matmul_fp8_sm90_few import stage_of
 
 _LANES = gl.constexpr(32)  # of the warp that loads scales; each arrives when its own are there

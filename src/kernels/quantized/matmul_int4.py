@@ -6,7 +6,7 @@ of that dtype would hold. They are multiplied on the matrix units as in :mod:`..
 float32 accumulator per output that runs over K from 0 to its end, whatever the tile and the number
 of rows. So the bits are those of a plain matmul with the dequantised weight.
 
-Values lie as the matrix unit wants its right operand in registers (:mod:`.int4_packing`).
+Values lie as the matrix unit takes its right operand from registers (:mod:`.int4_packing`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import has_dependent_launch
+from ..device import overlap_options
 from ..fused.rounding import EMULATE
 from ..linear.matmul import Tile, _add_bias, _silu_mul
 from .int4_packing import PackedWeight
@@ -151,7 +151,6 @@ def matmul(
     out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
         return out
-    pdl = has_dependent_launch(x.device)
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     int4_kernel[grid](
         x, weight.words, weight.numbers,
@@ -161,10 +160,9 @@ def matmul(
         BLOCK_N=tile.block_n,
         BLOCK_K=min(tile.block_k, padded),
         HAS_GATE=has_gate,
-        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=pdl,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -173,15 +171,13 @@ def dequantize(weight: PackedWeight, num_inputs: int, dtype: torch.dtype) -> Ten
     """``[N, K]``, contiguous; what :func:`matmul` multiplies rows of this dtype with."""
     num_outs = len(weight.words)
     out = torch.empty(num_outs, num_inputs, dtype=dtype, device=weight.words.device)
-    pdl = has_dependent_launch(out.device)
     block_n, chunk = 64, 16 * 32 // weight.num_bits
     grid = (triton.cdiv(num_outs, block_n) * triton.cdiv(num_inputs, chunk),)
     dequantize_kernel[grid](
         weight.words, weight.numbers, out,
         **_constants(weight, num_outs, num_inputs),
         BLOCK_N=block_n,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        **overlap_options(out.device),
     )  # fmt: skip
     return out

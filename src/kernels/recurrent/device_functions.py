@@ -266,9 +266,9 @@ def advance(  # type: ignore[no-untyped-def]
     return u, y, v
 
 
-# Loads give what they like where nothing is: zeros are put there by `tl.where` only where a program
-# has to wait anyway. Triton copies what a matmul needs to shared memory right behind what it comes
-# from, and waits for it there, with the loads behind it not yet on their way.
+# Masked elements of loads are undefined: `tl.where` makes them zeros only where a program has to
+# wait anyway. Triton copies an operand of a matmul to shared memory right behind the load that it
+# comes from, and waits for it there, with later loads not yet issued.
 
 
 @triton.jit

@@ -64,7 +64,7 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[R, M]``, table_rows ``[B]``.
 
-    ``unit`` is 1. The compiler, which must not know, would otherwise give a thread what lies side
+    ``unit`` is 1. It must not be a constant: the compiler would then give a thread what lies side
     by side; so it gives a thread half of the state of one channel.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -216,7 +216,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[R, M]``, table_rows ``[B]``.
 
-    ``unit`` is 1. The compiler, which must not know, would otherwise give a thread values that lie
+    ``unit`` is 1. It must not be a constant: the compiler would then give a thread values that lie
     side by side, and sums over keys would cross more lanes.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -242,7 +242,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     i = lane * (K_PAD // LANES) + n
     mask_k = i < K
     mask = mask_k[None, :] & mask_v[:, None]
-    # Of a thread's elements only the last summand differs, by numbers the compiler knows.
+    # Of a thread's elements only the last summand differs, by constants of the compiler.
     offsets = head * (K * V) + j[:, None] * unit + (lane * (K_PAD // LANES * V))[None, :]
     steps = (n * V)[None, :]
     state = tl.zeros((BLOCK_V, K_PAD), tl.float32)
@@ -278,7 +278,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
         of_q = scale
         of_k = 1.0
         if L2NORM:
-            # Of the vectors' lengths only the sums over them need to know.
+            # The lengths of the vectors matter only to the sums over them.
             of_q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
             of_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         state *= exp(a)[None, :]

@@ -20,7 +20,7 @@ from pagespec.compile.fusions.fuse_router import fuse_router
 from pagespec.compile.fx.nodes import calls_function
 from pagespec.compile.passes import PassContext
 from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.experts.route import route
 from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.experts.sort_by_expert import sort_by_expert

@@ -16,8 +16,8 @@ from pagespec.compile import captured_model
 from pagespec.compile.fusions.fuse_combine_norm import fuse_combine_norm
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import gpu_passes
-from pagespec.kernels.experts import combine_norm, expert_rows
-from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts import expert_rows
+from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.linear.plan_cache import LinearPlans
@@ -54,7 +54,7 @@ def test_no_bit_changes(
     found = generate(captured, gm)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     # Steps of many tokens.
-    monkeypatch.setattr(combine_norm, "MAX_FEW_TOKENS", 0)
+    monkeypatch.setattr(expert_rows, "MAX_FEW_TOKENS", 0)
     found = generate(captured, gm)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -19,7 +19,7 @@ from pagespec.compile.fx.nodes import calls, calls_function, dtype_of
 from pagespec.compile.lowering import lower_gpu
 from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.linear.wide_matmul import wide_linear
 from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps

@@ -20,12 +20,11 @@ from pagespec.kernels.arch import Arch
 from pagespec.kernels.collectives import symmetric
 from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.collectives.few_rows import few_rows_norm_kernel
-from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
+from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel, few_rows_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
-from pagespec.kernels.linear import row_parallel
+from pagespec.kernels.linear import dispatch
 from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 from pagespec.kernels.registry import registry
@@ -93,10 +92,10 @@ def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -
 def pushed(few: PeerCommunicator) -> list[str]:
     """The events of a matmul that pushes its results, and of the sum behind it."""
     found = registry().find("few_rows_matmul", "bfloat16", Arch("sm90", has_gluon=True))
-    row_parallel.few_rows_kernel = lambda *_, **__: (found, PrefetchTile(32, 4, 8))  # type: ignore
-    row_parallel.supports_tma = lambda _: True  # type: ignore
+    dispatch.few_rows_kernel = lambda *_, **__: (found, PrefetchTile(32, 4, 8))  # type: ignore
+    dispatch.supports_tma = lambda _: True  # type: ignore
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
-    row_parallel.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")
+    dispatch.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")
     kernels = prefetch_matmul_kernel, few_rows_norm_kernel
     return [events(compiled(kernel)["ptx"]) for kernel in kernels]
 
@@ -104,7 +103,8 @@ def pushed(few: PeerCommunicator) -> list[str]:
 def main() -> None:
     fake = FakeDriver()
     driver.set_active(fake)  # type: ignore[arg-type]
-    symmetric.has_dependent_launch = rms_norm.has_dependent_launch = lambda _: True  # type: ignore
+    options = {"PDL": True, "launch_pdl": True}
+    symmetric.overlap_options = rms_norm.overlap_options = lambda _: options  # type: ignore
     device = torch.device("cpu")
     few, ours = (
         PeerCommunicator(LoneRank(_RANK, _NUM_RANKS), device, make_boxes, LaunchShape(few_rows=n))

@@ -19,7 +19,7 @@ from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.linear import dispatch as gpu_linear
-from pagespec.kernels.linear.row_parallel import RowParallel
+from pagespec.kernels.linear.dispatch import RowParallel
 
 _NUM_RANKS = 2
 _ROWS = (1, 2, 7, 33, 256)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from pagespec.kernels.experts import combine_norm, grouped_mm, route_rows
+from pagespec.kernels.experts import expert_rows, grouped_mm, route_rows
 from pagespec.kernels.fused import rms_norm
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
@@ -53,7 +53,7 @@ def compiled(module: Any, name: str, call: Callable[[], object]) -> Any:
             return lambda *args, **options: found.append(kernel.warmup(*args, grid=grid, **options))
 
     setattr(module, name, Compiling())
-    module.has_dependent_launch = lambda _: True
+    module.overlap_options = lambda _: {"PDL": True, "launch_pdl": True}
     call()
     setattr(module, name, kernel)
     return found[0]
@@ -102,10 +102,10 @@ def summed(hidden: int, dtype: torch.dtype) -> list[str]:
     gate = empty(2, 7, dtype=dtype)[:, 3:4]
 
     def joined(*shared: Tensor) -> str:
-        call = lambda: combine_norm.combine_add_rms_norm(  # noqa: E731
+        call = lambda: expert_rows.combine_add_rms_norm(  # noqa: E731
             rows, weights, inverse, TOP_K, residual, weight, 1e-6, "rounded", *shared
         )
-        return sum_layout(compiled(combine_norm, "_combine_norm_kernel", call))
+        return sum_layout(compiled(expert_rows, "_combine_norm_kernel", call))
 
     call = lambda: rms_norm.add_rms_norm(residual, residual, weight, 1e-6, "rounded")  # noqa: E731
     alone = sum_layout(compiled(rms_norm, "_norm_kernel", call))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from pagespec.kernels.experts import combine_norm as kernel
+from pagespec.kernels.experts import expert_rows as kernel
 from pagespec.kernels.experts.expert_rows import combine_experts
 from pagespec.kernels.fused import rms_norm
 

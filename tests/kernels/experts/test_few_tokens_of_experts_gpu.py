@@ -90,7 +90,7 @@ def test_sum_and_norm_in_one_launch_have_the_bits_of_two(
     dtype: torch.dtype,
     weights_dtype: torch.dtype,
 ) -> None:
-    from pagespec.kernels.experts import combine_norm as kernel
+    from pagespec.kernels.experts import expert_rows as kernel
     from pagespec.kernels.experts.expert_rows import combine_experts
     from pagespec.kernels.fused.rms_norm import add_rms_norm
 
@@ -117,7 +117,7 @@ def test_sum_and_norm_in_one_launch_have_the_bits_of_two(
 def test_a_shared_expert_in_one_launch_has_the_bits_of_many_tokens(
     monkeypatch: pytest.MonkeyPatch, hidden_size: int, dtype: torch.dtype, has_gate: bool
 ) -> None:
-    from pagespec.kernels.experts import combine_norm as kernel
+    from pagespec.kernels.experts import expert_rows as kernel
     from pagespec.kernels.experts.expert_rows import combine_experts
 
     top_k, form = 8, "rounded"
@@ -195,8 +195,7 @@ def test_a_routers_matmul_has_one_order_of_additions(num_experts: int) -> None:
 def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_real: int) -> None:
     """The shape of a layer: norm, router, experts, a shared one with its gate, sum, residual and
     norm, four times over."""
-    from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
-    from pagespec.kernels.experts.expert_rows import combine_experts
+    from pagespec.kernels.experts.expert_rows import combine_add_rms_norm, combine_experts
     from pagespec.kernels.experts.grouped_mm import grouped_mm
     from pagespec.kernels.experts.route_rows import route_rows
     from pagespec.kernels.fused.rms_norm import add_rms_norm, rms_norm

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from pagespec.kernels.fused import dispatch
-from pagespec.kernels.fused.gated_rms_norm import gated_rms_norm
+from pagespec.kernels.fused.rms_norm import gated_rms_norm
 
 EPS = 1e-6
 

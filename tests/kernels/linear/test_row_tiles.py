@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from pagespec.kernels.linear.row_tiles import tile_begin  # noqa: E402
+from pagespec.kernels.linear.matmul import tile_begin  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
