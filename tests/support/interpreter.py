@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,84 @@ def mend() -> None:
 
 
 def hasten() -> None:
-    """Halves the time of a launch: ``triton.language`` is patched once for it, not anew for each
-    call of a device function, and the condition of an overflow is computed only where it is
-    asserted, in debug mode."""
+    """Make launches quicker, with equal results.
+
+    ``triton.language`` is patched once per launch, not per call of a device function. The condition
+    of an overflow is computed only where it is asserted, in debug mode. Types and tensors of one
+    shape share it, operands that share it are not broadcast, and a constant is made once.
+    """
     builder: Any = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang)
+    interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _np_dtype
+    _share_shapes()
+    _spare_conversions(interpreter.interpreter_semantic)
+
+
+def _share_shapes() -> None:
+    block_type: Any = tl.block_type
+    tensor: Any = tl.tensor
+    make_type = block_type.__init__
+    of_scalar = (tl.tuple([]), tl.constexpr(1))
+
+    @functools.cache
+    def shared(shape: tuple[int, ...]) -> Any:
+        """A type's shape and number of elements, and a tensor's."""
+        of_type = SimpleNamespace()
+        make_type(of_type, tl.int8, list(shape))  # refuses what is no shape
+        of_tensor = (tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(of_type.numel))
+        return of_type.shape, of_type.numel, of_tensor
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        key = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        self.shape, self.numel, self.of_tensor = shared(key)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if type.is_block() else of_scalar
+
+    block_type.__init__, tensor.__init__ = init_type, init_tensor
+    block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+
+
+def _spare_conversions(semantic: Any) -> None:
+    broadcast = semantic.broadcast_impl_value
+    convert = semantic.binary_op_type_checking_impl
+    make_constant = semantic.scalar_constant
+
+    def broadcast_if_shapes_differ(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
+
+    def convert_if_types_differ(lhs: Any, rhs: Any, *options: bool) -> tuple[Any, Any]:
+        is_division = len(options) == 4
+        if is_division or not type(lhs) is type(rhs) is tl.tensor or lhs.dtype.is_ptr():
+            return convert(lhs, rhs, *options)
+        if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape:
+            return lhs, rhs
+        return convert(lhs, rhs, *options)
+
+    @functools.cache
+    def constant(value: Any, dtype: Any) -> Any:
+        made = make_constant(value, dtype)
+        made.handle.data.setflags(write=False)  # all launches share it
+        return made
+
+    semantic.broadcast_impl_value = broadcast_if_shapes_differ
+    semantic.binary_op_type_checking_impl = convert_if_types_differ
+    semantic.scalar_constant = constant
+
+
+def _patch_attr(owner: Any, name: str, member: Any, _: object, scope: Any) -> None:
+    """As interpreter._patch_attr, with one call fewer and no copy of the arguments."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
 
 
 class _PatchedOnce:
