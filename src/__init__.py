@@ -11,26 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-_HOME = {
-    "LLM": "pagespec.llm",
-    "AsyncLLM": "pagespec.aio.async_llm",
-    "SamplingParams": "pagespec.engine.sampling_params",
-    "StructuredOutputs": "pagespec.engine.structured_outputs",
-    "StructuredOutputsParams": "pagespec.engine.structured_outputs",
-    "RequestOutput": "pagespec.engine.outputs",
-    "CompletionOutput": "pagespec.engine.outputs",
-    "RequestMetrics": "pagespec.engine.outputs",
-    "Logprob": "pagespec.engine.outputs",
-    "ScoreOutput": "pagespec.engine.outputs",
-    "PagespecError": "pagespec.errors",
-    "InvalidInputError": "pagespec.errors",
-    "UnsupportedModelError": "pagespec.errors",
-    "EngineError": "pagespec.errors",
-    "RequestError": "pagespec.errors",
-    "EngineBusyError": "pagespec.errors",
-    "EngineStoppedError": "pagespec.errors",
-    "embedded_model_path": "pagespec.compile.load.embedded",
+_MODULES = {
+    "llm": "LLM",
+    "aio.async_llm": "AsyncLLM",
+    "engine.sampling_params": "SamplingParams",
+    "engine.structured_outputs": "StructuredOutputs StructuredOutputsParams",
+    "engine.outputs": "RequestOutput CompletionOutput RequestMetrics Logprob ScoreOutput",
+    "errors": "PagespecError InvalidInputError UnsupportedModelError EngineError RequestError "
+    "EngineBusyError EngineStoppedError",
+    "compile.load.embedded": "embedded_model_path",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = ["__version__", *_HOME]
 
@@ -60,5 +51,5 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module 'pagespec' has no attribute {name!r}")

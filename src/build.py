@@ -1,5 +1,5 @@
-"""Builds an engine's runner: load, probe, capture, size the KV cache. It reads top down; what a
-kind of device does otherwise is its :class:`.runner.platform.Platform`'s.
+"""Builds an engine's runner: load, probe, capture, size the KV cache. Differences between devices
+are in :class:`.runner.platform.Platform`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compile.captured_model import capture_model
+from .compile.captured_model import CapturedModel, capture_model
 from .compile.load.default_sampling import chosen_sampling, read_generation_config
 from .compile.load.source import ModelSource, find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
@@ -25,7 +25,6 @@ from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .runner.bases import TimedRunner
 from .runner.platform import find_platform
-from .start_report import cache_text, report_capture
 from .startup import gc_paused
 from .structured.grammars import Grammars
 
@@ -35,17 +34,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .compile.capture.graph_cache import GraphCache
-    from .kernels.attention.spec import AttentionSpec
 
 logger = logging.getLogger("pagespec")
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
-    ``num_state_slots``, ``state_interval``: 0 of a model without recurrent layers.
+    """The parts of an ``LLM``; ``config`` has the defaults of the device filled in.
+    ``num_state_slots``, ``state_interval``: 0 for a model without recurrent layers.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner. ``default_sampling``: what its generation config asks for."""
+    runner. ``default_sampling``: of the generation config."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -98,7 +96,12 @@ def build(
     # What a rank finds out by itself needs none of the others.
     alone = LoneRank(shard.rank, shard.num_ranks)
     with clock("probe"), gc_paused(), communicator_scope(alone):
-        specs = _probe(loaded) if restored is None else restored.specs
+        if restored is not None:
+            specs = restored.specs
+        else:
+            from .compile.probe.probe import probe_model
+
+            specs = probe_model(loaded)
     _check_recurrent(loaded, shard)
     attention = select_backend(
         config.attention,
@@ -127,7 +130,7 @@ def build(
             )
             if record is not None and graph_cache is not None:
                 record.write(described, graph_cache.key)
-        report_capture(stats, captured, config.quantization)
+        _report_capture(stats, captured, config.quantization)
         runner, max_model_len = platform.make_runner(captured, stats, clock, on_logits)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
@@ -135,7 +138,7 @@ def build(
         device,
         runner.num_blocks,
         config.block_size,
-        cache_text(config, captured),
+        _cache_text(config, captured),
         max_model_len,
     )
     return BuiltEngine(
@@ -183,12 +186,6 @@ def _check_length(loaded: LoadedModel, config: EngineConfig) -> None:
         )
 
 
-def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
-    from .compile.probe.probe import probe_model
-
-    return probe_model(loaded)
-
-
 def _check_recurrent(loaded: LoadedModel, shard: Shard) -> None:
     if loaded.recurrent and shard.num_ranks > 1:
         limit = "must be 1: recurrent layers are not shared by ranks"
@@ -200,3 +197,40 @@ def _graph_cache(before_trace: Callable[[], None] | None) -> GraphCache:
     from .compile.capture.graph_cache import GraphCache
 
     return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: str | None) -> None:
+    """Note in the statistics, and log, what a captured model is.
+
+    Args:
+        quantization: the engine's setting.
+    """
+    stats.startup_s["compile"] = captured.compile_s
+    stats.startup_s["capture"] -= captured.compile_s
+    stats.num_captures = captured.num_captures
+    stats.num_compilations = captured.num_compiled
+    if captured.weight_formats:
+        stats.quantization = captured.loaded.quantization or quantization
+        stats.weight_formats = captured.weight_formats
+        stats.float32_matrices = captured.float32_matrices
+        formats = captured.weight_formats.items()
+        counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats)
+        left = ", ".join(captured.float32_matrices) or "vectors only"
+        logger.info("quantization: %s: %s; not quantised are %s", stats.quantization, counts, left)
+    if captured.library_matmuls:
+        stats.library_matmuls = captured.library_matmuls
+        matmuls = captured.library_matmuls.items()
+        logger.warning(
+            "%s: %s left to cuBLAS, whose order of summation may follow the number of rows: bits "
+            "may follow the schedule (docs/transparency.md; see pagespec verify)",
+            captured.loaded.architecture,
+            ", ".join(f"{count} {name}" for name, count in matmuls),
+        )
+
+
+def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
+    """What the KV cache holds in place of plain keys and values, for the log."""
+    num_latent = sum(spec.is_latent for spec in captured.specs)
+    latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
+    fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""
+    return (latent if num_latent else "") + fp8

@@ -14,8 +14,8 @@ class InvalidInputError(PagespecError, ValueError):
 
     Attributes:
         field: name of the argument, as the caller spelled it.
-        value: what was given (a short rendering of it in the message).
-        limit: what would have been accepted.
+        value: as given; the message has a short rendering.
+        limit: the accepted values.
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
@@ -89,22 +89,21 @@ def _shown(value: object) -> str:
 
 
 class UnsupportedModelError(PagespecError):
-    """The model needs something this engine does not compute exactly; so it is refused."""
+    """The model needs a feature that this engine does not compute exactly."""
 
 
 class EngineError(PagespecError):
-    """A step failed or was interrupted, perhaps one taken for another call; all live requests were
-    ended with finish reason "error". The engine can be used again."""
+    """A step failed or was interrupted, perhaps one of another call. All live requests ended with
+    finish reason "error". The engine can be used again."""
 
 
 class RequestError(EngineError):
-    """One request could not go on and was ended with finish reason "error"; the others are
-    undisturbed."""
+    """One request failed and ended with finish reason "error"; others continue."""
 
 
 class EngineBusyError(PagespecError):
-    """As many requests as the engine may have are live; try again later."""
+    """The engine has its maximum of live requests; try again later."""
 
 
 class EngineStoppedError(PagespecError):
-    """The engine is shutting down and takes no requests."""
+    """The engine is shutting down and accepts no requests."""

@@ -1,4 +1,4 @@
-"""``LLM``: offline inference, the class people import. Names as in vLLM where meanings agree."""
+"""``LLM``: the public class of offline inference. Names as in vLLM if meanings agree."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
 from .engine.generation import GenerationLoop, only_text
-from .engine.inputs import (
-    PromptInput,
-    PromptReader,
-    pair_params,
-    split_prompts,
-    truncation_of,
-)
+from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts, truncation_of
 from .engine.outputs import RequestOutput, ScoreOutput
 from .engine.pace import StepPace
 from .engine.policy import Policy
@@ -30,9 +24,9 @@ from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .model_name import check_model_name
+from .params.checks import is_int, is_list, path_of
 from .params.declare import Param, takes
 from .startup import create_cuda_context_async, gc_paused
-from .validation import is_int, is_list, path_of
 
 if TYPE_CHECKING:
     import os
@@ -63,12 +57,12 @@ class EngineArgs(EngineConfig):
 def import_engine(
     device: str = "auto", num_ranks: int = 1, model: object = None
 ) -> Callable[..., BuiltEngine]:
-    """:func:`pagespec.build.build`. It comes with torch and transformers, which takes
-    seconds, so it is imported late, and everything before works without them.
+    """Returns :func:`pagespec.build.build`. Its import loads torch and transformers, which takes
+    seconds, so it comes after all cheap checks.
 
     Args:
-        device: of the engine to be built; if it may be a GPU, that is opened meanwhile.
-        model: to be loaded; the path or name of one that is not there is refused before.
+        device: of the engine; the CUDA context of a GPU is created meanwhile.
+        model: to be loaded; a missing path or name is refused before the import.
 
     Raises:
         InvalidInputError, UnsupportedModelError: there is no such model.
@@ -89,10 +83,10 @@ def import_engine(
 class LLM:
     """A loaded model, its KV cache and the engine that serves requests from them.
 
-    Threads may share it: what they ask for is computed together. A failed step, or an interrupt
-    such as Ctrl-C in one, ends every request that is being served, also those of other calls, which
-    raise EngineError; the next call is served as ever, with an empty prefix cache. Of several ranks
-    (``tensor_parallel_size``) the loss of one is the end of the engine: make a new one.
+    Threads may share it: their requests are computed together. A failed step, or an interrupt such
+    as Ctrl-C in one, ends all live requests, also those of other calls, which raise EngineError.
+    The next call works again, with an empty prefix cache. With several ranks
+    (``tensor_parallel_size``) the loss of one ends the engine: make a new one.
 
     Its arguments are the model and those that :class:`.engine.config.EngineConfig` declares;
     ``help(LLM)`` and docs/engine_arguments.md list them. Names of vLLM and nano-vllm are taken
@@ -194,8 +188,8 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """New ones with what the generation config asks for: temperature, top-p, top-k, min-p,
-        repetition penalty and the number of new tokens.
+        """New parameters with the defaults of the generation config: temperature, top-p, top-k,
+        min-p, repetition penalty and the number of new tokens.
 
         Raises:
             InvalidInputError: a value there is refused.
@@ -236,7 +230,7 @@ class LLM:
         Args:
             messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists; an
                 answer's ``message`` may be one of them.
-            tools: functions that the model may ask to be called: OpenAI's dicts, or Python
+            tools: functions that the model may call: OpenAI's dicts, or Python
                 functions with hints and a docstring.
             chat_template: Jinja text in place of the model's.
             add_generation_prompt: end the prompt with the beginning of an answer.
@@ -279,10 +273,7 @@ class LLM:
         return outputs
 
     def generate_iter(
-        self,
-        items: Iterable[tuple[Any, SamplingParams]],
-        *,
-        window: int | None = None,
+        self, items: Iterable[tuple[Any, SamplingParams]], *, window: int | None = None
     ) -> Iterator[RequestOutput | PagespecError]:
         """Continue a stream of (prompt, parameters), lazily and in order.
 

@@ -1,4 +1,4 @@
-"""What names a model: a folder, a GGUF file, or a name on the hub; checked without torch."""
+"""Checks names of models (folders, GGUF files, names on the hub), without torch."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def check_model_name(name: str) -> None:
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-        # Asked once: the library itself repeats a request for half a minute.
+        # One request: the library itself retries for half a minute.
         url = hf_hub_url(name, "config.json")
         hf_raise_for_status(get_session().head(url, headers=build_hf_headers(), timeout=_HUB_S))
     except TimeoutException:
-        return  # loading tries again, with more patience
+        return  # loading retries, with longer timeouts
     except (OSError, HTTPError, HFValidationError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         limit = f"is no folder and no .gguf file here, and was not found on the hub ({reason})"

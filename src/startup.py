@@ -26,17 +26,17 @@ def gc_paused() -> Iterator[None]:
 
 
 def create_cuda_context_async(device: str) -> threading.Thread | None:
-    """Have the driver make its context on the GPU, in a thread that ends with that.
+    """Create the primary CUDA context of a GPU in a thread.
 
-    It takes a good part of a second, in which the driver leaves Python alone. torch takes up this
-    context later; it is the one that all libraries of a process share. Where there is no driver or
-    no such GPU, nothing happens, and the code that needs it will say so.
+    The driver needs a large part of a second, without the interpreter lock. torch reuses this
+    context, which all libraries of a process share. Without a driver or GPU nothing happens; later
+    code reports that.
 
     Args:
         device: as the engine's setting: "auto", "cpu", "cuda" or "cuda:N".
 
     Returns:
-        The thread; None for a CPU, or for what is no device.
+        The thread; None for a CPU or an invalid device.
     """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cuda") or not (index or "0").isdecimal():
@@ -52,6 +52,6 @@ def _open(index: int) -> None:
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    # Each returns 0 if it worked. The context is never given back: it is in use to the end.
+    # 0 is success. The context is never released: it is in use until the process ends.
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -24,12 +24,12 @@ PACKAGE = (
     ("chat",),
     ("distributed",),
     ("build",),
-    ("runner", "start_report"),
+    ("runner",),
     ("structured",),
     ("compile",),
     ("kernels",),
     ("model_name", "params"),
-    ("errors", "startup", "disk_cache", "validation"),
+    ("errors", "startup", "disk_cache"),
 )
 # A module that is a room of its own, above the rest of its folder.
 APART = ("distributed.ray",)
@@ -66,7 +66,6 @@ ABOVE_ENGINE = (
     "chat",
     "distributed",
     "build",
-    "start_report",
     "runner",
     "structured",
 )

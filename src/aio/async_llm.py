@@ -22,9 +22,8 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
 from ..llm import LLM
-from ..params.checks import integer
+from ..params.checks import integer, is_list
 from ..params.declare import Param, defaults, param, takes
-from ..validation import is_list
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
@@ -71,12 +70,11 @@ class AsyncLLM:
     """An ``LLM`` for many callers on event loops; a thread of its own steps the engine.
 
     Requests of all callers are computed together, and a request's tokens are those of
-    ``LLM.generate``. A failed step ends every request that is being served with EngineError. The
-    engine then checks itself with a request of one token, before the next: :meth:`check_health`
-    says how that went.
+    ``LLM.generate``. A failed step ends every live request with EngineError. The engine then checks
+    itself with a request of one token, before the next: :meth:`check_health` reports the result.
 
-    Call :meth:`shutdown` in the end. One that is garbage collected before warns (ResourceWarning),
-    ends its thread, and ends what is live with EngineError.
+    Call :meth:`shutdown` in the end. An instance that is garbage collected before warns
+    (ResourceWarning), ends its thread, and ends live requests with EngineError.
 
     Its arguments are those of ``LLM`` and of :class:`AsyncArgs`.
 
@@ -84,8 +82,8 @@ class AsyncLLM:
         InvalidInputError, UnsupportedModelError: as of ``LLM``.
 
     Attributes:
-        llm: its calls may be used as well. They step the engine for all, also while this is paused.
-        observers: notified of requests; to be filled before the first.
+        llm: its methods may be called, too. They step the engine for all, also during a pause.
+        observers: receive events of requests; added before the first request.
     """
 
     @takes(AsyncArgs)
@@ -163,13 +161,13 @@ class AsyncLLM:
             prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
             sampling_params: None: those of ``LLM.get_default_sampling_params``.
             request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
-            priority, cache_salt, owner: as in a prompt's dict; None: what the prompt says.
+            priority, cache_salt, owner: as in a prompt's dict; None: the prompt's own.
 
         Raises:
-            InvalidInputError: the prompt or a parameter is refused, or more continuations than
-                ``max_num_requests`` are asked for at once.
+            InvalidInputError: the prompt or a parameter is refused, or has more continuations than
+                ``max_num_requests``.
             EngineBusyError: ``max_num_requests`` are live, or so many of the owner's that the rest
-                is kept for others.
+                is reserved for others.
             EngineStoppedError: the engine is shutting down.
             EngineError: the engine has failed, and did so again when it checked itself.
         """
@@ -196,8 +194,8 @@ class AsyncLLM:
         refused, none. As :meth:`submit`.
 
         Args:
-            is_scored: only the prompts are wanted; ``max_tokens`` must be 1. A prompt that is no
-                ``PromptInput`` may then have ``max_model_len`` tokens.
+            is_scored: only the prompts' log-probabilities are computed; ``max_tokens`` must be 1. A
+                prompt that is no ``PromptInput`` may then have ``max_model_len`` tokens.
         """
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
@@ -206,7 +204,7 @@ class AsyncLLM:
         lock = self._reader.encoding_lock
         num_chars = sum(_num_chars(prompt) for prompt, _ in items)
         is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)
-        # Held all the while: the loop must not wait for another thread's long text.
+        # Held meanwhile: the loop must not wait for another thread's long text.
         if is_quick and lock.acquire(blocking=False):
             try:
                 made = self._make(items, request_ids, marks, is_scored)
@@ -256,14 +254,14 @@ class AsyncLLM:
     # The engine -------------------------------------------------------------------------------
 
     async def pause_generation(self, mode: str = "keep") -> None:
-        """Stop computing. Requests that come are accepted, and wait until it is resumed.
+        """Stop computing. New requests are accepted, and wait until the engine is resumed.
 
         Args:
-            mode: "keep": what is being answered keeps its blocks and goes on later; "abort": it
-                ends with reason "abort"; "wait": it is answered first.
+            mode: "keep": live requests keep their blocks and continue later; "abort": they end
+                with reason "abort"; "wait": they are answered first.
 
         Raises:
-            EngineStoppedError: it was resumed, or is shutting down, while it waited for them.
+            EngineStoppedError: the engine was resumed or shut down during the wait.
         """
         if mode not in PAUSE_MODES:
             raise InvalidInputError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
@@ -286,7 +284,7 @@ class AsyncLLM:
         await self._call(pause)
 
     async def resume_generation(self) -> None:
-        """Go on after :meth:`pause_generation`."""
+        """Continue after :meth:`pause_generation`."""
 
         def resume() -> None:
             self._thread.is_paused = False
@@ -295,7 +293,7 @@ class AsyncLLM:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of the requests that were held back."""
+        """Release the requests that wait for the end of a pause."""
         held, self._resumed = self._resumed, None
         if held is not None:
             held.set_result(None)
@@ -319,8 +317,8 @@ class AsyncLLM:
         return True
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, answer what is live within ``drain_s`` seconds, abort the rest, and
-        end the engine's thread. The ``LLM`` remains."""
+        """Refuse new requests, answer live ones within ``drain_s`` seconds, abort the rest, and end
+        the engine's thread. The ``LLM`` remains usable."""
         self._is_stopping = True
         self._let_go()
         if self._thread.is_paused:
@@ -333,7 +331,7 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises:
-        EngineError: the engine has failed, and no request was computed since; or its thread ended.
+        EngineError: the engine has failed, and computed no request since; or its thread ended.
         """
         if self._host.is_in_doubt and self._thread.is_alive:
             await self._call(lambda: None)  # done after the check
@@ -356,12 +354,12 @@ class AsyncLLM:
         return self._host.num_live
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine is doing now. Does not wait for it."""
+        """Counts of the engine's state, without waiting for it."""
         return take_snapshot(self._engine)
 
     def block_map(self, every: int = 1) -> bytes:
         """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free.
-        ``every``: look at one in so many."""
+        ``every``: one block in so many is read."""
         return block_map(self._engine, every)
 
     # On an event loop -------------------------------------------------------------------------
@@ -420,7 +418,7 @@ class AsyncLLM:
 
 
 def _aborter(thread: EngineThread, host: RequestHost) -> Callable[[Served], None]:
-    """What aborts from any thread, and does not refer to the ``AsyncLLM``."""
+    """A function that aborts from any thread, and does not refer to the ``AsyncLLM``."""
 
     def abort(served: Served) -> None:
         # The result is not awaited: the thread may have ended meanwhile.
@@ -439,16 +437,16 @@ def _end_dropped(thread: EngineThread) -> None:
 
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
-    """Whether parameters are made requests of in no more time than another thread takes over."""
+    """Whether making the requests takes less time than handing them to another thread."""
     return not any(
         isinstance(params, SamplingParams)
-        and (params.bad_words or any(len(ids or ()) > _SHORT_TEXT for ids in _id_lists(params)))
+        and (
+            params.bad_words
+            or len(params.allowed_token_ids or ()) > _SHORT_TEXT
+            or len(params.stop_token_ids or ()) > _SHORT_TEXT
+        )
         for _, params in items
     )
-
-
-def _id_lists(params: SamplingParams) -> tuple[Sequence[int] | None, ...]:
-    return params.allowed_token_ids, params.stop_token_ids
 
 
 def _num_ids(segment: Any) -> int:
@@ -457,7 +455,7 @@ def _num_ids(segment: Any) -> int:
 
 
 def _num_chars(prompt: Any) -> int:
-    """Of a text that is to be tokenised, or as many as take the time to check token ids."""
+    """The characters of a text to be tokenised; for token ids, a number with the same cost."""
     if isinstance(prompt, Mapping):
         if is_list(prompt.get("segments")):
             return sum(map(_num_ids, prompt["segments"])) // _NUM_IDS_PER_CHAR

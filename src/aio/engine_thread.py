@@ -18,23 +18,22 @@ _T = TypeVar("_T")
 
 
 class EngineThread:
-    """Steps ``engine`` as long as it has work, on a thread of its own.
+    """Steps ``engine`` while it has work, on a thread of its own.
 
-    An operation of the engine takes its lock, which a step holds from its beginning to its end: on
-    an event loop it would block every caller. So operations are handed over, and done here between
-    steps, in their order.
+    An operation of the engine takes its lock, which a step holds from beginning to end: on an event
+    loop it would block every caller. So operations are queued, and run here between steps, in
+    order.
 
-    No exception ends the thread, not even one that is no ``Exception``: callbacks run on it, and a
-    KeyboardInterrupt or SystemExit that they raise is meant for no thread.
+    No exception ends the thread, also no KeyboardInterrupt or SystemExit of a callback.
 
     Args:
-        wake: set when there may be something to do.
+        wake: set when there may be work.
         after_step: called on this thread after each step, and after operations.
         on_failure: called on this thread when a step failed, which ended all live requests.
         on_exit: called on this thread when it ends, with the reason that ``close`` was given.
 
     Attributes:
-        is_paused: no step is taken; operations are done as ever.
+        is_paused: no step is taken; operations run.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class EngineThread:
         return self._thread.is_alive()
 
     def call(self, operation: Callable[[], _T]) -> Future[_T]:
-        """Have ``operation`` done between steps. What it raises is the future's error; what is no
-        Exception becomes an EngineError.
+        """Run ``operation`` between steps. Its exception is the future's; one that is no Exception
+        becomes an EngineError.
 
         Raises:
             EngineError: the thread has ended.
@@ -73,7 +72,7 @@ class EngineThread:
         return future
 
     def close(self, reason: str | None = None, *, waits: bool = True) -> None:
-        """End the thread after the step it is in, and wait for that.
+        """End the thread after its current step, and wait for the end.
 
         Args:
             reason: the error of requests that are still live.
@@ -88,7 +87,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                # Before the operations are read: one that comes now sets it again.
+                # Before the operations are read: a new one sets it again.
                 self._wake.clear()
                 self._do_operations()
                 if self._can_step():
@@ -129,12 +128,11 @@ class EngineThread:
 
 
 def as_engine_error(error: BaseException) -> EngineError:
-    """``error`` if it is one, else one that says the same. A caller on an event loop must not be
-    given a KeyboardInterrupt, which would end the loop."""
+    """``error`` as an EngineError. A KeyboardInterrupt would end the caller's event loop."""
     if isinstance(error, EngineError):
         return error
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    made = EngineError(f"a step was stopped by {said}")
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    made = EngineError(f"a step was stopped by {text}")
     made.__cause__ = error
     return made
 

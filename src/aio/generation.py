@@ -1,4 +1,4 @@
-"""One prompt being answered: its answers as they grow, or when they are done."""
+"""A submitted prompt: its answers as deltas, or when complete."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .served import Served
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What an answer grew by.
+    """The new part of an answer.
 
     Attributes:
         index: of the answer, from 0.
         text: may be empty while characters or stop strings are incomplete, and "" with
             ``detokenize=False``. The pieces together are the answer's text.
         token_ids: together they are the answer's.
-        logprobs: of ``token_ids``, as of :class:`CompletionOutput`; None if none were asked for.
+        logprobs: of ``token_ids``, as of :class:`CompletionOutput`; None without ``logprobs``.
         finish_reason: of its last delta; None before.
         stop_reason: as of :class:`CompletionOutput`.
     """
@@ -42,12 +42,12 @@ class AnswerDelta:
 class Generation:
     """A prompt that was submitted; made by :meth:`AsyncLLM.submit`.
 
-    Use it as ``async with``, or call :meth:`abort` in the end, so that unwanted answers are not
-    computed. (One that is garbage collected is aborted as well.)
+    Use it as ``async with``, or call :meth:`abort` in the end, so that unread answers are not
+    computed. Garbage collection also aborts it.
 
     Attributes:
-        request_id: as the caller named it, or a number.
-        prompt: its token ids among others.
+        request_id: the caller's name, or a number.
+        prompt: with its token ids.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Generation:
 
     @property
     def has_parts(self) -> bool:
-        """Whether :meth:`deltas` can be read: not where the best of several are kept."""
+        """Whether :meth:`deltas` can be read: not with ``best_of`` above ``n``."""
         params = self._served.params
         return params.num_generated == params.n
 
@@ -101,10 +101,10 @@ class Generation:
         return prompt_entries(self._served.requests[0], decode)
 
     async def result(self) -> RequestOutput:
-        """The answers, when all are done: as of ``LLM.generate``.
+        """The complete answers, as of ``LLM.generate``.
 
         Raises:
-            RequestError, EngineError: it could not be answered.
+            RequestError, EngineError: the request failed.
         """
         while not self._served.has_ended:
             await self._news()
@@ -118,23 +118,23 @@ class Generation:
         return output
 
     async def deltas(self) -> AsyncIterator[list[AnswerDelta]]:
-        """What is new, each time that something is: at most one delta of each answer. A slow reader
-        gets fewer and longer ones. Can be read once.
+        """New deltas, at most one per answer. A slow reader gets fewer and longer ones. Can be read
+        once.
 
         Raises:
-            InvalidInputError: with ``best_of`` above ``n``: which are the best is known at the end.
-            RequestError, EngineError: it could not be answered to the end.
+            InvalidInputError: ``best_of`` is above ``n``: the best are known only at the end.
+            RequestError, EngineError: the request failed before its end.
         """
         params = self._served.params
         if not self.has_parts:
-            limit = "must be None or n: which are the best is known at their end"
+            limit = "must be None or n: the best answers are known only at the end"
             raise InvalidInputError("best_of", params.best_of, limit)
         answers = [
             _GrowingAnswer(index, request, self._served.prompt, self._factory, self._tokenizer)
             for index, request in enumerate(self._served.requests)
         ]
         while answers:
-            # What has ended before its tokens are read is read to its end.
+            # An answer that ended before its tokens are read is read to its end.
             ended = set(self._served.ends)
             error = self._served.error()
             if error is not None:
@@ -144,11 +144,11 @@ class Generation:
             if deltas:
                 yield deltas
             if answers:
-                # News that came meanwhile has set the event: nothing is missed.
+                # News since then has set the event: nothing is missed.
                 await self._news()
 
     def abort(self) -> None:
-        """End it now, with reason "abort"; nothing happens if it has ended. Any thread may."""
+        """End it now, with reason "abort", from any thread; no effect after its end."""
         if not self._served.has_ended:
             self._abort(self._served)
 
@@ -187,7 +187,7 @@ class _GrowingAnswer:
         self._num_tokens = 0
 
     def read(self, has_ended: bool) -> AnswerDelta | None:
-        """What is new; None if nothing is."""
+        """The new delta; None without news."""
         request = self.request
         if has_ended:
             answer = self._factory.completion(self._index, request, self._prompt)
@@ -215,7 +215,7 @@ class _GrowingAnswer:
 
 
 async def cumulative(generation: Generation) -> AsyncIterator[RequestOutput]:
-    """The answers as they grow, each time from their beginning; the last time as :meth:`result`."""
+    """The growing answers, each time from their beginning; the last time as :meth:`result`."""
     so_far: dict[int, CompletionOutput] = {}
     async for deltas in generation.deltas():
         for delta in deltas:

@@ -1,4 +1,4 @@
-"""The live requests: admission, ends, failures, and callers that are gone."""
+"""The live requests: admission, ends, failures, dropped handles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEPT_SHARE = 8  # of max_num_requests, one in so many is kept for owners with f
 
 
 class Handle(weakref.ref[Generation]):
-    """A weak reference to what the caller holds; its callback is C code (``deque.append``)."""
+    """A weak reference to a caller's Generation; its callback is C code (``deque.append``)."""
 
     __slots__ = ("served",)
     served: Served
@@ -41,22 +41,22 @@ class Handle(weakref.ref[Generation]):
 class RequestHost:
     """Holds the live requests of an ``AsyncLLM``, and is their owner in the engine.
 
-    Its methods are called on the engine's thread, but for :meth:`handle`. The thread that steps the
-    engine calls those of an owner (``on_ends``, ``on_step``), one at a time. Its attributes may be
-    read anywhere.
+    Its methods are called on the engine's thread, except :meth:`handle`. The thread that steps the
+    engine calls the methods of an owner (``on_ends``, ``on_step``), one at a time. Any thread may
+    read its attributes.
 
-    Under the policy "fair" the last eighth of ``max_num_requests`` is for owners with few requests:
-    one owner's flood leaves room for the others. It is for all as long as there is one owner.
+    Under the policy "fair" the last eighth of ``max_num_requests`` is reserved for owners with few
+    requests, so a flood of one owner leaves room for others. With one owner nothing is reserved.
 
     Args:
-        max_num_requests: most that are live; None: any number.
-        loops: are woken when there is news for callers.
+        max_num_requests: most live requests; None: any number.
+        loops: are woken by news for callers.
         wake: wakes the engine's thread.
 
     Attributes:
         failure: why the engine cannot compute; None if it can.
-        is_in_doubt: a step failed, and it has not checked itself since.
-        has_several_owners: whether a second owner has been seen, or is expected.
+        is_in_doubt: a step failed, and no check has run since.
+        has_several_owners: a second owner has been seen, or is expected.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class RequestHost:
         return len(self._live)
 
     def handle(self, generation: Generation, served: Served) -> Handle:
-        """By which it is aborted once its caller has let it go."""
+        """A weak reference that aborts the request once its caller has dropped it."""
         return Handle.of(generation, served, self._abandoned)
 
     def admit(self, made: Sequence[Served], handles: Sequence[Handle]) -> None:
-        """Have requests served: all of them or, if one is refused, none.
+        """Admit requests: all of them or, if one is refused, none.
 
         Raises:
             InvalidInputError, EngineBusyError, EngineError: as ``AsyncLLM.submit``.
@@ -128,7 +128,7 @@ class RequestHost:
             self.has_several_owners = self.has_several_owners or owner != self._first_owner
 
     def _check_room(self, made: Sequence[Served]) -> None:
-        """In the last eighth, an owner's requests may be no more than the places that are free.
+        """In the last eighth, an owner may have at most as many requests as there are free places.
 
         Raises:
             EngineBusyError: there is no room for all of them.
@@ -142,7 +142,7 @@ class RequestHost:
         live = list(self._live)
         if len(live) + num_new > limit:
             raise EngineBusyError(
-                f"{len(live)} requests are being served, {num_new} more are asked for, "
+                f"{len(live)} requests are live, {num_new} more were submitted, "
                 f"max_num_requests = {limit}"
             )
         num_kept = max(1, limit // _KEPT_SHARE)
@@ -153,9 +153,9 @@ class RequestHost:
             num_live = sum(request.owner == owner for request in live)
             if num_live + num_of_owner > limit - len(live):
                 raise EngineBusyError(
-                    f"{num_live} requests of this client are being served, {num_of_owner} more are "
-                    f"asked for, and the last {num_kept} of max_num_requests = {limit} are for "
-                    "clients with fewer"
+                    f"{num_live} requests of this client are live, {num_of_owner} more were "
+                    f"submitted, and the last {num_kept} of max_num_requests = {limit} are "
+                    "reserved for clients with fewer"
                 )
 
     def abort_id(self, request_id: str) -> None:
@@ -165,13 +165,13 @@ class RequestHost:
             self.abort(served)
 
     def abort(self, served: Served) -> None:
-        """End what is live of it."""
+        """End its live requests."""
         for request in served.requests:
             if request in self._live:
                 self._engine.abort(request.request_id)
 
     def _discard(self, served: Served) -> None:
-        """Of the live ones, if it is there: the engine has none of its requests."""
+        """Forget live requests that the engine does not have."""
         for request in served.requests:
             self._live.pop(request, None)
         if self._by_id.get(served.request_id) is served:
@@ -182,7 +182,7 @@ class RequestHost:
             self.abort(served)
 
     def end_all(self, reason: str) -> None:
-        """The engine's thread ends: so does what is live, with an EngineError."""
+        """End all live requests with an EngineError, as the engine's thread ends."""
         self._last_error = EngineError(reason)
         try:
             self.abort_all()
@@ -191,7 +191,7 @@ class RequestHost:
             self.on_ends(dict.fromkeys(left, End(RequestMetrics(), self._last_error)))
 
     def settle(self, operation: Callable[[], object]) -> None:
-        """Do what settles steps, which may fail as a step does."""
+        """Run an operation that settles steps, and may fail as a step does."""
         try:
             operation()
         except BaseException as error:
@@ -240,8 +240,8 @@ class RequestHost:
         self.is_in_doubt = self._has_failed_step = True
 
     def _check_itself(self) -> None:
-        """Whether it can compute: a failed step may have been the fault of what it computed, or of
-        a device that computes nothing any more."""
+        """Compute one token, to set ``failure``: the cause of a failed step may be its requests, or
+        a broken device."""
         self._has_failed_step = False
         params = SamplingParams(max_tokens=1, temperature=0.0)
         (request,) = self._factory.make(PromptInput(None, [0]), params)

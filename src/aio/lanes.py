@@ -1,8 +1,8 @@
-"""Threads for work that an event loop must not wait for, in lanes: long work never fills the
-threads that short work needs.
+"""Threads for blocking work of event loops, in lanes: long work never occupies the threads of short
+work.
 
-asyncio's own executor has one queue for all. A dozen grammars that take ten seconds each, or a
-dozen texts of megabytes, would hold up every chat.
+asyncio's executor has one queue for all work. A dozen grammars of ten seconds each, or a dozen
+texts of megabytes, would delay every chat.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REST = 1.0 if _NUM_CPUS <= 4 else 0.0
 class Lane:
     """At most ``num_threads`` threads, and a queue in order of arrival.
 
-    Threads start when they are needed and end when idle. They are daemons: a process ends without
-    waiting for a text or a grammar that nothing waits for any more. Their priority is that of all
-    others: a thread of low priority that is not run while it holds the interpreter stops them all.
+    Threads start on demand and end when idle. They are daemons: a process ends without waiting for
+    an abandoned text or grammar. Their priority is normal: a descheduled thread of low priority
+    that holds the interpreter lock would stop all others.
 
     Args:
         rest_per_work: seconds that a thread rests per second of its processor time. The rest bounds
@@ -48,13 +48,13 @@ class Lane:
         self, function: Callable[..., _T], *arguments: Any, max_wait_s: float | None = None
     ) -> _T:
         """Call ``function`` on a thread of this lane. If the caller is cancelled before a thread
-        took it, it is not called at all.
+        takes the call, the function is not called.
 
         Args:
-            max_wait_s: longest that it may wait for a thread.
+            max_wait_s: longest wait for a thread, seconds.
 
         Raises:
-            TimeoutError: it waited that long, and is not called.
+            TimeoutError: no thread was free in time; the function is not called.
             RuntimeError: no thread can start.
         """
         future: Future[_T] = Future()

@@ -1,5 +1,4 @@
-"""The requests of one prompt while they are served: what the engine's thread and an event loop
-share of them."""
+"""The live requests of one prompt, shared by the engine's thread and an event loop."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ class Observer(Protocol):
 
 
 class Observers(list[Observer]):
-    """The observers of an ``AsyncLLM``. What the engine's thread refers to holds them weakly: they
-    may hold the ``AsyncLLM``, which is to be garbage collected while the thread runs."""
+    """The observers of an ``AsyncLLM``. Objects of the engine's thread refer to them weakly: they
+    may hold the ``AsyncLLM``, which must be collectable while the thread runs."""
 
     __slots__ = ("__weakref__",)
 
@@ -57,8 +56,7 @@ def notify(report: Callable[..., None], *facts: object) -> None:
 class Served:
     """The continuations of one prompt, the leader first.
 
-    Threads that step the engine grow ``ends``, and each request's tokens; everything else is the
-    loop's.
+    Threads that step the engine grow ``ends`` and each request's tokens; the loop owns the rest.
     ``arrived_at`` is of ``time.perf_counter``.
     """
 
@@ -92,7 +90,7 @@ class Served:
 
     def look(self, observers: Sequence[Observer]) -> bool:
         """Find new tokens and ends, notify the observers, and wake the readers. Returns whether all
-        have ended, so that no more news will come."""
+        requests have ended."""
         is_over, has_news = self.has_ended, False  # the ends are read before the tokens
         now = time.perf_counter()
         for request in self.requests:
@@ -117,11 +115,11 @@ class Served:
 
 
 class LoopRequests:
-    """What is served for the callers on one event loop, which is woken once for all of them.
+    """The live prompts of one event loop, which is woken once for all of them.
 
-    Each turn of the loop looks at a few requests, so that turns are short. A new request needs some
-    ten turns from its connection to its first chunk; if every stream wrote a chunk in each of them,
-    it would wait for all streams ten times.
+    Each turn of the loop handles a few prompts, so turns are short. A new request needs some ten
+    turns from its connection to its first chunk. If every stream wrote a chunk in each turn, the
+    request would wait ten times for all streams.
     """
 
     def __init__(
@@ -144,14 +142,14 @@ class LoopRequests:
             notify(observer.on_arrival, served)
 
     def discard(self, served: Served) -> None:
-        """Called on the loop: it was refused."""
+        """Remove a refused prompt. Called on the loop."""
         self._served.pop(served, None)
 
     def post(self, *, is_sure: bool = False) -> None:
-        """Called on any thread: have the loop look. If it is late, once for many steps.
+        """Schedule a pass on the loop, from any thread; a late loop has one pass for many steps.
 
         Args:
-            is_sure: whatever was posted before, which an interrupt may have cut short.
+            is_sure: also if a pass is scheduled: an interrupt may have lost it.
         """
         if is_sure or not self._is_posted:
             self._is_posted = True
@@ -166,7 +164,7 @@ class LoopRequests:
 
     def _look(self) -> None:
         if not self._to_see:
-            self._is_posted = False  # first: what comes from now on is posted again
+            self._is_posted = False  # first: later news is posted again
             self._to_see = list(self._served)
         for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
             served = self._to_see.pop()  # the youngest first: they wait for their first tokens
@@ -187,7 +185,7 @@ class Loops:
         self._lock = threading.Lock()
 
     def requests_of(self, loop: asyncio.AbstractEventLoop) -> LoopRequests:
-        """What is served for the callers on ``loop``."""
+        """The live prompts of ``loop``."""
         with self._lock:
             if loop not in self._loops:
                 open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}

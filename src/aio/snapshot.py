@@ -1,4 +1,4 @@
-"""What an engine is doing, in numbers, read at any moment from any thread."""
+"""Counts of an engine's state, read at any moment from any thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WAITING = (RequestState.WAITING, RequestState.PENDING, RequestState.QUEUED)
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
-    """The counts are read one after the other, while the engine may be running."""
+    """Reads the counts one after the other, while the engine may run."""
     scheduler = engine.scheduler
     blocks, queues = scheduler.blocks, scheduler.queues
     states = [request.state for request in list(scheduler.requests.values())]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..validation import is_list
+from ..params.checks import is_list
 from .deltas import call_id, is_short_id
 
 # The standard name of reasoning, the one of older templates, and a name that clients send.
@@ -30,12 +30,12 @@ def read_messages(
     """A conversation for ``apply_chat_template``.
 
     Content may be text or a list of parts ``{"type": "text", "text": ...}``; ``fitting`` makes of a
-    role and its content the form that the template reads. It may be missing where there are tool
-    calls. Role "developer" becomes "system". Arguments of tool calls may be the text of a JSON
-    object, or the object. What else a message has is left as it is, for the template.
+    role and its content the form that the template reads. It may be missing beside tool calls. Role
+    "developer" becomes "system". Arguments of tool calls may be a JSON object or its text. Other
+    fields of a message stay unchanged, for the template.
 
     Raises:
-        InvalidInputError: names the message, the part of it, and what it must be.
+        InvalidInputError: names the message, the part of it, and the limit.
     """
     if not is_list(messages) or not messages:
         raise InvalidInputError(field, messages, "must be a non-empty list of messages")
@@ -93,8 +93,8 @@ def _content(content: Any, role: str, field: str) -> Content:
 
 
 def with_short_ids(messages: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """The same, with every id of a tool call that is not ``length`` letters and digits replaced by
-    one that is: equal ids by equal ones."""
+    """Replaces every id of a tool call that is not ``length`` letters and digits: equal ids by
+    equal ones."""
 
     def short(given: Any) -> Any:
         is_right = not isinstance(given, str) or is_short_id(given, length)
@@ -130,7 +130,7 @@ def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any, field: str) -> dict[str, Any]:
-    """An object; none of them is an empty one, as clients write it for functions without any."""
+    """The object of arguments; empty text and null are an empty object, as some clients send."""
     value = arguments
     if isinstance(value, str):
         try:
@@ -156,7 +156,7 @@ def read_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     transformers does; Google style). None if there are none.
 
     Raises:
-        InvalidInputError: names the tool, the part of it, and what it must be.
+        InvalidInputError: names the tool, the part of it, and the limit.
     """
     if tools is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads the input lines and writes the output rows of a JSONL batch, and finds where to resume."""
+"""Input lines and output rows of a JSONL batch, and the place to resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from ..engine.inputs import require_unicode
 from ..errors import InvalidInputError
-from ..validation import is_int
+from ..params.checks import is_int
 from .options import SAMPLING_FIELDS, SamplingOptions
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -25,8 +25,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the input that is not blank; ``index`` is its line number, from 0. Blank lines
-    are numbered, too, and get no row: most JSON Lines files end in one."""
+    """One input line that is not blank; ``index`` is its line number, from 0. Blank lines count,
+    but have no row: most JSON Lines files end in one."""
 
     index: int
     raw: bytes
@@ -34,9 +34,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A line that could be read: exactly one of the prompt fields, and the rest of it.
+    """A valid line: exactly one of the prompt fields, and the rest of it.
 
-    ``options`` are what the engine takes beside a prompt, in the prompt's dict.
+    ``options`` are further entries of the prompt's dict for the engine.
     """
 
     kind: str
@@ -48,10 +48,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What an answer depends on besides its line; part of every row's key.
+    """The settings that an answer depends on besides its line; part of every row's key.
 
-    It lets a resumed run see that an output belongs to other questions or other settings, which
-    line numbers alone would not show.
+    A resumed run compares keys, to detect an output of another input or other settings.
     """
 
     model: str
@@ -69,8 +68,8 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an output got: rows complete, how many of them errors, bytes they take, and how
-    many lines the input has in all."""
+    """The progress of an output: complete rows, errors among them, their bytes, and the number of
+    input lines."""
 
     rows: int
     errors: int
@@ -79,8 +78,7 @@ class Progress:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of ``path`` that are not blank. They stay bytes, so that one bad encoding spoils
-    one line only."""
+    """The lines of ``path`` that are not blank, as bytes: a bad encoding affects one line only."""
     with path.open("rb") as file:
         for index, raw in enumerate(file):
             stripped = (raw.removeprefix(_BOM) if index == 0 else raw).strip()
@@ -93,7 +91,7 @@ def parse_question(line: Line) -> Question:
 
     Raises:
         InvalidInputError: it is not a JSON object, a field is unknown, or there is not exactly one
-            prompt in it. Values are checked by those who use them.
+            prompt in it. Other values are checked later.
     """
     shown = line.raw.decode("utf-8", "replace")
     try:
@@ -131,7 +129,7 @@ def parse_question(line: Line) -> Question:
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of two equal names and drops the first without a word.
+    # json silently drops the first of two equal names.
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -151,7 +149,7 @@ def encode_row(row: Row) -> bytes:
 
 
 def row_start(line: Line, key: str) -> Row:
-    """The fields that begin every row; ``find_progress`` knows our rows by them."""
+    """The first fields of every row; ``find_progress`` recognizes rows by them."""
     return {"index": line.index, "key": key}
 
 
@@ -163,7 +161,7 @@ def find_progress(
     A last row without its newline was being written when the run ended; it does not count.
 
     Raises:
-        InvalidInputError: the output holds something else than the first rows of this run.
+        InvalidInputError: the output is not the first rows of this run.
     """
     lines = read_lines(source)
     rows = errors = size = 0
@@ -182,7 +180,7 @@ def find_progress(
             reason = f"it has index {row['index']!r} where {expected['index']} is due"
             raise _foreign(output_name, rows, reason)
         if row["key"] != expected["key"]:
-            reason = f"it answers another line, model or sampling flags than {source} now has"
+            reason = f"its line of {source}, model or sampling flags differ from those of this run"
             raise _foreign(output_name, rows, reason)
         rows += 1
         errors += "error" in row
@@ -199,7 +197,7 @@ def _parse_row(raw: bytes) -> Row | None:
 
 
 def _check_partial(raw: bytes, expected: dict[str, Any], name: str, rows: int) -> None:
-    # Cutting the end of a file that is not ours would destroy a user's data.
+    # Truncating a foreign file would destroy a user's data.
     start = encode_row(expected).rstrip(b"}\n")
     length = min(len(raw), len(start))
     if raw[:length] != start[:length]:

@@ -16,9 +16,9 @@ from ..compile.load.load import check_shared
 from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
+from ..params.checks import path_of
 from ..runner.cpu_threads import rank_threads, torchs_number
 from ..runner.platform import resolve_device
-from ..validation import path_of
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store
 from .runner import DistributedRunner, LogitsCallback
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Imports, and weights from a slow disk.
 _IMPORT_TIMEOUT_S, _BUILD_TIMEOUT_S = 300.0, 3600.0
 _NUM_SLOTS = 4
-"""Steps that may be under way: one more is written only once the thread has taken the last."""
+"""Steps in flight: one more is written only after the thread has taken the last."""
 
 
 def build_distributed(
@@ -47,7 +47,7 @@ def build_distributed(
         raise InvalidInputError(
             "tensor_parallel_size",
             num_ranks,
-            "a model in memory is in one process; give a folder or a hub id",
+            "must be 1 for a model in memory; use a folder or a hub id",
         )
     devices = _devices(config, num_ranks)
     has_peer_access = _has_peer_access(devices)
@@ -88,7 +88,7 @@ def build_distributed(
         workers.wait_for(State.BUILT, _BUILD_TIMEOUT_S)
     except BaseException as error:
         try:
-            # A rank that refused the model says more than the connection it closed.
+            # The error of a rank explains more than its closed connection.
             reason = workers.reason_of(error)
         finally:
             workers.end()
@@ -101,7 +101,7 @@ def build_distributed(
 
 
 def _has_peer_access(devices: Sequence[torch.device]) -> bool:
-    """Whether the ranks push into each other's memory; else NCCL moves what they sum."""
+    """Whether the ranks push into each other's memory; else NCCL moves the operands."""
     if any(device.type != "cuda" for device in devices):
         return False
     from ..kernels.collectives.boxes import has_met
@@ -122,9 +122,7 @@ def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:
         return [device] * num_ranks
     if device.index is not None:
         raise InvalidInputError(
-            "device",
-            config.device,
-            f"must be cuda: {num_ranks} ranks take the first GPUs",
+            "device", config.device, f"must be cuda: {num_ranks} ranks take the first GPUs"
         )
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_ranks:

@@ -18,10 +18,10 @@ from ..params.checks import (
     integer,
     integers,
     number,
+    path_of,
     writable_file,
 )
 from ..params.declare import check_fields, declared, param
-from ..validation import path_of
 from .policy import MAX_OVERTAKES
 
 GENERATION_CONFIGS = ("auto", "vllm")

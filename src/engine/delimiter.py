@@ -1,4 +1,4 @@
-"""Delimiters in text that comes in pieces: where one is, and where one may have begun.
+"""Finds delimiters, and possible beginnings of delimiters, in text that arrives in pieces.
 
 Some delimiters are headers: before their end they may name the type of what follows, as
 ``<|channel|>final <|constrain|>json<|message|>`` of harmony does.

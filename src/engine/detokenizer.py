@@ -1,4 +1,4 @@
-"""Incremental detokenization: token ids to text, one at a time, and the search for stop strings.
+"""Incremental detokenization, token by token, and the search for stop strings.
 
 The text of an answer is defined here, once, for ``generate``, ``generate_iter`` and ``stream``:
 

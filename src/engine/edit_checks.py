@@ -1,4 +1,4 @@
-"""Limits of sampling parameters that are lists or mappings."""
+"""Checks of sampling parameters that are lists or mappings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..validation import is_int, is_list, is_number
+from ..params.checks import is_int, is_list, is_number
 
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1000
@@ -39,7 +39,7 @@ def _token_id(key: object) -> int | None:
 
 
 def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids; whether the vocabulary has them is for the model to say."""
+    """A list of token ids; the request factory checks them against the vocabulary."""
     if not is_list(value):
         raise InvalidInputError(name, value, "must be a list of token ids")
     if len(value) > MAX_TOKEN_IDS:

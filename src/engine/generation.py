@@ -169,7 +169,7 @@ class GenerationLoop:
                     name, getattr(params, name), "must be None: a stream is text"
                 )
         if params.num_generated > params.n:
-            limit = "must be None or n: which are the best is known at their end"
+            limit = "must be None or n: the best answers are known only at the end"
             raise InvalidInputError("best_of", params.best_of, limit)
         return self._stream(requests, prompt, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Parses, tokenises and validates prompts in every form that callers write them in."""
+"""Parses, tokenises and validates prompts of all forms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ContextLengthError, InvalidInputError
-from ..validation import is_int, is_list
+from ..params.checks import is_int, is_list
 from .policy import MAX_PRIORITY
 from .reasoning import Reasoning
 from .sampling_params import SamplingParams
@@ -39,12 +39,12 @@ InvalidInputError."""
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
-    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: on whose
-    share it is served under the policy "fair". ``is_scored``: only the prompt is wanted; one token
-    is sampled and discarded, so the context need not hold it. ``end_token_ids`` end its answers
-    beside the model's own, unless these are ignored. ``reasoning`` is what the answer may begin
-    with before its content, of a conversation. ``segments``: of a prompt with other content than
-    tokens, in whose place ``token_ids`` has placeholders; None of any other."""
+    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: has the
+    share of the policy "fair". ``is_scored``: only log-probabilities of the prompt are computed;
+    the one sampled token is discarded, and needs no room in the context. ``end_token_ids`` end its
+    answers beside the model's own, unless these are ignored. ``reasoning`` is what the answer may
+    begin with before its content, of a conversation. ``segments``: of a prompt with other content
+    than tokens, in whose place ``token_ids`` has placeholders; None of any other."""
 
     text: str | None
     token_ids: list[int]
@@ -164,7 +164,7 @@ def pair_params(
 
 
 def truncation_of(params: Any) -> int | None:
-    """What parameters, which nobody has looked at, say of the length of the prompt."""
+    """``truncate_prompt_tokens`` of unchecked parameters; None for other objects."""
     return params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
 
 

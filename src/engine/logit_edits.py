@@ -1,4 +1,4 @@
-"""Edits of a request's logits before a token is sampled: its parameters, as token ids."""
+"""Edits of a request's logits before sampling, with parameters resolved to token ids."""
 
 from __future__ import annotations
 

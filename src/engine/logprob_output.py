@@ -1,4 +1,4 @@
-"""Log-probabilities at the end of a step, given to its requests, and in their outputs, as dicts."""
+"""Log-probabilities: from a settled step to its requests, and from requests to outputs."""
 
 from __future__ import annotations
 

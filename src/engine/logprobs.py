@@ -1,9 +1,9 @@
 """Log-probabilities while a request runs: rows of its steps, in the runner's own form.
 
 A row is the log-probability of one token, its rank, and those of the likeliest tokens. A runner
-gives rows of the sampled tokens that were asked for, and of the prompt positions whose next token
-lies in the prompt. Of the first, those are kept whose token the scheduler appends; of the second,
-each position once: a request that was preempted computes them again, to the same bits.
+returns rows of sampled tokens with ``logprobs``, and of prompt positions whose next token lies in
+the prompt. Rows of sampled tokens are kept if the scheduler appends the token. Rows of the prompt
+are kept once per position: a preempted request recomputes them, to the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepLogprobs:
     Attributes:
         sampled: a row for each sample of the rows whose parameters have ``logprobs``, row after
             row.
-        prompt: one for each position whose next token lies in a prompt that asks
+        prompt: one for each position whose next token lies in a prompt with ``prompt_logprobs``
             (``RequestInfo.num_prompt_rows``), row after row.
     """
 

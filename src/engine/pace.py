@@ -1,4 +1,4 @@
-"""Token budgets of steps, so that the time between tokens of running answers is bounded.
+"""Token budgets of steps, to bound the time between tokens of running answers.
 
 A step that computes a long prompt beside answers takes as long as its tokens do, and each answer
 waits for it. The time of the prompt's tokens beyond a step of answers alone is modelled as

@@ -1,4 +1,4 @@
-"""Where the reasoning of an answer ends: constraints and stop strings apply to the content behind.
+"""Tracks the end of an answer's reasoning: constraints and stop strings apply to the content.
 
 The delimiters are found in the text of all tokens, special tokens by their names, as readers of
 answers find them: a delimiter that is spelled in plain tokens delimits as well.

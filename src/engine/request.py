@@ -104,10 +104,10 @@ class Request:
         state_table: a state slot, or -1 for one that was given up, for each interval that it has
             begun (see ``state_slots``); empty if the model has no recurrent layers.
         num_past_states: how many of its leading entries were given up.
-        logprobs: what its parameters ask for, as far as it is settled.
+        logprobs: settled rows of its ``logprobs`` and ``prompt_logprobs``.
         num_cached_tokens: prompt tokens its first admission found in the prefix cache.
-        next_event: smallest ``num_computed`` at which commit must look closer (block full, length
-            reached); 0 makes every commit look closer. Derived; see ``Queues.set_next_event``.
+        next_event: smallest ``num_computed`` at which commit has more to do (block full, length
+            reached); 0: at every commit. Derived; see ``Queues.set_next_event``.
     """
 
     __slots__ = (

@@ -188,8 +188,8 @@ class RequestFactory:
                 raise InvalidInputError(name, token_id, f"ids must be below {self._vocab_size}")
 
     def _check_spaces(self, params: SamplingParams) -> None:
-        """Fast tokenizers, but for word pieces, put no spaces between special tokens: then nothing
-        is asked for."""
+        """Refuse ``spaces_between_special_tokens=False`` if the tokenizer writes such spaces: fast
+        tokenizers, except word pieces, write none."""
         if params.spaces_between_special_tokens or params.skip_special_tokens:
             return
         for token in getattr(self._tokenizer, "all_special_tokens", ())[:1]:

@@ -5,22 +5,56 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..params.checks import flag, integer, number
+from ..params.checks import flag, integer, is_list, number
 from ..params.declare import check_fields, describe, param
-from ..validation import is_list
 from . import edit_checks as checks
 from .structured_outputs import StructuredOutputs
-from .unsupported_params import UnsupportedParams
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_CONTINUATIONS = 16_384
 _LOGPROBS = integer(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
 _SEED = integer(-(1 << 63), (1 << 64) - 1, "that fits in 64 bits, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
+class UnsupportedParams:
+    """Parameters of vLLM's SamplingParams that are refused by name unless they have their default.
+
+    A parameter that gets an implementation moves to ``SamplingParams``. Each has a line in
+    ``docs/sampling_parameters.md``.
+    """
+
+    prompt_logprob_token_ids: Any = field(default=None, repr=False)
+    prompt_logprob_start: Any = field(default=None, repr=False)
+    logprob_token_ids: Any = field(default=None, repr=False)
+    flat_logprobs: Any = field(default=False, repr=False)
+    guided_decoding: Any = field(default=None, repr=False)
+    extra_args: Any = field(default=None, repr=False)
+    output_kind: Any = field(default=None, repr=False)
+    stream_interval: Any = field(default=None, repr=False)
+    skip_clone: Any = field(default=False, repr=False)
+    skip_reading_prefix_cache: Any = field(default=None, repr=False)
+    thinking_token_budget: Any = field(default=None, repr=False)
+    repetition_detection: Any = field(default=None, repr=False)
+    routed_experts_prompt_start: Any = field(default=0, repr=False)
+    trace_decode_token_ids: Any = field(default=None, repr=False)
+
+    def refuse_unsupported(self) -> None:
+        """Raises InvalidInputError naming the first field that is not at its default."""
+        for known in fields(UnsupportedParams):
+            value = getattr(self, known.name)
+            if value is not known.default and value != known.default:
+                raise InvalidInputError(
+                    known.name, value, f"is not supported; only {known.default!r} is accepted"
+                )
+
+
+UNSUPPORTED = frozenset(known.name for known in fields(UnsupportedParams))
 
 
 def _min_p_distance(min_p: float) -> float:

@@ -374,8 +374,7 @@ def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
     """Why requests of a step cannot go on, by their ids: their first sample is a token that their
     edits ban. Called just before the step is committed; the scheduler sees to further samples.
 
-    Which sequences of ``bad_words`` come together shows only as tokens are sampled; nothing looks
-    at the logits for this.
+    Completed sequences of ``bad_words`` are known only after sampling. Logits are not read.
 
     Args:
         token_ids: the samples of the step, row after row.

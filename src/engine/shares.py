@@ -1,4 +1,4 @@
-"""Fair shares: the order of service among owners, under the policy "fair".
+"""Fair shares: the order of service among owners under the policy "fair".
 
 Each owner's requests queue first come first served. An owner's next request gets its *turn* once
 none of that owner's requests waits: it gets its rank then, and joins the waiting ones.

@@ -1,4 +1,4 @@
-"""The pool of state slots: what recurrent layers keep of a request, and checkpoints of it. Pure
+"""The pool of state slots: recurrent states of requests, and their checkpoints. Pure
 bookkeeping over slot ids; it never sees a tensor.
 
 Time is cut into intervals. Entry i of a request's *state table* is the slot that its state is in
@@ -141,7 +141,7 @@ class StateSlots:
     # ------------------------------------------------------------------------------------------
 
     def _publish(self, slot: int, key: bytes, tokens: bytes) -> None:
-        """Unless the index has a checkpoint of that key already."""
+        """Add a checkpoint, unless the index has its key."""
         if key not in self.index:
             self.index[key] = slot
             self.keys[slot] = key

@@ -1,4 +1,4 @@
-"""What the text of an answer must be: a JSON schema, a regex, a choice or a grammar."""
+"""Constraints of an answer's text: a JSON schema, a regex, a choice or a grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import InvalidInputError
-from ..validation import is_list
+from ..params.checks import is_list
 
 MAX_CONSTRAINT_BYTES = 1 << 18
 MAX_SCHEMA_DEPTH = 64

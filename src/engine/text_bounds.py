@@ -1,4 +1,4 @@
-"""The least number of tokens of a text, by its bytes: known before the text is tokenised.
+"""A lower bound of a text's tokens from its bytes, before the text is tokenised.
 
 A token stands for at most so many bytes of text. The bound must hold for every text, so it is given
 only for tokenizers whose parts are all known: a part that may drop text of any length, or replace

@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that is given back."""
+"""Offsets of tokens in the text of an answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The step trace: everything that entered the scheduler and everything it decided, one JSON
-object a line, so that a run can be replayed against the specification (``pagespec trace check``).
+"""The step trace: all inputs and decisions of the scheduler, one JSON object per line. ``pagespec
+trace check`` replays it against the specification.
 
 =========  =====================================================================================
 event      fields besides ``t`` (seconds since the trace began)

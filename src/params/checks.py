@@ -5,17 +5,38 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 from ..errors import InvalidInputError
-from ..validation import is_int, is_list, is_number, path_of
 from .declare import Check
 
 # Block numbers, token indices and context lengths of a step are int32 tensors.
 MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
 _DEVICE = r"auto|cpu|cuda(:[0-9]{1,9})?"
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, and not True or False, which Python counts among them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is an integer or a float."""
+    return is_int(value) or isinstance(value, float)
+
+
+def is_list(value: object) -> bool:
+    """True for any sequence except text and bytes."""
+    is_text = isinstance(value, (str, bytes, bytearray, memoryview))
+    return isinstance(value, Sequence) and not is_text
+
+
+def path_of(value: object) -> str | None:
+    """The text of a path; None for what is no path, or one of bytes."""
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    return path if isinstance(path, str) else None
 
 
 def count(low: int = 1, high: int = MAX_COUNT) -> Check:
@@ -32,7 +53,7 @@ def count(low: int = 1, high: int = MAX_COUNT) -> Check:
 
 
 def integer(low: float, high: float, limit: str) -> Check:
-    """Integers from ``low`` to ``high``; ``limit`` is how an error says so."""
+    """Integers from ``low`` to ``high``; ``limit`` is their text in an error."""
 
     def check(name: str, value: Any) -> int:
         if not is_int(value) or not low <= value <= high:

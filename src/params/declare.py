@@ -1,4 +1,4 @@
-"""A parameter is declared once: as a field of a dataclass, with its limits, help and names.
+"""Declares parameters once: fields of a dataclass with limits, help and names.
 
 From the field follow its check, the keyword arguments of ``LLM`` (:func:`takes`), the option of the
 command line, the field of a request's body, and its row in the documentation.
@@ -24,14 +24,14 @@ _Self = TypeVar("_Self")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Param:
-    """What is declared of a field beside its name, type and default.
+    """The declaration of a field beside its name, type and default.
 
     Attributes:
         help: of the command line, ``help(LLM)`` and the documentation.
         check: of its value, unless that is None and None is allowed.
         takes_none: None is a value, and is not checked.
         absent: what None stands for, if that is no value of the field itself.
-        metavar: of its option, if its type does not say it.
+        metavar: of its option; empty: that of its type.
         flag: spellings of its option; empty: its name; None: it has no option.
         stage: what reads it. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
             Of a sampling parameter "cut" if it decides which tokens are kept. Of a server's setting

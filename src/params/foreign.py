@@ -1,8 +1,8 @@
 """Engine arguments of vLLM (0.6 to 0.33) and nano-vllm that have another name here, or none.
 
-An argument whose meaning is the same is taken under its own name. A value that says what happens
-anyway is accepted. Any other is refused, with what to use. Names that are the same here are not in
-the table: ``EngineConfig`` declares them. ``docs/engine_arguments.md`` shows the table.
+An argument of the same meaning is accepted under its own name, and a value without effect is
+ignored. Other values are refused with a replacement. Names of ``EngineConfig`` are not in the
+table. ``docs/engine_arguments.md`` shows the table.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Foreign:
-    """What an argument of another engine means here.
+    """The meaning of another engine's argument.
 
     Attributes:
-        harmless: values that say what happens anyway, or functions of a value and of the other
-            arguments that are true of such values. None always is one.
-        instead: what to use where a value is refused.
-        same_as: our argument of that meaning, which takes its value.
+        harmless: values without effect, or predicates of a value and of the other arguments. None
+            always is one.
+        instead: the replacement in the error.
+        same_as: our argument of that meaning and value.
         as_ours: our arguments for a value.
     """
 
@@ -89,9 +89,7 @@ ENGINE: dict[str, Foreign] = {
     "tool_call_parser": Foreign(same_as="tool_call_format"),
     "reasoning_parser": Foreign(same_as="reasoning_format"),
     "enforce_eager": Foreign(
-        _OFF,
-        "must be True or False",
-        as_ours={True: {"compile": "graph", "graph_batch_sizes": ()}},
+        _OFF, "must be True or False", as_ours={True: {"compile": "graph", "graph_batch_sizes": ()}}
     ),
     # Model and tokenizer.
     "trust_remote_code": Foreign(

@@ -1,4 +1,4 @@
-"""How a server is set up: every setting, checked."""
+"""The settings of a server, declared and checked."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..params.checks import flag, integer, number
+from ..params.checks import flag, integer, is_list, number
 from ..params.declare import check_fields, describe, param
-from ..validation import is_list
 
 # A million token ids, written out, and then some. A body is held in memory.
 _MAX_BODY_BYTES = 16 << 20
 _MAX_HELD_BYTES = 128 << 20
 _COUNT = integer(1, math.inf, "of 1 or more")
 _TIMEOUT = number(0.0, math.inf, "above 0", is_above=True)
-# Panels of the help: where to serve; who may use a server, and how much of it.
+# Panels of the help: addresses; keys and limits.
 _server = partial(param, stage="Server")
 _safety = partial(param, stage="Safety")
 
@@ -58,10 +57,8 @@ class ServerConfig:
         InvalidInputError: a setting is outside its limits.
     """
 
-    model: str = param(
-        "model", "Its name, where none to serve it under is given.", _text, flag=None
-    )
-    host: str = _server("127.0.0.1", "Where to listen; 0.0.0.0 is every network.", _text)
+    model: str = param("model", "The model's name without --served-model-name.", _text, flag=None)
+    host: str = _server("127.0.0.1", "Address to listen on; 0.0.0.0 is every network.", _text)
     port: int = _server(
         8000, "0 takes a free one, which is logged.", integer(0, (1 << 16) - 1, "from 0 to 65535")
     )
@@ -73,19 +70,18 @@ class ServerConfig:
     ssl_certfile: str | None = _server(None, "The certificate of that key.", _text, metavar="FILE")
     served_model_names: tuple[str, ...] = _server(
         (),
-        "What requests call the model; may be repeated, answers have the first.",
+        "Name of the model in requests; may be repeated, answers have the first.",
         _texts,
         absent="--model",
         metavar="NAME",
         flag="--served-model-name",
     )
     access_log: bool = _server(True, "Log a line for each request.", flag())
-    log_json: bool = _server(False, "Log JSON, one object a line.", flag())
+    log_json: bool = _server(False, "Log JSON, one object per line.", flag())
     api_keys: tuple[str, ...] = _safety(
         (),
-        "A key of which requests must bring one; may be repeated. The environment variable "
-        "PAGESPEC_API_KEY can hold some too, with commas between them: other users of this machine "
-        "can read command lines.",
+        "Accepted API key; may be repeated. The environment variable PAGESPEC_API_KEY can hold "
+        "more, separated by commas: other users of this machine can read command lines.",
         _keys,
         metavar="KEY",
         flag="--api-key",
@@ -96,7 +92,7 @@ class ServerConfig:
     )
     cors_origins: tuple[str, ...] = _safety(
         (),
-        "Web pages that browsers may let use this server; may be repeated, * is all.",
+        "Origin of web pages that may use this server (CORS); may be repeated, * is all.",
         _texts,
         metavar="ORIGIN",
         flag="--cors-origin",
@@ -108,7 +104,7 @@ class ServerConfig:
     body_timeout_s: float = _safety(60.0, "Longest that a body may take to arrive (408).", _TIMEOUT)
     write_timeout_s: float | None = _safety(
         60.0,
-        "Longest that a client may take no byte of its answer; then it is closed.",
+        "Longest time without a byte taken by the client; then its connection is closed.",
         _TIMEOUT,
         takes_none=True,
     )
@@ -117,7 +113,7 @@ class ServerConfig:
     )
     drain_timeout_s: float = _safety(
         60.0,
-        "After SIGTERM, longest that running requests are waited for.",
+        "Longest wait for running requests after SIGTERM.",
         number(0.0, math.inf, "of 0 or more"),
     )
 
@@ -136,18 +132,18 @@ class ServerConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
+        """Names of the model in requests."""
         return self.served_model_names or (self.model,)
 
     @property
     def root(self) -> str:
-        """What the model is, for clients: its name on the hub, or the last part of its path."""
+        """The model's name on the hub, or the last part of its path."""
         name = self.model.replace("\\", "/").rstrip("/")
         is_path = name[:1] in ("/", ".", "~") or name.count("/") > 1 or os.path.exists(self.model)
         return name.rpartition("/")[2] if is_path else name
 
     def shown(self) -> dict[str, Any]:
-        """All settings, keys left out: for logs."""
+        """All settings without keys, for logs."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"api_keys": len(self.api_keys)}
 

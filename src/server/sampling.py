@@ -1,4 +1,4 @@
-"""``SamplingParams`` from the body of a request. What its fields may be is said there."""
+"""Makes ``SamplingParams``, which check the limits, from the body of a request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from ..engine.config import GENERATION_CONFIGS
 from ..engine.edit_checks import MAX_LOGIT_BIAS
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling_params import UNSUPPORTED, SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
-from ..engine.unsupported_params import UNSUPPORTED
 from ..errors import InvalidInputError
 from ..llm import LLM
 from ..params.declare import declared
@@ -29,12 +28,12 @@ _STRUCTURES = frozenset(known.name for known in fields(StructuredOutputs) if kno
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What requests get for the fields that they leave out.
+    """Defaults of the fields that a request omits.
 
     Attributes:
         values: of the generation config, by names of ``SamplingParams``, without ``max_tokens``.
-        max_tokens: where a request sets none; None: what is left of the context.
-        most_tokens: to which every request's ``max_tokens`` is cut; None: no limit.
+        max_tokens: None: the rest of the context.
+        most_tokens: cap of every request's ``max_tokens``; None: no cap.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class SamplingDefaults:
     def max_tokens_for(self, given: int | None) -> int | None:
         """``max_tokens`` of a request that has ``given``."""
         chosen = self.max_tokens if given is None else given
-        # What is outside its limits is refused as it was sent.
+        # A value outside its limits stays, and is refused as sent.
         is_cut = self.most_tokens is not None and chosen is not None and chosen > self.most_tokens
         return self.most_tokens if is_cut else chosen
 
@@ -80,7 +79,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> Sa
 
 
 def is_echo_alone(body: CompletionRequest) -> bool:
-    """Whether only the prompt is asked for."""
+    """Whether the answer is the prompt alone."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -89,7 +88,7 @@ def chat_params(
 ) -> SamplingParams:
     """
     Args:
-        structure: that the choice of a tool asks for.
+        structure: of a forced tool call.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -107,8 +106,8 @@ def chat_params(
             limit = "must be none, auto or not given beside a response_format"
             raise BodyError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
-    # The reader of the answer makes its own text; the engine needs one only to find stop strings,
-    # and for the tokens of the prompt.
+    # The reader of the answer decodes by itself. The engine needs text only for stop strings and
+    # for the tokens of the prompt.
     needs_text = bool(body.stop) or body.prompt_logprobs is not None
     return SamplingParams(**chosen, detokenize=needs_text)
 
@@ -116,9 +115,9 @@ def chat_params(
 def generate_params(
     given: Mapping[str, Any] | None, defaults: SamplingDefaults, *, with_text: bool
 ) -> SamplingParams:
-    """From the ``sampling_params`` of ``/inference/v1/generate``. None stands for the default, and
-    of ``max_tokens`` for what is left of the context. Of the generation config only
-    ``max_new_tokens`` counts, and only without ``max_tokens``.
+    """From the ``sampling_params`` of ``/inference/v1/generate``. None stands for the default; for
+    ``max_tokens`` that is the rest of the context. Of the generation config only
+    ``max_new_tokens`` applies, and only without ``max_tokens``.
 
     Raises:
         InvalidInputError: a name is unknown, or a value outside its limits.
@@ -155,7 +154,7 @@ def _refuse_prompt_logprobs(value: object) -> None:
 
 
 def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
-    """JSON's keys are text."""
+    """Token ids from JSON's keys, which are text."""
     if len(given) > MAX_LOGIT_BIAS:
         limit = f"must have at most {MAX_LOGIT_BIAS} token ids"
         raise BodyError("logit_bias", f"{len(given)} keys", limit)
@@ -167,7 +166,7 @@ def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
 
 
 def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
-    """The one constraint that a body asks for, by whichever of its fields."""
+    """The constraint of a body, from the one field that has it."""
     found: dict[str, StructuredOutputs] = {}
     if body.structured_outputs:
         found["structured_outputs"] = _structured_outputs(body.structured_outputs)

@@ -42,7 +42,7 @@ def test_lines_override_what_the_model_asks_for(
     assert found == [(0.3, 3), (0.9, 3)]
     other = desk.run_file("--top-k", "3", "--generation-config", "vllm")
     assert other.exit_code == 2
-    assert "answers another line, model or sampling flags" in other.stderr
+    assert "model or sampling flags differ from those of this run" in other.stderr
 
 
 def test_ctrl_c_keeps_the_rows_so_far(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagespec import InvalidInputError, SamplingParams
-from pagespec.engine.unsupported_params import UNSUPPORTED, UnsupportedParams
+from pagespec.engine.sampling_params import UNSUPPORTED, UnsupportedParams
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGE = 10**400  # too large for a float, and too long for a message

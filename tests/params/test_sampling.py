@@ -9,7 +9,7 @@ import pytest
 
 from pagespec import SamplingParams
 from pagespec.cli.options import SamplingOptions
-from pagespec.engine.unsupported_params import UNSUPPORTED
+from pagespec.engine.sampling_params import UNSUPPORTED
 from pagespec.params.declare import declared
 from pagespec.runner.row_params import truncated_fields
 from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest

@@ -28,7 +28,7 @@ from ...errors import InvalidInputError
 from ...kernels.native.library import begin_build
 from ...kernels.quantized.cpu_quantized import reason_against
 from ...kernels.quantized.quantized_weight import GROUP, Int4Weight, Int8Weight, QuantizedWeight
-from ...validation import path_of
+from ...params.checks import path_of
 
 _HALF_BYTES = 2
 _MIDDLE = 8

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...errors import InvalidInputError
 from ...model_name import check_model_path
-from ...validation import path_of
+from ...params.checks import path_of
 from ..fx.weights import WeightNames
 from .gguf import converted_folder
 
