@@ -1,8 +1,8 @@
-"""The text of one answer as it grows, with what has no text for the caller marked as such.
+"""The growing text of one answer, with special tokens as pieces of their own.
 
-A parser of answers needs the special tokens, as delimiters; the caller must not see them. So the
-text here is the one that ``generate`` gives, from the same detokenizer and cut by the same search
-for stop strings, with the names of special tokens laid between as pieces of their own.
+A parser of answers needs special tokens, as delimiters; the caller must not see them. So the text
+is that of ``generate``, with the same detokenizer and search for stop strings, and the names of
+special tokens stand between as separate pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..engine.sampling_params import SamplingParams
 
 
 class Kind(Enum):
-    """What a piece is: text of the answer; a special token in it; the stop token that ended it; or,
+    """The kind of a piece: text of the answer; a special token; the stop token at its end; or,
     without text, the beginning of the content behind reasoning."""
 
     TEXT = "text"
@@ -39,7 +39,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 class _CountingDetokenizer(Detokenizer):
-    """Knows how many characters it has given, also those in which a stop string may have begun."""
+    """Counts the characters it has given, also those in which a stop string may have begun."""
 
     num_chars = 0
 
@@ -61,8 +61,8 @@ class AnswerText:
     Args:
         stop_token_ids: each ends the answer.
         specials: of the tokenizer, see :func:`special_tokens`.
-        reasoning: that the answer may begin with. A piece ``Kind.CONTENT`` then says where the
-            content begins; up to there stop strings do not count, unless they are to.
+        reasoning: that the answer may begin with. A piece ``Kind.CONTENT`` then marks the beginning
+            of the content; before it stop strings count only with ``stops_inside``.
         bytes_of: the bytes of a token, as :class:`.token_bytes.TokenBytes`; for ``reasoning``.
     """
 
@@ -105,7 +105,7 @@ class AnswerText:
         self._undecided: list[int] = []  # tokens that are reasoning or content
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """What is certain with these tokens."""
+        """The pieces that become certain with these tokens."""
         pieces: list[Piece] = []
         place = 0
         while self._tracker is not None and not self._has_ended and place < len(token_ids):
@@ -161,7 +161,7 @@ class AnswerText:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was kept back until the end was known."""
+        """The held-back pieces, at the end of the answer."""
         is_undecided = self._tracker is not None and self._tracker.phase is Phase.UNDECIDED
         undecided = self._begin_content() if is_undecided else []
         stop = self._stop_token_id
@@ -196,7 +196,7 @@ class AnswerText:
         return self._new_watched()
 
     def _new_watched(self) -> str:
-        """What the watcher has settled since."""
+        """The text that the watcher has settled since."""
         if self._watcher is None:
             return ""
         new = self._watcher.settled_pieces[self._num_watched :]

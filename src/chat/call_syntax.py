@@ -1,14 +1,15 @@
-"""The syntaxes of tool calls: what stands between the delimiters of a call.
+"""The syntaxes of tool calls, between the delimiters of a call.
 
-A reader is a generator over a :class:`View`: it yields where the text so far does not decide, and
-is resumed when there is more. So a call is read once, however its text is cut. It returns the calls
-and the end of their text, or None as soon as the text is no call.
+A reader is a generator over a :class:`View`. It yields where the text is undecided, and is resumed
+with more text. So a call is read once, however its text is cut. It returns the calls and the end of
+their text, and raises :class:`NoCall` as soon as the text is no call.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,13 +21,17 @@ _T = TypeVar("_T")
 Waiting = Generator[None, None, _T]
 
 
+class NoCall(Exception):
+    """The text is no tool call."""
+
+
 class View(Protocol):
     """The text of an answer, from the call's opening delimiter on.
 
     Attributes:
-        text: what there is so far.
-        is_whole: whether that is all.
-        tools: whose schemas give arguments their types.
+        text: so far.
+        is_whole: the text is complete.
+        tools: their schemas give arguments their types.
     """
 
     text: str
@@ -58,12 +63,15 @@ class Found(NamedTuple):
 
 
 class Syntax(Protocol):
-    """How calls are written. ``close`` ends them; empty: what is no more of them does."""
+    """A syntax of calls. ``close`` ends them; if empty, the first text that is no call does."""
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         """
         Args:
             place: behind the opening delimiter.
+
+        Raises:
+            NoCall: the text is no call.
         """
 
 
@@ -74,7 +82,7 @@ def _compiled(pattern: str) -> Any:
     return regex.compile(pattern, regex.DOTALL)
 
 
-def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
+def _match(view: View, pattern: str, place: int) -> Waiting[Any]:
     """The match of a pattern at a place, or None. A pattern must end in what cannot go on."""
     compiled = _compiled(pattern)
     while True:
@@ -82,6 +90,18 @@ def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
         if match is None or not match.partial:
             return match
         yield
+
+
+def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
+    """The match of a pattern at a place.
+
+    Raises:
+        NoCall: there is none.
+    """
+    match = yield from _match(view, pattern, place)
+    if match is None:
+        raise NoCall
+    return match
 
 
 def _skip(view: View, place: int, blanks: str) -> Waiting[int]:
@@ -94,54 +114,58 @@ def _skip(view: View, place: int, blanks: str) -> Waiting[int]:
         yield
 
 
-def _escape(text: str) -> str:
-    import re
-
-    return re.escape(text)
-
-
 # JSON -------------------------------------------------------------------------------------------
 
 _BLANKS = " \t\n\r"
 
 
 def _json_end(view: View, place: int) -> Waiting[int]:
-    """The end of the bracketed value that begins at ``place``; -1 if it is not well formed."""
+    """The end of the bracketed value that begins at ``place``.
+
+    Raises:
+        NoCall: it is not well formed.
+    """
     depth = 0
     is_value = False  # whether a value has just ended
     while True:
         place = yield from _skip(view, place, _BLANKS)
         if place == len(view.text):
-            return -1
+            raise NoCall
         char = view.text[place]
         place += 1
         if char == '"':
             place = yield from _string_end(view, place, char)
-            if is_value or place < 0:
-                return -1
+            if is_value:
+                raise NoCall
             is_value = True
         elif char in "{[":
             if is_value:
-                return -1
+                raise NoCall
             depth += 1
         elif char in "}]":
             depth -= 1
             is_value = True
-            if depth <= 0:
-                return place if depth == 0 else -1
+            if depth < 0:
+                raise NoCall
+            if depth == 0:
+                return place
         elif char in ",:":
             if not is_value:
-                return -1
+                raise NoCall
             is_value = False
         else:
             match = yield from _expect(view, r"[-+.\w]+(?=[^-+.\w])", place - 1)
-            if match is None or is_value:
-                return -1
+            if is_value:
+                raise NoCall
             place, is_value = match.end(), True
 
 
 def _string_end(view: View, place: int, quote: str) -> Waiting[int]:
-    """Behind the closing quote of a string; -1 if a control character stands in it."""
+    """The place behind the closing quote of a string.
+
+    Raises:
+        NoCall: a control character stands in the string, or it is not closed.
+    """
     stop = _compiled(rf"[{quote}\\\x00-\x1f]")
     while True:
         match = stop.search(view.text, place)
@@ -150,21 +174,22 @@ def _string_end(view: View, place: int, quote: str) -> Waiting[int]:
         elif match.group() == quote:
             return int(match.end())
         elif match.group() != "\\":
-            return -1
+            raise NoCall
         elif match.end() < len(view.text):
             place = match.end() + 1
             continue
         else:
             place = match.start()
         if view.is_whole:
-            return -1
+            raise NoCall
         yield
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def flat(value: Any) -> Iterator[Any]:
+    """The items of nested lists, in order."""
     if isinstance(value, list):
         for item in value:
-            yield from _flat(item)
+            yield from flat(item)
     else:
         yield value
 
@@ -181,7 +206,7 @@ def _arguments_text(arguments: Any) -> str:
     return json_text(arguments)
 
 
-def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
+def make_call(name: Any, arguments: Any, call_id: Any = None) -> Call:
     """
     Raises:
         ValueError, TypeError: it is no call.
@@ -208,44 +233,37 @@ class JsonCalls:
 
     Attributes:
         names, arguments: keys of which an object has one.
-        prefix: what stands before the first object and is part of it: the opening delimiter of
-            calls that have none of their own.
+        prefix: the opening delimiter that is also the beginning of the first object.
     """
 
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     prefix: str = ""
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         place -= len(self.prefix)
-        if self.prefix:  # other objects are told apart by their first key
+        if self.prefix:  # other objects have other first keys
             keys = "|".join((*self.names, *self.arguments, "type", "function"))
-            match = yield from _expect(view, rf'\s*(?:\[\s*)*\{{\s*"(?:{keys})"', place)
-            if match is None:
-                return None
+            yield from _expect(view, rf'\s*(?:\[\s*)*\{{\s*"(?:{keys})"', place)
         values: list[Any] = []
         end = place
         while True:
             place = yield from _skip(view, place, _BLANKS + ",;")
             if close:
-                match = yield from _expect(view, rf"[{{\[]|{_escape(close)}", place)
-                if match is None:
-                    return None
+                match = yield from _expect(view, rf"[{{\[]|{re.escape(close)}", place)
                 if match.group() == close:
                     end = match.end()
                     break
             elif view.text[place : place + 1] not in ("{", "["):
                 break
             end = yield from _json_end(view, place)
-            if end < 0:
-                return None
             values.append(view.text[place:end])
             place = end
         if not values and not close:
-            return None
-        calls = _calls(lambda: [self._call(v) for text in values for v in _flat(json.loads(text))])
+            raise NoCall
+        calls = _calls(lambda: [self._call(v) for text in values for v in flat(json.loads(text))])
         if self.prefix and not {call.name for call in calls} <= _names(view):
-            return None
+            raise NoCall
         return Found(calls, end)
 
     def _call(self, value: Any) -> Call:
@@ -255,7 +273,7 @@ class JsonCalls:
             value = {**value, **value["function"]}
         name = next((value[key] for key in self.names if key in value), None)
         arguments: Any = next((value[key] for key in self.arguments if key in value), {})
-        return _call(name, arguments, value.get("id"))
+        return make_call(name, arguments, value.get("id"))
 
 
 def _names(view: View) -> set[str]:
@@ -274,25 +292,18 @@ class NamedJson:
     header: str
     tail: str = ""
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         header = yield from _expect(view, self.header, place)
-        if header is None:
-            return None
         begin = yield from _skip(view, header.end(), _BLANKS)
         if view.text[begin : begin + 1] != "{":
-            return None
+            raise NoCall
         end = yield from _json_end(view, begin)
-        if end < 0:
-            return None
         text = view.text[begin:end]
         if self.tail + close:
-            tail = rf"\s*{_escape(self.tail)}\s*{_escape(close)}"
-            match = yield from _expect(view, tail, end)
-            if match is None:
-                return None
-            end = match.end()
+            tail = rf"\s*{re.escape(self.tail)}\s*{re.escape(close)}"
+            end = (yield from _expect(view, tail, end)).end()
         groups = header.groupdict()
-        make = lambda: [_call(groups["name"], json.loads(text), groups.get("id"))]  # noqa: E731
+        make = lambda: [make_call(groups["name"], json.loads(text), groups.get("id"))]  # noqa: E731
         return Found(_calls(make), end)
 
 
@@ -303,13 +314,13 @@ class NamedJson:
 class TaggedCalls:
     """A tag with the name, then one element for each argument, whose value is written as it is.
 
-    A value ends at the closing tag of its element, if what may follow stands behind it: so a value
-    may have such tags in it. The type of a value is that of the tool's schema.
+    A value ends at the closing tag of its element if valid text follows: so a value may contain
+    such tags. The type of a value is that of the tool's schema.
 
     Attributes:
         name: a pattern with a group ``name``, which opens a function.
         key: a pattern with a group ``key``, which opens an argument; a group ``text`` of "true" or
-            "false" says whether its value is text.
+            "false" marks a value of text.
         value_close: the text that closes an argument.
         close: the text that closes a function; empty: the calls' delimiter does.
         pad: the text that the template puts around each value.
@@ -323,53 +334,51 @@ class TaggedCalls:
     pad: str = ""
     repeats: bool = False
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         calls: list[Call] = []
-        closes = rf"\s*{_escape(self.close)}\s*" if self.close else r"\s*"
+        closes = rf"\s*{re.escape(self.close)}\s*" if self.close else r"\s*"
         more = f"|{_bare(self.name)}" if self.repeats else ""
-        end = f"{closes}(?:{_escape(close)}{more})"
+        end = f"{closes}(?:{re.escape(close)}{more})"
         following = rf"{_bare(self.key)}|{end}"
         while True:
             header = yield from _expect(view, self.name, place)
-            if header is None:
-                return None
             place = header.end()
             parameters = parameters_of(view.tools, header.group("name"))
             arguments: dict[str, Any] = {}
             while True:
                 match = yield from _expect(view, rf"{self.key}|(?P<end>{end})", place)
-                if match is None:
-                    return None
                 if match.group("end") is not None:
                     break
                 place = yield from self._value_end(view, match.end(), following)
-                if place < 0:
-                    return None
                 raw = self._unpadded(view.text[match.end() : place])
                 arguments[match.group("key")] = self._value(match, raw, parameters)
                 place += len(self.value_close)
             name = header.group("name")
-            made = _calls(lambda name=name, given=arguments: [_call(name, given)])  # type: ignore[misc]
+            made = _calls(lambda name=name, given=arguments: [make_call(name, given)])  # type: ignore[misc]
             if not made:
-                return None
+                raise NoCall
             calls += made
             # The end of a function, and the beginning of the next or the end of all.
-            match = yield from _expect(view, closes + f"(?P<all>{_escape(close)})?", place)
+            match = yield from _expect(view, closes + f"(?P<all>{re.escape(close)})?", place)
             place = match.end()
             if match.group("all") is not None:
                 return Found(calls, place)
 
     def _value_end(self, view: View, place: int, following: str) -> Waiting[int]:
-        """Where the closing tag of a value begins; -1 if there is none."""
+        """The place of the closing tag of a value.
+
+        Raises:
+            NoCall: there is none.
+        """
         while True:
             found = view.text.find(self.value_close, place)
             if found >= 0:
-                match = yield from _expect(view, following, found + len(self.value_close))
+                match = yield from _match(view, following, found + len(self.value_close))
                 if match is not None:
                     return found
                 place = found + 1
             elif view.is_whole:
-                return -1
+                raise NoCall
             else:
                 place = max(place, len(view.text) - len(self.value_close) + 1)
                 yield
@@ -391,8 +400,6 @@ class TaggedCalls:
 @cache
 def _bare(pattern: str) -> str:
     """The pattern without names of groups, to stand in another one twice."""
-    import re
-
     return re.sub(r"\(\?P<\w+>", "(?:", pattern)
 
 
@@ -409,44 +416,39 @@ class PythonCalls:
 
     prefix: str = ""
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         place -= len(self.prefix)
         begin = yield from _expect(view, r"\s*(?P<list>\[)\s*[A-Za-z_][\w.]*\s*\(", place)
-        if begin is None:
-            return None
         place = begin.start("list")
         end = yield from self._end(view, place)
-        if end < 0:
-            return None
         text = view.text[place:end]
         if close:
-            match = yield from _expect(view, rf"\s*{_escape(close)}", end)
-            if match is None:
-                return None
-            end = match.end()
+            end = (yield from _expect(view, rf"\s*{re.escape(close)}", end)).end()
         calls = _calls(lambda: [self._call(node) for node in self._nodes(text)])
         if self.prefix and not {call.name for call in calls} <= _names(view):
-            return None
+            raise NoCall
         return Found(calls, end)
 
     @staticmethod
     def _end(view: View, place: int) -> Waiting[int]:
-        """The end of the brackets that open at ``place``; -1 if a string in them has none."""
+        """The end of the brackets that open at ``place``.
+
+        Raises:
+            NoCall: they or a string in them are not closed.
+        """
         depth = 0
         mark = _compiled("[\"'()\\[\\]{}]")
         while True:
             match = mark.search(view.text, place)
             if match is None:
                 if view.is_whole:
-                    return -1
+                    raise NoCall
                 place = len(view.text)
                 yield
                 continue
             place = match.end()
             if match.group() in "\"'":
                 place = yield from _string_end(view, place, match.group())
-                if place < 0:
-                    return -1
             else:
                 depth += 1 if match.group() in "([{" else -1
                 if depth == 0:
@@ -466,25 +468,22 @@ class PythonCalls:
         arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
         if None in (word.arg for word in node.keywords):
             raise TypeError("a call has named arguments only")
-        return _call(ast.unparse(node.func), arguments)
+        return make_call(ast.unparse(node.func), arguments)
+
+
+class _Words(ast.NodeTransformer):
+    """Replaces JSON's words by Python's values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
 def _literal(node: ast.expr) -> Any:
     """A value in Python, in which JSON's words may stand as well."""
-    words = {"true": True, "false": False, "null": None}
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name) and part.id not in words:
-            raise TypeError(f"{part.id} is no value")
-    if isinstance(node, ast.Name):
-        return words[node.id]
-    if isinstance(node, ast.List):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-        if not all(isinstance(key, str) for key in keys):
-            raise TypeError("keys are text")
-        return dict(zip(keys, map(_literal, node.values), strict=True))
-    return ast.literal_eval(node)
+    keys = (key for part in ast.walk(node) if isinstance(part, ast.Dict) for key in part.keys)
+    if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
+        raise TypeError("keys are text")
+    return ast.literal_eval(_Words().visit(node))
 
 
 # Gemma ------------------------------------------------------------------------------------------
@@ -496,17 +495,15 @@ class GemmaCalls:
 
     quote: str
 
-    def read(self, view: View, place: int, close: str) -> Waiting[Found | None]:
+    def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         header = yield from _expect(view, r"call:(?P<name>[^{<\s]+)(?=\{)", place)
-        if header is None:
-            return None
-        marks = _compiled(f"{_escape(self.quote)}|{_escape(close)}")
+        marks = _compiled(f"{re.escape(self.quote)}|{re.escape(close)}")
         place, is_text = header.end(), False
         while True:  # the closing delimiter outside of strings
             match = marks.search(view.text, place)
             if match is None:
                 if view.is_whole:
-                    return None
+                    raise NoCall
                 place = max(place, len(view.text) - max(len(self.quote), len(close)) + 1)
                 yield
                 continue
@@ -516,7 +513,7 @@ class GemmaCalls:
             elif not is_text:
                 break
         text = view.text[header.end() : match.start()]
-        return Found(_calls(lambda: [_call(header.group("name"), self._object(text))]), place)
+        return Found(_calls(lambda: [make_call(header.group("name"), self._object(text))]), place)
 
     def _object(self, text: str) -> dict[str, Any]:
         value, end = self._value(text, 0)

@@ -1,4 +1,4 @@
-"""The pieces of an answer, as its reader gives them, and the message that they make together."""
+"""The deltas of an answer, and the message they form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thought before it answered."""
+    """More of the model's reasoning."""
 
     text: str
 
@@ -45,7 +45,7 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 def call_id(request_id: str, answer: int, index: int, length: int | None = None) -> str:
-    """The id of a tool call: the same whenever the same request is read again, streamed or not.
+    """The id of a tool call, a function of the request: the same streamed or not.
     It is "call_" and 24 hexadecimal digits, or as many digits as ``length``."""
     key = f"{request_id}/{answer}/{index}".encode("utf-8", "surrogatepass")
     digits = xxhash.xxh3_128_hexdigest(key)
@@ -53,12 +53,12 @@ def call_id(request_id: str, answer: int, index: int, length: int | None = None)
 
 
 def is_short_id(given: str | None, length: int) -> bool:
-    """Whether an id is that many ASCII letters and digits, and nothing else."""
+    """Whether an id consists of exactly that many ASCII letters and digits."""
     return given is not None and len(given) == length and given.isascii() and given.isalnum()
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same with texts of one kind that follow each other put together, and no empty ones."""
+    """Merges adjacent texts of one kind, and drops empty ones."""
     made: list[Delta] = []
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):

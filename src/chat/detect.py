@@ -1,8 +1,8 @@
-"""Finds the format of a model's answers in what its chat template writes.
+"""Detects the format of a model's answers from its chat template.
 
-A conversation with a tool call is rendered, and the text of the call is read by each format: the
-first that reads the call again is the model's. A template that writes no calls, but tells the model
-how to, has the format's opening delimiter in its source.
+A conversation with a tool call is rendered, and each format reads the text of the call. The first
+that reads the call correctly is the model's. A template that writes no calls, but instructs the
+model, has the format's opening delimiter in its source.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def detect(
     reasoning_format: str = AUTO,
     tokens: Container[str] = (),
 ) -> AnswerFormat | None:
-    """The format of the answers to a template's prompts; None if nothing is known of it.
+    """The format of the answers to a template's prompts; None if unknown.
 
     Args:
-        tool_call_format, reasoning_format: names of :mod:`.formats` in place of what is detected.
-        tokens: that the tokenizer has beside those of its training.
+        tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
+        tokens: the tokenizer's added tokens.
     """
     if reasoning_format == AUTO:
         reasoning = _reasoning(template, tokens)
@@ -65,7 +65,7 @@ def _reasoning(template: ChatTemplate, tokens: Container[str]) -> ReasoningForma
     first = REASONING_FORMATS["deepseek_r1"]
     if first.close in template.source and "<｜Assistant｜>" in template.source:
         return first
-    # A model may think though its template has no word of it.
+    # A model may reason though its template does not mention it.
     return next(
         (f for f in REASONING_FORMATS.values() if f.open in tokens and f.close in tokens), None
     )
@@ -105,7 +105,7 @@ def _user(template: ChatTemplate) -> Message:
 
 
 def _written_calls(template: ChatTemplate) -> Iterator[str]:
-    """What the template writes for an assistant's message with one call."""
+    """The template's text for an assistant's message with one call."""
     user, tools = _user(template), probe_tools()
     opened = template.rendered([user], tools, True)
     closed = template.rendered([user], tools)
@@ -137,7 +137,7 @@ def _num_common(a: str, b: str) -> int:
 
 
 def _anchors(template: ChatTemplate, reasoning: ReasoningFormat | None) -> Iterator[str]:
-    """What stands between a message and the answer to it, reasoning left aside."""
+    """The text between a message and the answer to it, without reasoning."""
     user = _user(template)
     call: Message = {"role": "assistant", "content": "", "tool_calls": [probe_call()]}
     result = {

@@ -1,4 +1,4 @@
-"""How models write reasoning and tool calls, as data: one row per format, read by :mod:`.regions`.
+"""Formats of reasoning and tool calls, as data: one row per format, read by :mod:`.regions`.
 
 Names of tool formats are those of vLLM's parsers where the formats are the same.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..errors import InvalidInputError
 from .call_syntax import GemmaCalls, JsonCalls, NamedJson, PythonCalls, Syntax, TaggedCalls
@@ -19,12 +20,12 @@ AUTO, NONE = "auto", "none"
 class ReasoningFormat:
     """
     Attributes:
-        open, close: what delimits reasoning.
-        contents: pairs of what delimits content, where that has delimiters of its own.
+        open, close: delimiters of reasoning.
+        contents: pairs of delimiters of content, if it has any.
         skipped: text that is neither reasoning nor content.
         is_open: an answer begins with reasoning, also without its opening delimiter.
         anywhere: reasoning may follow content; if not, ``open`` is text there.
-        before_content: what ends reasoning and begins content, where ``close`` does not.
+        before_content: the delimiter between reasoning and content, if not ``close``.
         header_end: as of :class:`..engine.delimiter.Delimiter`, of all of these.
     """
 
@@ -42,10 +43,10 @@ class ReasoningFormat:
 class Marker:
     """
     Attributes:
-        open, close: what delimits calls; without ``close`` they end where nothing more is a call.
+        open, close: delimiters of calls; without ``close`` calls end at the first other text.
         syntaxes: tried in this order.
-        at_start: calls begin the content, and are read only if tools were given: ``open`` is what
-            other content may begin with.
+        at_start: calls begin the content, and are read only with tools, as other content may begin
+            with ``open``.
         header_end: as of :class:`..engine.delimiter.Delimiter`, of ``open``.
     """
 
@@ -60,11 +61,11 @@ class Marker:
 class CallFormat:
     """
     Attributes:
-        markers: what begins calls.
+        markers: the delimiters of calls.
         skipped: text around calls that is no content.
-        tokens: further texts that calls are written with.
+        tokens: further texts in calls.
         in_reasoning: a call may end reasoning that is not closed.
-        id_length: letters and digits of a call's id, where the template accepts no other ids.
+        id_length: letters and digits of a call's id, if the template requires a length.
     """
 
     markers: tuple[Marker, ...]
@@ -75,17 +76,17 @@ class CallFormat:
 
     @cached_property
     def texts(self) -> frozenset[str]:
-        """What stands in the text of calls beside names and arguments."""
+        """The texts in calls beside names and arguments."""
         ends = (text for marker in self.markers for text in (marker.open, marker.close))
         return frozenset((*ends, *self.skipped, *self.tokens))
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How one model writes its answers.
+    """The format of one model's answers.
 
     Attributes:
-        anchors: texts of which the last in a prompt is right before the answer.
+        anchors: texts; the last of them in a prompt precedes the answer.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -109,17 +110,17 @@ class AnswerFormat:
 
     @property
     def header_end(self) -> str:
-        """What ends ``reasoning_tags`` that may name a content type; empty: none may."""
+        """The end of ``reasoning_tags`` with a content type; empty without content types."""
         return "" if self.reasoning is None else self.reasoning.header_end
 
     def prefix_of(self, prompt: str) -> str:
-        """The part of a prompt that belongs to the answer already, such as an opened ``<think>``;
-        none if the prompt has no beginning of an answer that is known."""
+        """The part of a prompt that belongs to the answer, such as an opened ``<think>``; "" if the
+        prompt has no known beginning of an answer."""
         ends = [place + len(a) for a in self.anchors if (place := prompt.rfind(a)) >= 0]
         return prompt[max(ends) :] if ends else ""
 
     def delimiters(self) -> Iterator[str]:
-        """All texts that may delimit something."""
+        """All delimiters."""
         if self.reasoning is not None:
             yield from (self.reasoning.open, self.reasoning.close, *self.reasoning.skipped)
             for pair in self.reasoning.contents:
@@ -144,7 +145,7 @@ _HARMONY = ReasoningFormat(
     header_end="<|message|>",
 )
 
-# The first whose delimiters a chat template has is taken.
+# Detection takes the first format whose delimiters the chat template has.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": _HARMONY,
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", anywhere=True),
@@ -161,6 +162,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 _JSON = JsonCalls()
 _BARE_JSON = JsonCalls(prefix="{")
+_HARMONY_CALL = NamedJson(
+    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+    r"\s*(?:<\|constrain\|>)?\s*[\w.+/-]*\s*<\|message\|>"
+)
 
 
 def _tags(begin: str, opened: str) -> TaggedCalls:
@@ -185,38 +190,31 @@ def _function_tags(pad: str) -> TaggedCalls:
     )
 
 
+def _calls(open: str, close: str, *syntaxes: Syntax, **rest: Any) -> CallFormat:
+    """A format with one marker."""
+    return CallFormat((Marker(open, close, syntaxes),), **rest)
+
+
 _DSML = _tags("｜DSML｜", "｜DSML｜")
 
-# Detection tries them in this order: of formats with equal delimiters the stricter comes first.
+# Detection tries the formats in this order: of equal delimiters the stricter format comes first.
 CALL_FORMATS: dict[str, CallFormat] = {
-    "hermes": CallFormat((Marker("<tool_call>", "</tool_call>", (_JSON,)),)),
-    "qwen3_coder": CallFormat((Marker("<tool_call>", "</tool_call>", (_function_tags("\n"),)),)),
-    "glm45": CallFormat(
-        (
-            Marker(
-                "<tool_call>",
-                "</tool_call>",
-                (
-                    TaggedCalls(
-                        name=r"\s*(?P<name>[\w.:/-]+)(?=\s*<arg_key>|\s*</tool_call>)",
-                        key=r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>",
-                        value_close="</arg_value>",
-                    ),
-                ),
-            ),
+    "hermes": _calls("<tool_call>", "</tool_call>", _JSON),
+    "qwen3_coder": _calls("<tool_call>", "</tool_call>", _function_tags("\n")),
+    "glm45": _calls(
+        "<tool_call>",
+        "</tool_call>",
+        TaggedCalls(
+            name=r"\s*(?P<name>[\w.:/-]+)(?=\s*<arg_key>|\s*</tool_call>)",
+            key=r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>",
+            value_close="</arg_value>",
         ),
     ),
-    "deepseek": CallFormat(
-        (
-            Marker(
-                "<｜tool▁call▁begin｜>",
-                "<｜tool▁call▁end｜>",
-                (
-                    NamedJson(r"function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n", "```"),
-                    NamedJson(r"(?P<name>[^\n<]+)<｜tool▁sep｜>"),
-                ),
-            ),
-        ),
+    "deepseek": _calls(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        NamedJson(r"function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n", "```"),
+        NamedJson(r"(?P<name>[^\n<]+)<｜tool▁sep｜>"),
         skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         tokens=("<｜tool▁sep｜>",),
         in_reasoning=True,
@@ -228,19 +226,11 @@ CALL_FORMATS: dict[str, CallFormat] = {
         ),
         tokens=("｜DSML｜",),
     ),
-    "mistral": CallFormat(
-        (
-            Marker(
-                "[TOOL_CALLS]",
-                "",
-                (
-                    _JSON,
-                    NamedJson(
-                        r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]|(?=\{))"
-                    ),
-                ),
-            ),
-        ),
+    "mistral": _calls(
+        "[TOOL_CALLS]",
+        "",
+        _JSON,
+        NamedJson(r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]|(?=\{))"),
         tokens=("[CALL_ID]", "[ARGS]"),
         id_length=9,
     ),
@@ -249,63 +239,39 @@ CALL_FORMATS: dict[str, CallFormat] = {
             Marker(
                 f"{begin} to=functions.",
                 "<|call|>",
-                (
-                    NamedJson(
-                        r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
-                        r"\s*(?:<\|constrain\|>)?\s*[\w.+/-]*\s*<\|message\|>"
-                    ),
-                ),
+                (_HARMONY_CALL,),
                 header_end=" to=functions." if begin else "",
             )
             for begin in ("<|channel|>commentary", "<|channel|>analysis", "")
         ),
         tokens=("<|channel|>", "<|constrain|>", "<|message|>"),
     ),
-    "kimi_k2": CallFormat(
-        (
-            Marker(
-                "<|tool_call_begin|>",
-                "<|tool_call_end|>",
-                (
-                    NamedJson(
-                        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*"
-                        r"<\|tool_call_argument_begin\|>"
-                    ),
-                ),
-            ),
+    "kimi_k2": _calls(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        NamedJson(
+            r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
         ),
         skipped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         tokens=("<|tool_call_argument_begin|>",),
         in_reasoning=True,
     ),
-    "minimax_m2": CallFormat(
-        (Marker("<minimax:tool_call>", "</minimax:tool_call>", (_tags("", ""),)),)
+    "minimax_m2": _calls("<minimax:tool_call>", "</minimax:tool_call>", _tags("", "")),
+    "minimax": _calls("<tool_calls>", "</tool_calls>", _JSON),
+    "gemma4": _calls(
+        "<|tool_call>", "<tool_call|>", GemmaCalls('<|"|>'), tokens=('<|"|>',), in_reasoning=True
     ),
-    "minimax": CallFormat((Marker("<tool_calls>", "</tool_calls>", (_JSON,)),)),
-    "gemma4": CallFormat(
-        (Marker("<|tool_call>", "<tool_call|>", (GemmaCalls('<|"|>'),)),),
-        tokens=('<|"|>',),
-        in_reasoning=True,
+    "seed_oss": _calls("<seed:tool_call>", "</seed:tool_call>", _function_tags("")),
+    "cohere": _calls(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        JsonCalls(names=("tool_name",), arguments=("parameters",)),
     ),
-    "seed_oss": CallFormat(
-        (Marker("<seed:tool_call>", "</seed:tool_call>", (_function_tags(""),)),)
-    ),
-    "cohere": CallFormat(
-        (
-            Marker(
-                "<|START_ACTION|>",
-                "<|END_ACTION|>",
-                (JsonCalls(names=("tool_name",), arguments=("parameters",)),),
-            ),
-        ),
-    ),
-    "nemotron": CallFormat((Marker("<TOOLCALL>", "</TOOLCALL>", (_JSON,)),)),
-    "functionary": CallFormat(
-        (Marker("<function=", "</function>", (NamedJson(r"(?P<name>[^>\n]+)>"),)),)
-    ),
-    "phi4_mini_json": CallFormat((Marker("<|tool_call|>", "<|/tool_call|>", (_JSON,)),)),
-    "granite": CallFormat((Marker("<|tool_call|>", "", (_JSON,)),)),
-    "lfm2": CallFormat((Marker("<|tool_call_start|>", "<|tool_call_end|>", (PythonCalls(),)),)),
+    "nemotron": _calls("<TOOLCALL>", "</TOOLCALL>", _JSON),
+    "functionary": _calls("<function=", "</function>", NamedJson(r"(?P<name>[^>\n]+)>")),
+    "phi4_mini_json": _calls("<|tool_call|>", "<|/tool_call|>", _JSON),
+    "granite": _calls("<|tool_call|>", "", _JSON),
+    "lfm2": _calls("<|tool_call_start|>", "<|tool_call_end|>", PythonCalls()),
     "llama3_json": CallFormat(
         (Marker("<|python_tag|>", "", (_JSON,)), Marker("{", "", (_BARE_JSON,), at_start=True))
     ),
@@ -313,7 +279,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         (
             Marker("<|python_start|>", "<|python_end|>", (PythonCalls(),)),
             Marker("[", "", (PythonCalls(prefix="["),), at_start=True),
-        ),
+        )
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,33 +14,21 @@ from ..engine.token_bytes import TokenBytes
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
 from .detect import detect
-from .end_of_turn import turn_ends
 from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools, with_short_ids
 from .reasoning import ReasonedAnswer, reasoning_of
 from .regions import FormatAnswer
 from .response import Answer, AnswerContext, PlainAnswer, ResponseReader
 from .response_template import TemplateAnswer, TemplateFormat, make_format
-from .template import ChatTemplate, Message
+from .template import ChatTemplate, Message, turn_ends
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
 
 # Arguments of ``apply_chat_template`` that are no variables of the template.
 _NO_VARIABLES = frozenset(
     (
-        "conversation",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
 _NO_TOOLS = "this model's chat template shows no tools to the model"
@@ -48,8 +36,22 @@ _NO_FORMAT = (
     "the format of this model's tool calls is not known; tool_call_format names one, and "
     "tool_choice can force a call"
 )
-# Most templates that are kept: requests may bring their own.
+# Most templates kept: requests may have their own.
 _MAX_TEMPLATES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The facts of one chat template, found out once.
+
+    Attributes:
+        form: of the answers; None if it is unknown.
+        end_token_ids: see :func:`.template.turn_ends`.
+    """
+
+    template: ChatTemplate
+    form: AnswerFormat | TemplateFormat | None
+    end_token_ids: frozenset[int]
 
 
 class ChatReader:
@@ -59,8 +61,7 @@ class ChatReader:
         prompts: of the same tokenizer.
         tokenizer: a transformers tokenizer, or None: then every conversation is refused.
         eos_token_ids: end an answer unless its parameters ignore them.
-        tool_call_format, reasoning_format: names of :mod:`.formats` in place of what the chat
-            template shows.
+        tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
     """
 
     def __init__(
@@ -76,9 +77,7 @@ class ChatReader:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._tool_call_format, self._reasoning_format = tool_call_format, reasoning_format
-        self._templates: dict[str, ChatTemplate] = {}
-        self._turn_ends: dict[str, frozenset[int]] = {}
-        self._formats: dict[str, AnswerFormat | None] = {}
+        self._templates: dict[str, _Known] = {}
 
     def read(
         self,
@@ -98,8 +97,8 @@ class ChatReader:
 
         Args:
             messages: see :func:`.messages.read_messages`.
-            tools: see :func:`.messages.read_tools`; shown to the model by its template. They are
-                refused if it shows none, or if the format of calls is not known.
+            tools: see :func:`.messages.read_tools`; the template shows them to the model. They are
+                refused if it does not, or if the format of calls is unknown.
             tool_choice: see :mod:`.tool_choice`. A forced call has a format of its own.
             chat_template: Jinja text in place of the model's, or the name of one of the model's.
             add_generation_prompt: end with the beginning of an answer.
@@ -108,10 +107,10 @@ class ChatReader:
             stop_in_reasoning: stop strings end the answer inside its reasoning, too; otherwise they
                 count from where the content begins.
             truncate: as of ``PromptReader.read``.
-            field: what errors call the messages.
+            field: the name of the messages in errors.
 
         Raises:
-            InvalidInputError: something is refused, also by the template; names it and the limit.
+            InvalidInputError: an argument is refused, here or by the template.
         """
         if self._tokenizer is None or not (chat_template or self.has_template):
             raise InvalidInputError(field, messages, "this model has no chat template")
@@ -123,11 +122,11 @@ class ChatReader:
         if not isinstance(stop_in_reasoning, bool):
             raise InvalidInputError("stop_in_reasoning", stop_in_reasoning, "must be True or False")
         schemas = read_tools(tools)
-        template = self._template(chat_template, schemas, field)
+        known = self._known(chat_template, schemas, field)
+        template, form = known.template, known.form
         names = names_of(schemas)
         if schemas and not template.shows_tools:
             raise InvalidInputError("tools", names, _NO_TOOLS)
-        form = self._format_of(template)
         reads_calls = form is not None and form.reads_calls
         if schemas and tool_choice == "auto" and not reads_calls and self._tool_call_format == AUTO:
             raise InvalidInputError("tools", names, _NO_FORMAT)
@@ -160,7 +159,7 @@ class ChatReader:
             is_disabled=(chat_template_kwargs or {}).get("enable_thinking") is False,
             stops_inside=stop_in_reasoning,
         )
-        return replace(prompt, end_token_ids=self._ends_of(template), reasoning=reasoning)
+        return replace(prompt, end_token_ids=known.end_token_ids, reasoning=reasoning)
 
     def reader(
         self,
@@ -176,7 +175,7 @@ class ChatReader:
         """The reader of one answer.
 
         Args:
-            prompt: of the answer; what it has of the answer already is read first.
+            prompt: of the answer; its part of the answer is read first.
             params: of the answer: its stop strings and tokens, and whether special tokens show.
             tools: as of :meth:`read`: their schemas give arguments their types.
             tool_choice: see :mod:`.tool_choice`. Where it forces a call, the parameters must have
@@ -197,7 +196,7 @@ class ChatReader:
         is_constrained = is_forced or params.structured_outputs is not None
         reasoning = prompt.reasoning
         if reasoning is not None and reasoning.stops_inside and not is_constrained:
-            reasoning = None  # nothing depends on where the content begins
+            reasoning = None  # the beginning of the content does not matter
         text = AnswerText(
             self._tokenizer,
             prompt.token_ids,
@@ -234,7 +233,7 @@ class ChatReader:
 
     @property
     def answer_format(self) -> AnswerFormat | TemplateFormat | None:
-        """How the model writes reasoning and tool calls; None if that is not known."""
+        """The format of the model's reasoning and tool calls; None if unknown."""
         return self._format(None, None)
 
     def _format(
@@ -243,28 +242,9 @@ class ChatReader:
         if not chat_template and not self.has_template:
             return self._own_format
         try:
-            return self._format_of(self._template(chat_template, tools, "messages"))
+            return self._known(chat_template, tools, "messages").form
         except InvalidInputError:  # there is no template for this conversation
             return self._own_format
-
-    def _format_of(self, template: ChatTemplate) -> AnswerFormat | TemplateFormat | None:
-        if self._own_format is not None:
-            return self._own_format
-        if template.source not in self._formats:
-            self._formats[template.source] = detect(
-                template,
-                self._tool_call_format,
-                self._reasoning_format,
-                getattr(self._tokenizer, "added_tokens_encoder", {}),
-            )
-        return self._formats[template.source]
-
-    def _ends_of(self, template: ChatTemplate) -> frozenset[int]:
-        ends = self._turn_ends.get(template.source)
-        if ends is None:
-            ends = turn_ends(template, self._tokenizer, self._special_tokens)
-            self._turn_ends[template.source] = ends
-        return ends
 
     @cached_property
     def _own_format(self) -> TemplateFormat | None:
@@ -278,10 +258,8 @@ class ChatReader:
             warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
             return None
 
-    def _template(
-        self, chat_template: str | None, tools: Sequence[Any] | None, field: str
-    ) -> ChatTemplate:
-        """The template of a conversation; each source is probed once."""
+    def _known(self, chat_template: str | None, tools: Sequence[Any] | None, field: str) -> _Known:
+        """The facts of a conversation's template; each source is probed once."""
         find = getattr(self._tokenizer, "get_chat_template", None)  # it has names of templates
         try:
             if find is not None:
@@ -290,14 +268,18 @@ class ChatReader:
                 source = chat_template or self._tokenizer.chat_template
         except ValueError as error:
             raise InvalidInputError(field, chat_template, f"chat template: {error}") from error
-        template = self._templates.get(source)
-        if template is None:
+        known = self._templates.get(source)
+        if known is None:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
-                self._formats.clear()
-                self._turn_ends.clear()
-            template = self._templates[source] = ChatTemplate(source, partial(self._render, source))
-        return template
+            template = ChatTemplate(source, partial(self._render, source))
+            tokens = getattr(self._tokenizer, "added_tokens_encoder", {})
+            form = self._own_format or detect(
+                template, self._tool_call_format, self._reasoning_format, tokens
+            )
+            ends = turn_ends(template, self._tokenizer, self._special_tokens)
+            known = self._templates[source] = _Known(template, form, ends)
+        return known
 
     def _render(
         self,

@@ -1,8 +1,8 @@
-"""Reasoning before constrained content: where it ends, and how such an answer is read.
+"""Reasoning before constrained content: its end, and the reader of such an answer.
 
-A constraint is for the content. What an answer to a prompt may begin with is told by the prompt's
-end and the model's delimiters; the engine and the reader of the answer follow both in the same way
-(:mod:`..engine.reasoning`), so that content is what the constraint was applied to, and all of it.
+A constraint applies to the content. The end of the prompt and the model's delimiters determine
+whether an answer may begin with reasoning. The engine and the reader follow both in the same way
+(:mod:`..engine.reasoning`): content is exactly the constrained text.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def reasoning_of(
     is_disabled: bool = False,
     stops_inside: bool = False,
 ) -> Reasoning | None:
-    """The reasoning that an answer may begin with; None where its first token is content.
+    """The reasoning that an answer may begin with; None if its first token is content.
 
     Args:
-        form: of the model's answers; None if it is not known.
+        form: of the model's answers; None if unknown.
         prompt: its whole text.
-        is_disabled: the conversation asks for no reasoning: then the answer cannot open it.
+        is_disabled: reasoning is off in the conversation: the answer cannot open it.
         stops_inside: as of :class:`Reasoning`.
     """
     if form is None or form.reasoning_tags is None:
         return None
     opening, closing = form.reasoning_tags
     is_open = _is_open(form, prompt, opening, closing)
-    # Where the content has a header like the one of the reasoning, it has to be skipped as well.
-    has_header = _shared(opening, closing) > 1
+    # A header of the content that resembles that of the reasoning has to be skipped, too.
+    has_header = opening[:2] == closing[:2]
     if is_open is None or (not is_open and is_disabled and not has_header):
         return None
     end = form.header_end.encode()
@@ -53,7 +53,7 @@ def _is_open(
     opening, closing = opening.strip(), closing.strip()
     begun = form.prefix_of(prompt)
     if not begun:
-        # The beginning of an answer is not found: what the prompt ends with is seen all the same.
+        # The beginning of the answer is unknown, but the end of the prompt is not.
         end = prompt.rstrip()
         return None if end.endswith(closing) else end.endswith(opening) or form.begins_open
     opened, closed = (_last_place(begun, text, form.header_end) for text in (opening, closing))
@@ -70,20 +70,14 @@ def _last_place(text: str, delimiter: str, header_end: str) -> int:
     return max((match.start() for match in re.finditer(pattern, text, re.ASCII)), default=-1)
 
 
-def _shared(one: str, other: str) -> int:
-    """Characters that two texts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
 class ReasonedAnswer:
     """Reads an answer whose content is constrained. All text up to ``Kind.CONTENT`` is reasoning;
-    what follows is read by another reader, which is given each character of it.
+    another reader gets every later character.
 
     Args:
         reasoning: that the answer may begin with.
-        before: reads the reasoning by the model's format: one without a prompt and tool calls.
-        content: reads what is behind.
+        before: reads the reasoning by the model's format, without a prompt and tool calls.
+        content: reads the content.
     """
 
     def __init__(self, reasoning: Reasoning, before: Answer, content: Answer) -> None:
@@ -107,5 +101,5 @@ class ReasonedAnswer:
 
 
 def _as_reasoning(deltas: Iterable[Delta]) -> list[Delta]:
-    """Text between and behind delimiters of reasoning is none of the content either."""
+    """Text between and behind delimiters of reasoning is not content."""
     return [ReasoningDelta(d.text) if isinstance(d, ContentDelta) else d for d in deltas]

@@ -1,10 +1,9 @@
-"""Reads an answer by a format of :mod:`.formats`: one reader for all of them.
+"""The reader of answers for all formats of :mod:`.formats`.
 
-The text is cut at the format's delimiters; a text that may still become one is kept back. A call is
-read by its syntax as its text comes. Text that cannot be a call becomes content from the first
-character of its opening delimiter, and reading goes on behind that delimiter. Of a call that is
-not closed, all text to the end becomes content: what stands in its arguments is never read as
-another call.
+The text is cut at the format's delimiters; a text that may still become one is held back. A call's
+syntax reads its text as it arrives. Text that cannot be a call becomes content from its opening
+delimiter on, and reading continues behind that delimiter. If a call is not closed, all text to the
+end becomes content: its arguments are never read as another call.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 
 from ..engine.delimiter import Delimiter
 from .answer_text import Kind, Piece
-from .call_syntax import Call, Found, Waiting
+from .call_syntax import Call, Found, NoCall, Waiting
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id, is_short_id
 from .formats import AnswerFormat, Marker
 from .response import AnswerContext
 
 
 class Stripper:
-    """Leaves out white space at both ends of a text that comes in pieces."""
+    """Removes white space at both ends of a text that arrives in pieces."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
@@ -44,14 +43,14 @@ class Stripper:
 
 # Regions of an answer: between delimiters, in reasoning, in content with delimiters of its own.
 _BETWEEN, _REASONING, _CONTENT = "between", "reasoning", "content"
-_DROPPED = "dropped"  # what a delimiter does that only vanishes
+_DROPPED = "dropped"  # the action of a delimiter that only vanishes
 
 
 class _Delimiters:
     """Finds the first of some delimiters.
 
     Args:
-        actions: what each delimiter does.
+        actions: by delimiter.
     """
 
     def __init__(self, actions: Mapping[Delimiter, Any]) -> None:
@@ -64,8 +63,8 @@ class _Delimiters:
         self._max_length = max((delimiter.max_length for delimiter in ordered), default=0)
 
     def find(self, text: str, is_whole: bool) -> tuple[int, int, Any]:
-        """Where the first delimiter begins, its length, and what it does; or where one may begin
-        of which the end is missing, and 0."""
+        """The place, length and action of the first delimiter; or the place of a possible one whose
+        end is missing, and 0."""
         match = self._pattern.search(text)
         place = len(text) if match is None else match.start()
         if not is_whole:
@@ -82,7 +81,7 @@ class FormatAnswer:
 
     def __init__(self, form: AnswerFormat, context: AnswerContext) -> None:
         self.tools = context.tools
-        self.text = ""  # what is not settled yet; of a call from its opening delimiter on
+        self.text = ""  # unsettled text; of a call from its opening delimiter on
         self.is_whole = False
         self._form = form
         self._calls = form.calls if context.reads_tools else None
@@ -99,7 +98,7 @@ class FormatAnswer:
         self._begun: set[str] = set()  # regions that have had text
         self._marker: Marker | None = None  # of the call that is being read
         self._num_opening = 0  # characters of its opening delimiter
-        self._reading: Waiting[Found | None] | None = None
+        self._reading: Waiting[Found] | None = None
         self._untried: list[Any] = []
         prefix = form.prefix_of(context.prompt)
         self._hidden.append((0, len(prefix)))
@@ -123,7 +122,7 @@ class FormatAnswer:
         return list(self._read())
 
     def _calls_with(self, token: str) -> bool:
-        """Whether tool calls are written with this token; then it shows where none is read."""
+        """Whether tool calls contain this token; then it is shown if no call is read."""
         form = self._form.calls
         return form is not None and token in form.texts
 
@@ -156,7 +155,7 @@ class FormatAnswer:
         return self._delimiters[key]
 
     def _actions(self, region: str, has_begun: bool) -> dict[Delimiter, Any]:
-        """The delimiters of a region: what each opens, or the region that it leads to."""
+        """The delimiters of a region, each with its marker or its next region."""
         reasoning, calls = self._form.reasoning, self._calls
         made: dict[Delimiter, Any] = {}
         if calls is not None and region in (_BETWEEN, calls.in_reasoning and _REASONING):
@@ -184,21 +183,24 @@ class FormatAnswer:
         return made | {Delimiter(text, end): action for text, action in found.items()}
 
     def _read_call(self) -> Generator[Delta, None, bool]:
-        """Go on with the call that has been opened; returns whether it is settled."""
+        """Continue the opened call; returns whether it is settled."""
         marker = self._marker
         assert marker is not None
         while True:
             if self._reading is None:
                 self._reading = self._untried.pop(0).read(self, self._num_opening, marker.close)
+            found: Found | None = None
             try:
                 next(self._reading)
             except StopIteration as ended:
-                self._reading = None
-                found: Found | None = ended.value
+                found = ended.value
+            except NoCall:
+                pass
             else:
                 if not self.is_whole:
                     return False
-                found, self._reading, self._untried = None, None, []
+                self._untried = []
+            self._reading = None
             if found is not None or not self._untried:
                 break
         self._marker = None
@@ -224,7 +226,7 @@ class FormatAnswer:
         return ToolCallDelta(index, made, call.name, call.arguments)
 
     def _shown(self, length: int) -> Iterator[Delta]:
-        """The beginning of the text, as what its region makes of it."""
+        """The beginning of the text, as reasoning or content of its region."""
         if not self.text[:length].isspace():
             self._begun.add(self._region)
             if self._region == _CONTENT:
@@ -242,7 +244,7 @@ class FormatAnswer:
 
 
 def visible(hidden: deque[tuple[int, int]], text: str, begin: int, end: int, base: int = 0) -> str:
-    """A stretch of the text without what is hidden in it. To be called for stretches in order.
+    """A stretch of the text without hidden parts. Stretches must be given in order.
 
     Args:
         hidden: stretches; those that end before ``begin`` are removed.

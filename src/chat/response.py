@@ -12,7 +12,7 @@ from .deltas import ContentDelta, Delta, joined, message_of
 
 
 class Answer(Protocol):
-    """What makes deltas of the text of one answer."""
+    """Converts the text of one answer to deltas."""
 
     def push(self, piece: Piece) -> list[Delta]: ...
 
@@ -21,12 +21,12 @@ class Answer(Protocol):
 
 @dataclass(frozen=True)
 class AnswerContext:
-    """What the reader of an answer is given besides its text.
+    """The context of an answer's text.
 
     Attributes:
         prompt: its text, whose end may belong to the answer.
-        tools: their schemas say which type an argument has where the format does not.
-        reads_tools: whether there can be tool calls; if not, they are content.
+        tools: their schemas give types of arguments if the format does not.
+        reads_tools: False: tool calls are content.
         request_id, answer: for the ids of tool calls.
     """
 
@@ -38,7 +38,7 @@ class AnswerContext:
 
 
 class PlainAnswer:
-    """Of a model whose format is not known: the content is the text that ``generate`` gives."""
+    """For an unknown format: the content is the text of ``generate``."""
 
     def push(self, piece: Piece) -> list[Delta]:
         return [ContentDelta(piece.text)] if piece.kind is Kind.TEXT else []
@@ -48,14 +48,13 @@ class PlainAnswer:
 
 
 class ResponseReader:
-    """Reads one answer as its tokens come. Its deltas, put together, do not depend on how the
-    tokens were cut: a whole answer is read by the same code (:func:`read_response`).
+    """Reads one answer as its tokens arrive. The joined deltas do not depend on the cuts: a whole
+    answer is read by the same code (:func:`read_response`).
 
-    What is kept back until more is known: the beginning of what may be a delimiter or a stop
-    string, white space at the end, bytes of an incomplete character, and a tool call until it is
-    closed. Nothing that a model writes raises, and no text is lost but delimiters and white space
-    at the ends of content and of reasoning: a tool call that cannot be read, or is not closed, is
-    content, with its delimiters.
+    Held back are: a possible beginning of a delimiter or stop string, white space at the end, bytes
+    of an incomplete character, and a tool call until it is closed. No text of a model raises. Only
+    delimiters and white space at the ends of content and reasoning are lost: a tool call that is
+    invalid or not closed is content, with its delimiters.
 
     Made by :meth:`.reader.ChatReader.reader`. For one thread at a time.
     """
@@ -64,11 +63,11 @@ class ResponseReader:
         self._text, self._answer = text, answer
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """What these tokens add; all of them are fed, also the stop token that ends the answer."""
+        """The deltas of these tokens. All tokens are fed, also the stop token."""
         return self._read(self._text.feed(token_ids))
 
     def finish(self) -> list[Delta]:
-        """What was kept back. To be called once, at the end, however the answer ended."""
+        """The held-back deltas. Called once, at the end of the answer."""
         return joined([*self._read(self._text.finish()), *self._answer.finish()])
 
     def _read(self, pieces: Sequence[Piece]) -> list[Delta]:
@@ -76,7 +75,7 @@ class ResponseReader:
 
 
 def stream_deltas(reader: ResponseReader, token_ids: Generator[list[int]]) -> Generator[Delta]:
-    """What each part of an answer adds. Closing it closes the iterator of its tokens."""
+    """The deltas of each part of an answer. Closing it closes the iterator of its tokens."""
     with contextlib.closing(token_ids):
         for part in token_ids:
             yield from reader.feed(part)

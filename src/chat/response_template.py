@@ -1,16 +1,14 @@
 """Reads an answer by the response template of its tokenizer, with transformers' own parser.
 
-The parser says in events which field the text is in. It says nothing of where delimiters stand,
-drops what it cannot read, and raises in the middle of a stream. So it is given the template's plain
-twin, in which every field is text: the events then account for every character, and the delimiters
-between are found again by the patterns that found them. A tool call, once it is closed, is read by
-itself with the whole template. If that fails, its text becomes content, from the first character of
-its opening delimiter to the last of its closing one; so does the text of a call that is not closed.
+The parser's events name the field of each text. They omit the places of delimiters and invalid
+text, and the parser may raise inside a stream. So it gets the template's plain twin, in which every
+field is text: its events cover every character, and the template's patterns find the delimiters
+between. A closed tool call is read by itself with the whole template. If that fails, its text with
+its delimiters becomes content; so does the text of a call that is not closed.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .answer_text import Kind, Piece
+from .call_syntax import Call, flat, make_call
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id
 from .regions import Stripper, visible
 from .response import AnswerContext
-from .values import json_text
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SINK = "pagespec: between the fields"
@@ -34,11 +32,11 @@ class TemplateFormat:
     """A response template, made ready for :class:`TemplateAnswer`.
 
     Attributes:
-        whole: the template, with no field that must be there: to read one tool call.
-        plain: the same delimiters, but every field is bare text, and no delimiter passes without
-            an event. So reading never fails, and positions in the text can be told.
-        implicit: the field of ``plain`` that text is in which is in no other.
-        strips_content, strips_reasoning: whether white space at the ends is no part of it.
+        whole: the template without required fields: reads one tool call.
+        plain: the same delimiters, with every field as bare text, and an event per delimiter. So
+            reading never fails, and positions in the text are known.
+        implicit: the field of ``plain`` for text outside all other fields.
+        strips_content, strips_reasoning: whether white space at the ends is removed.
         call_field: all texts and patterns of the field of tool calls.
         reasoning_tags: the literal texts that open and close the reasoning, as
             ``("<think>", "</think>")``; None if there is no reasoning, or a pattern delimits it.
@@ -60,19 +58,19 @@ class TemplateFormat:
         return bool(self.call_field)
 
     def writes_calls_with(self, token: str) -> bool:
-        """Whether tool calls are written with this token, as a delimiter or in their text."""
+        """Whether tool calls contain this token, as a delimiter or in their text."""
         return token in self.call_field or re.escape(token) in self.call_field
 
     @staticmethod
     def role(field: str) -> str | None:
-        """ "content", "reasoning" or "tools": what becomes of a field; None if nothing does."""
+        """The role of a field: "content", "reasoning" or "tools"; None for other fields."""
         if field in _REASONING_FIELDS:
             return "reasoning"
         return {"content": "content", "tool_calls": "tools"}.get(field)
 
     def prefix_of(self, prompt: str) -> str:
-        """The part of a prompt that belongs to the answer already, such as an opened ``<think>``;
-        none if the prompt has no beginning of an answer that the template knows."""
+        """The part of a prompt that belongs to the answer, such as an opened ``<think>``; "" if the
+        template's anchor is not in the prompt."""
         if self.whole.start_anchor_re.search(prompt) is None:
             return ""
         text: str = self.whole.truncate_past_last_anchor(prompt)
@@ -147,8 +145,8 @@ def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_field(close: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """The end of the implicit field as an empty field of its own: where that field is empty, its
-    end would pass without an event."""
+    """The end of the implicit field as an empty field of its own: the end of an empty field has no
+    event."""
     if "close" in close:
         return {_END: text | {"open": close["close"], "close_pattern": ""}}
     pattern = close.get("close_pattern")
@@ -177,8 +175,8 @@ class TemplateAnswer:
         self._text = form.prefix_of(context.prompt)
         self._place = 0  # of the next event, in the text
         self._region = 0  # where the open field began, with its delimiter
-        # Stretches that are not for the caller: the prompt's, the stop token, special tokens. Those
-        # that calls are written with show where a call is not read.
+        # Hidden stretches: the prompt's, the stop token, special tokens. Special tokens of calls
+        # are shown if the call is not read.
         self._hidden = deque([(0, len(self._text))])
         self._hidden_in_calls = deque(self._hidden)
         for _ in self._read(self._parser.feed(self._text)):
@@ -216,7 +214,7 @@ class TemplateAnswer:
                     yield from self._call(is_closed)
 
     def _pass(self, delimiter: Any) -> bool:
-        """Go behind a delimiter, if it stands here; a field without one ends with the text."""
+        """Pass a delimiter, if it stands here; a field without one ends with the text."""
         if delimiter is None:
             return True
         match = delimiter.match(self._text, self._place)
@@ -240,41 +238,18 @@ class TemplateAnswer:
         if not calls:
             shown = self._shown_text(self._hidden_in_calls, self._region, self._place)
             yield ContentDelta(self._content.push(shown))
-        for name, arguments in calls:
-            yield ToolCallDelta(
-                self._num_calls, call_id(*self._key, self._num_calls), name, arguments
-            )
+        for call in calls:
+            made = call_id(*self._key, self._num_calls)
+            yield ToolCallDelta(self._num_calls, made, call.name, call.arguments)
             self._num_calls += 1
 
-    def _parsed(self, raw: str) -> list[tuple[str, str]]:
+    def _parsed(self, raw: str) -> list[Call]:
         """Names and arguments of the calls in one region; none if anything is wrong with one."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
             message = parse_response(raw, self._form.whole, prefix="", tools=self._tools)
-            return [_named_arguments(call) for call in _flat(message["tool_calls"])]
+            functions = [call["function"] for call in flat(message["tool_calls"])]
+            return [make_call(f["name"], f.get("arguments", {})) for f in functions]
         except Exception:  # whatever a model writes: a parser of transformers raises many kinds
             return []
-
-
-def _flat(calls: Any) -> Iterator[Any]:
-    if isinstance(calls, list):
-        for call in calls:
-            yield from _flat(call)
-    else:
-        yield calls
-
-
-def _named_arguments(call: Any) -> tuple[str, str]:
-    """
-    Raises:
-        ValueError, TypeError, LookupError: it is no tool call.
-    """
-    function = call["function"]
-    name, arguments = function["name"], function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError("a call has a name, and an object of arguments")
-    name.encode()
-    return name, json_text(arguments)

@@ -1,7 +1,7 @@
-"""What one chat template does, found by rendering small conversations through it.
+"""Properties of one chat template, found by rendering small conversations.
 
 A template is a program: it may read content as text or as a list of parts, and may ignore tools.
-Its source tells little of this; its output tells all of it.
+Its output shows these properties; its source does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import Any
 
 Message = Mapping[str, Any]
-# Texts that no template writes by itself; letters and digits only, which every filter leaves alone.
+# Texts that no template writes by itself; letters and digits only, which no filter changes.
 _FIRST, _SECOND, _ARGUMENT = "Zq1wordone", "Zq2wordtwo", "Zq3argument"
 PROBE_TOOL = "zq_probe_tool"
 # Nine letters and digits, the only ids that templates of Mistral accept.
 PROBE_ID = "zqcall001"
-# What a template writes that prints a list of parts as a Python or JSON value.
+# Text of a template that prints a list of parts as a Python or JSON value.
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
@@ -67,10 +67,9 @@ class ChatTemplate:
     # Content ------------------------------------------------------------------------------------
 
     def fitting(self, role: str, content: str | list[dict[str, Any]] | None) -> Any:
-        """The content in the form that the template reads for that role, so that no word is lost:
-        text, a list of parts, or a list of one part for templates that read the first only. Parts
-        that are joined are joined by line breaks. The given form is kept if it is read. None is of
-        a message with tool calls alone.
+        """The content in a form that the template reads for that role: text, a list of parts, or a
+        list of one part for templates that read the first only. Line breaks join parts. The given
+        form is kept if the template reads it. None: a message with tool calls alone.
         """
         if content is None:
             return self._no_content
@@ -90,8 +89,8 @@ class ChatTemplate:
 
     @cached_property
     def _no_content(self) -> str | None:
-        """What a template takes for content that is missing. Some write an empty message for empty
-        text, others the word "None" for None."""
+        """The form of missing content. Some templates write an empty message for empty text, others
+        the word "None" for None."""
         user: Message = {"role": "user", "content": self.fitting("user", "Hello.")}
         texts = [
             self.rendered([user, {"role": "assistant", "content": c, "tool_calls": [probe_call()]}])
@@ -133,8 +132,8 @@ class ChatTemplate:
 
     @cached_property
     def after_answer(self) -> str:
-        """What follows the content of the assistant's message in a conversation of one turn; "" if
-        the content is not found in it."""
+        """The text behind the assistant's content in a conversation of one turn; "" if the content
+        is not found."""
         text = self.rendered(
             [
                 {"role": "user", "content": self.fitting("user", "Hello.")},
@@ -147,8 +146,8 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the model sees the tools of some conversation. True if that cannot be found out:
-        the template then refuses conversations without tools, too."""
+        """Whether the template shows tools to the model. True if that is unknown: the template then
+        refuses conversations without tools, too."""
         user: list[Message] = [{"role": "user", "content": self.fitting("user", "Hello.")}]
         system: Message = {"role": "system", "content": self.fitting("system", "Be kind.")}
         for conversation in (user, [system, *user]):
@@ -156,3 +155,21 @@ class ChatTemplate:
             if text is not None and PROBE_TOOL in text:
                 return True
         return self.rendered(user, add_generation_prompt=True) is None
+
+
+def turn_ends(
+    template: ChatTemplate, tokenizer: Any, specials: Mapping[int, str]
+) -> frozenset[int]:
+    """The tokens that end an answer, beside the end tokens of the model's configs: the tokenizer's
+    ``eos_token``, and the special token behind the assistant's content in a conversation of one
+    turn, such as ``<|im_end|>``. Empty if there is neither.
+
+    Args:
+        specials: of the tokenizer, see :func:`.answer_text.special_tokens`.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    found = {own} if type(own) is int else set()
+    tail = template.after_answer.lstrip()
+    ends = ((len(name), i) for i, name in specials.items() if tail.startswith(name))
+    longest = max(ends, default=None)
+    return frozenset(found if longest is None else found | {longest[1]})

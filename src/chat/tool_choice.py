@@ -1,8 +1,7 @@
 """``tool_choice``: an answer that must be a tool call, by structured output. Meanings as in vLLM.
 
 * "auto": the model writes tool calls in its own format, or none.
-* "none": nothing in the answer is a tool call. (Whether the template shows the tools is for the
-  caller: give it none of them.)
+* "none": nothing in the answer is a tool call. (Without tools the template shows none.)
 * "required": the answer is a JSON list, at least one item long, of ``{"name": ..., "parameters":
   {...}}``: the name of a tool, and arguments that meet its schema.
 * ``{"type": "function", "function": {"name": ...}}``: the answer is a JSON object, the arguments of
@@ -61,7 +60,7 @@ def forced_name(tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice) -
 def forced_output(
     tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice
 ) -> StructuredOutputs | None:
-    """What the text of the answer must be; None where the choice forces nothing.
+    """The constraint of the answer; None if the choice forces nothing.
 
     Args:
         tools: as :func:`.messages.read_tools` gives them.
@@ -87,12 +86,7 @@ def forced_output(
         schemas[f"tool{i}"] = _moved(_parameters(function), root)
         calls.append(_call_schema(function["name"], root))
     return StructuredOutputs(
-        json={
-            "type": "array",
-            "minItems": 1,
-            "items": {"anyOf": calls},
-            "$defs": schemas,
-        }
+        json={"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": schemas}
     )
 
 
@@ -134,11 +128,11 @@ def _moved(schema: Any, root: str, depth: int = 0) -> Any:
 
 
 class ForcedAnswer:
-    """Reads an answer that structured output made a tool call, or several. It is known to be one
-    when it is complete; one that is cut off is content.
+    """Reads an answer whose constraint makes it a tool call, or several. A truncated answer is
+    content.
 
     Args:
-        name: the function that was named; None for "required".
+        name: of the forced function; None for "required".
         request_id, answer: for the ids of tool calls.
     """
 

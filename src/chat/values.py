@@ -1,4 +1,4 @@
-"""Values of arguments: JSON text, and text that a schema gives a type."""
+"""Values of arguments: JSON text, and text whose type is in a schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# How Python spells what JSON spells otherwise; templates that print with `string` write these.
+# Python's spelling of JSON's words; templates that print with `string` write these.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFERENCES = 8  # that lead from one schema to the next
 
@@ -39,7 +39,7 @@ def typed(raw: str, name: str, parameters: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes.
 
     Args:
-        raw: what is written.
+        raw: the written text.
         name: of the argument.
         parameters: the schema of all arguments.
 
@@ -59,7 +59,7 @@ def typed(raw: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any], num_references: int) -> Iterator[str]:
-    """The types that a schema allows, as far as they are plain to see."""
+    """The types that a schema allows, as far as its plain keywords show them."""
     if not isinstance(schema, Mapping):
         return
     declared = schema.get("type")
@@ -96,8 +96,8 @@ def _type_of(value: Any) -> frozenset[str]:
 
 
 def _spelled(text: str) -> Iterator[Any]:
-    """The values that a text spells: in JSON, or in Python; none that JSON cannot hold. A text in
-    quotes is no spelling of the text between them."""
+    """The values of a text in JSON or Python syntax, if JSON can hold them. Quoted text does not
+    count."""
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(_PYTHON.get(text, text))

@@ -9,9 +9,8 @@ import pytest
 
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.chat.answer_text import special_tokens
-from pagespec.chat.end_of_turn import turn_ends
 from pagespec.chat.reader import ChatReader
-from pagespec.chat.template import ChatTemplate
+from pagespec.chat.template import ChatTemplate, turn_ends
 from pagespec.engine.inputs import PromptInput, PromptReader
 from tests.support.chat_models import END, chat_tokenizer
 from tests.support.cli_fakes import chat_reader
