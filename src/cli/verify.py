@@ -1,4 +1,4 @@
-"""``pagespec verify``: is an answer the same, bit for bit, whatever runs beside it? Here?"""
+"""``pagespec verify``: checks schedule transparency on this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _MAX_VOCABULARY = 50_000
 def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
     """Run the gate and print a verdict; exit code 1 unless every group shows transparency.
 
-    On a GPU the controls run first, as this command again with ``only_control``, which prints
-    JSON: in one process, what pins the library's algorithms for the gate would pin theirs.
+    On a GPU the controls run first, in a process of this command with ``only_control``, which
+    prints JSON: the gate pins the library's algorithms for its whole process.
 
     Raises:
         PagespecError: an option is refused.
@@ -37,7 +37,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     _check(config)
     from ..compile.load.load import load_model, vocab_size_of
     from ..runner.platform import resolve_device
-    from ..verify import CaseGroup, GateSize, run_controls, run_gate
+    from ..verify import CaseGroup, GateSize, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 
     device = resolve_device(config.device)
@@ -47,12 +47,12 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     arguments, dtype = config.arguments(), config.dtype
     # The gate's prompts are short, and hits begin at the ends of intervals.
     arguments["state_interval"] = config.state_interval or config.block_size
-    # Of other processes, or with weights that no module can hold: each engine loads it anew.
+    # Ranks in other processes, and weights that no module can hold: each engine loads the model.
     quantization = config.quantization
     if config.tensor_parallel_size > 1 or quantization is not None:
         vocab_size = vocab_size_of(model)
     else:
-        # Loaded once, for all engines: it has its type and its weights.
+        # Loaded once for all engines, with its dtype and weights.
         loaded = load_model(
             model,
             dtype=dtype,
@@ -81,10 +81,12 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         "size": size,
         "on_progress": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
     }
+    report = run_gate(
+        make_llm, **settings, with_control=not has_own_control, only_control=only_control
+    )
     if only_control:
-        typer.echo(json.dumps([dataclasses.asdict(f) for f in run_controls(make_llm, **settings)]))
+        typer.echo(json.dumps([dataclasses.asdict(group) for group in report.controls]))
         return
-    report = run_gate(make_llm, **settings, with_control=not has_own_control)
     report.controls = controls or report.controls
     where = f"{config.tensor_parallel_size} ranks on " if config.tensor_parallel_size > 1 else ""
     typer.echo(f"{start.model_label(engine)} in {dtype} on {where}{device}")
@@ -95,20 +97,24 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
 
 
 def _check(config: EngineConfig) -> None:
-    """Refuse, before anything is loaded, what the engines would refuse or the gate not heed.
+    """Refuse, before a load, options that engines would refuse or the gate ignore.
 
     Raises:
         InvalidInputError: an option is outside its limits, or one that the gate sets itself.
     """
     if config.trace is not None:
-        raise InvalidInputError("--trace", config.trace, "verify starts several engines")
+        raise InvalidInputError(
+            "--trace", config.trace, "must be absent: verify starts several engines"
+        )
     for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "memory_utilization"):
         given = getattr(config, name)
         if given is not None:
             option = "--" + name.replace("_", "-")
-            raise InvalidInputError(option, given, "verify sets it itself, for each of its engines")
+            raise InvalidInputError(option, given, "must be absent: verify sets it for each engine")
     if not config.enable_prefix_caching:
-        raise InvalidInputError("--no-prefix-caching", True, "verify tries hits in the cache")
+        raise InvalidInputError(
+            "--no-prefix-caching", True, "must be absent: verify tests prefix-cache hits"
+        )
     from ..verify.report import CUT_PROMPT
 
     if config.max_num_seqs < 2:
@@ -120,7 +126,7 @@ def _check(config: EngineConfig) -> None:
 
 
 def _own_controls() -> list[dict[str, Any]]:
-    """What the controls found, run by a process of their own with this command's arguments."""
+    """The groups of the controls, from a process with this command's arguments."""
     command = [sys.executable, "-m", "pagespec.cli", *sys.argv[1:], "--only-control"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:

@@ -9,7 +9,7 @@ found).
 Imports ``llm`` and ``engine``. Imported by ``cli``.
 """
 
-from .gate import run_controls, run_gate
+from .gate import run_gate
 from .report import CaseGroup, GateReport, GateSize
 
-__all__ = ["CaseGroup", "GateReport", "GateSize", "run_controls", "run_gate"]
+__all__ = ["CaseGroup", "GateReport", "GateSize", "run_gate"]

@@ -14,12 +14,10 @@ from typing import Any
 from ..engine.logit_edits import LogitEdits
 from ..engine.sampling_params import SamplingParams
 from .report import CUT_PROMPT, GateReport, GateSize
-from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
+from .stepped_engine import Case, CaseRequest, LLMFactory, SteppedEngine
 
 _LONG_PROMPT = 100
 MAX_MODEL_LEN = 512
-
-Case = tuple[str, CaseRequest, Answer]  # what was done, to whom, and what it then answered
 
 
 class ScheduleCases:
@@ -105,8 +103,8 @@ class ScheduleCases:
         )
 
     def pressed_engine(self, overlap: bool) -> SteppedEngine:
-        """No prefix cache, so that all is computed again, and blocks for an older request of
-        ``_older_blocks`` and for one subject, no more."""
+        """No prefix cache, so that all is recomputed, and blocks for an older request of
+        ``_older_blocks`` and for one subject only."""
         self._older_blocks = self._num_blocks(self._size.num_tokens) + 2
         num_blocks = self._older_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
         return self.engine(
@@ -233,7 +231,7 @@ class ScheduleCases:
                 yield f"taken after {count} tokens", subject, stepped.answer(request)
 
     def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """An older request needs one more block after each number of steps, and none is left."""
+        """An older request needs one more block after each number of steps, and none is free."""
         size, answer = self._block_size, self._size.num_tokens
         for steps in range(answer):
             subject = self._cut[steps % len(self._cut)]

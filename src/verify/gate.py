@@ -4,20 +4,20 @@ A subject is served alone in a fresh engine; that answer is the reference. Then 
 beside neighbours, cut, from the cache, preempted, and so on, and its tokens and the bits of the
 logits at each of its positions are compared. A gate that finds nothing must be able to find
 something: a control runs some of the cases with ``transparent=False`` and must see differences.
-Where our kernels are the quickest at every size, that setting changes little and may show none;
-then a second control runs the model's own operations, whose products the library chooses.
+If our kernels are the fastest at every size, that setting may change nothing. Then a second control
+runs the model's own operations, whose matmuls the library chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
-from .cases import Case, ScheduleCases
+from .cases import ScheduleCases
 from .report import CaseGroup, GateReport, GateSize
 from .score_cases import ScoreCases
-from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
+from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
 _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("control: transparent=False", {}),
@@ -59,7 +59,9 @@ class _Gate:
             cases = self._cases.pauses_over_hits(stepped)
             self._group(f"paused and found in the cache{words}", cases, "num_hit_blocks")
             self._group(f"neighbours aborted{words}", self._cases.aborts(stepped))
-            self._scores(f"scores beside sampled log-probabilities{words}", stepped)
+            scores = ScoreCases(stepped, subjects)
+            name = f"scores beside sampled log-probabilities{words}"
+            self._group(name, scores, references=scores.references)
             stepped.close()
         if self._size.both_overlaps:
             self._pressed_groups(self._cases.pressed_engine(overlap=True), "")
@@ -73,26 +75,26 @@ class _Gate:
         self._group(f"preempted for blocks{words}", cases, "num_preemptions")
         stepped.close()
 
-    def _group(self, name: str, cases: Iterator[Case], counts: str | None = None) -> None:
-        """``counts`` is the number of the report that the cases must raise to show anything."""
+    def _group(
+        self,
+        name: str,
+        cases: Iterable[Case],
+        counts: str | None = None,
+        references: Mapping[CaseRequest, Answer] | None = None,
+    ) -> None:
+        """Run cases of one kind.
+
+        Args:
+            counts: the number of the report that the cases must raise; else the group is idle.
+            references: None: each subject's answer alone.
+        """
         self._on_progress(name)
         group = CaseGroup(name)
         before = getattr(self.report, counts) if counts else None
-        for case, subject, answer in cases:
-            group.compare(case, subject, answer, self._references[subject])
+        group.compare(cases, references or self._references)
         if counts and getattr(self.report, counts) == before:
             self.report.idle.append(name)
         self.report.groups.append(group)
-
-    def _scores(self, name: str, stepped: SteppedEngine) -> None:
-        self._on_progress(name)
-        self.report.groups.append(self._compare_scores(CaseGroup(name), stepped))
-
-    def _compare_scores(self, found: CaseGroup, stepped: SteppedEngine) -> CaseGroup:
-        cases = ScoreCases(stepped, self._cases.subjects)
-        for case, subject, answer in cases:
-            found.compare(case, subject, answer, cases.references[subject])
-        return found
 
     def controls(self) -> list[CaseGroup]:
         """Until one finds a difference."""
@@ -117,13 +119,10 @@ class _Gate:
         alone = {s: stepped.run([s])[0] for s in subjects}
         sizes = self._size.batch_sizes
         few = sizes[:: -(-len(sizes) // _NUM_CONTROL_BATCHES)]
-        for cases in (
-            self._cases.batches(stepped, few),
-            self._cases.cuts(stepped, _NUM_CONTROL_CUTS),
-        ):
-            for case, subject, answer in cases:
-                found.compare(case, subject, answer, alone[subject])
-        scores = self._compare_scores(CaseGroup(f"{name}, scores"), stepped)
+        found.compare(self._cases.batches(stepped, few), alone)
+        found.compare(self._cases.cuts(stepped, _NUM_CONTROL_CUTS), alone)
+        scores, cases = CaseGroup(f"{name}, scores"), ScoreCases(stepped, subjects)
+        scores.compare(cases, cases.references)
         stepped.close()
         return [scores, found]
 
@@ -136,6 +135,7 @@ def run_gate(
     size: GateSize | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     with_control: bool = True,
+    only_control: bool = False,
 ) -> GateReport:
     """Run the gate.
 
@@ -147,22 +147,11 @@ def run_gate(
         size: how much is tried; by default all of it.
         on_progress: called with what is tried next.
         with_control: run the controls as well. On a GPU they need a process of their own
-            (:func:`run_controls`): what pins the library's algorithms lasts as long as the process.
+            (``only_control``): pinned algorithms of the library stay pinned in the process.
+        only_control: run nothing but the controls.
     """
-    return _Gate(make_llm, vocabulary, block_size, size or GateSize(), on_progress).run(
-        with_control
-    )
-
-
-def run_controls(
-    make_llm: LLMFactory,
-    *,
-    vocabulary: int,
-    block_size: int = 16,
-    size: GateSize | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> list[CaseGroup]:
-    """The controls alone; arguments as of :func:`run_gate`. The last one is the first that found a
-    difference, if any did."""
     gate = _Gate(make_llm, vocabulary, block_size, size or GateSize(), on_progress)
-    return gate.controls()
+    if only_control:
+        gate.report.controls = gate.controls()
+        return gate.report
+    return gate.run(with_control)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .stepped_engine import Answer, CaseRequest
+from .stepped_engine import Answer, Case, CaseRequest
 
 CUT_PROMPT = 64
 """Tokens of the prompt that is cut, found in the cache and computed again."""
@@ -63,18 +64,19 @@ class CaseGroup:
     def num_cases(self) -> int:
         return self.num_equal + self.num_different
 
-    def compare(self, case: str, subject: CaseRequest, answer: Answer, reference: Answer) -> None:
-        found = reference.first_difference(answer)
-        if not found:
-            self.num_equal += 1
-            return
-        self.num_different += 1
-        self.first_difference = self.first_difference or f"{case}, {subject.name}: {found}"
+    def compare(self, cases: Iterable[Case], references: Mapping[CaseRequest, Answer]) -> None:
+        """Compare each answer with its subject's reference, and count it."""
+        for case, subject, answer in cases:
+            found = references[subject].first_difference(answer)
+            self.num_equal += not found
+            self.num_different += bool(found)
+            if found and not self.first_difference:
+                self.first_difference = f"{case}, {subject.name}: {found}"
 
 
 @dataclass
 class GateReport:
-    """What the gate found.
+    """The results of the gate.
 
     Attributes:
         groups: of the promise.
@@ -94,7 +96,7 @@ class GateReport:
 
     @property
     def is_transparent(self) -> bool:
-        """Whether every answer was equal and every group did what it is about."""
+        """Whether every answer was equal and no group was idle."""
         return self.num_different == 0 and not self.idle
 
     @property
@@ -107,5 +109,5 @@ class GateReport:
 
     @property
     def has_power(self) -> bool:
-        """Whether a control found what it must find."""
+        """Whether a control found a difference."""
         return any(control.num_different for control in self.controls)

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
-from .cases import Case
-from .stepped_engine import Answer, CaseRequest, SteppedEngine
+from .stepped_engine import Answer, Case, CaseRequest, SteppedEngine
 
 _BUDGETS = (7, 33)  # tokens of a chunk
 

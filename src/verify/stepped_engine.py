@@ -43,13 +43,13 @@ class CaseRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request got.
+    """The answer to a request.
 
     Attributes:
         token_ids: the answer's.
         bits: a digest of the logits' bytes for each position that a token was sampled for; more
             than one if it was sampled for more than once, with other bits.
-        logprobs: of the tokens, where they were asked for.
+        logprobs: of the tokens, with ``logprobs``.
     """
 
     token_ids: tuple[int, ...]
@@ -68,8 +68,12 @@ class Answer:
         return ""
 
 
+Case = tuple[str, CaseRequest, Answer]
+"""A schedule in words, the subject, and its answer."""
+
+
 class SteppedEngine:
-    """One engine and what its requests got."""
+    """One engine and the recorded logits of its requests."""
 
     def __init__(self, make_llm: LLMFactory, **overrides: Any) -> None:
         self.llm = make_llm(on_logits=self._record, **overrides)
@@ -124,8 +128,8 @@ class SteppedEngine:
             self.step()
 
     def answer(self, request: Request) -> Answer:
-        """Of a finished request; what was recorded of it is dropped. Steps that overlap may have
-        computed positions past its end, which nobody gets to see."""
+        """The answer of a finished request; its records are dropped. Overlapping steps may have
+        computed positions past its end, which are ignored."""
         self.engine.forget(request)
         length = request.max_num_tokens
         bits = {
