@@ -1,4 +1,4 @@
-"""What the ranks of a group share: a status cell per rank, and the bytes of the steps in flight.
+"""The shared memory of a group: a status cell per rank, and the bytes of the steps in flight.
 
 It is a file without a name, mapped by every process::
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class State(IntEnum):
-    """How far a rank has come."""
+    """The progress of a rank's start."""
 
     STARTING = 0
     IMPORTED = 1
@@ -45,7 +45,7 @@ class Cell:
 
     Attributes:
         state: a :class:`State`. num_started, num_finished: steps. num_collectives: calls begun.
-        num_blocks: KV blocks that fit on this rank. digest: of all steps it was given.
+        num_blocks: KV blocks that fit on this rank. digest: of all its steps.
     """
 
     _WORDS = ("state", "num_started", "num_finished", "num_collectives", "num_blocks", "digest")
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """Why the rank failed."""
+        """The error of a failed rank."""
         size = self._words[_NUM_WORDS - 1]
         return bytes(self._memory[_TEXT_AT : _TEXT_AT + size]).decode(errors="replace")
 
@@ -150,7 +150,7 @@ class Channel:
         return arrays
 
     def run(self, rank: int, step: int, launch: Callable[[list[NDArray[Any]]], _T]) -> _T:
-        """Launch a step on this rank, and tell the others in its cell: before, and after."""
+        """Launch a step on this rank, and count it in its cell: before, and after."""
         cell, arrays = self.cells[rank], self.read(step)
         cell.digest = digest_of(step, arrays, cell.digest)
         cell.num_started = step + 1
@@ -160,8 +160,8 @@ class Channel:
 
 
 def digest_of(step: int, arrays: list[NDArray[np.generic]], before: int) -> int:
-    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1); with the
-    number of the step above it in one word, which others read while this rank goes on."""
+    """A checksum of a rank's steps so far, to verify that all ranks run the same steps (R1). The
+    upper half of the word is the number of the step: other ranks read both at once."""
     checksum = before & 0xFFFFFFFF
     for array in arrays:
         checksum = zlib.crc32(array.tobytes(), checksum)

@@ -12,19 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..kernels.collectives.communicator import Communicator, PushTarget
+from ..kernels.collectives.communicator import Communicator
 from ..kernels.collectives.library import GatherCommunicator
-from ..kernels.fused.dispatch import NormForm
 from .channel import Cell
 
 # Ranks read weights at their own pace before they first meet.
 _TIMEOUT = timedelta(minutes=30)
 _HOST = "127.0.0.1"
-_LOCAL_RANK = "LOCAL_RANK"  # by which transformers takes a GPU
+_LOCAL_RANK = "LOCAL_RANK"  # selects the GPU in transformers
 
 
 def make_store(num_ranks: int) -> dist.TCPStore:
-    """Where the ranks find each other: on this host, at a free port. For rank 0.
+    """The rendezvous of the ranks, at a free port of this host. For rank 0.
 
     Raises:
         InvalidInputError: this process belongs to another group.
@@ -33,7 +32,7 @@ def make_store(num_ranks: int) -> dist.TCPStore:
         raise InvalidInputError(
             "tensor_parallel_size",
             num_ranks,
-            "torch.distributed is in use in this process, by another engine or by yourself",
+            "torch.distributed is in use in this process, by another engine or by your code",
         )
     return dist.TCPStore(_HOST, 0, num_ranks, is_master=True, wait_for_workers=False)
 
@@ -58,8 +57,8 @@ def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.devic
             device_id=device if is_cuda else None,
         )
     finally:
-        # torch wraps it once more for each group, to put "[rank0]: " before every line of every
-        # later traceback of the process; it never takes that back.
+        # torch wraps the hook for each group, to prefix every later traceback with "[rank0]: ", and
+        # never restores it.
         sys.excepthook = hook
 
 
@@ -76,58 +75,37 @@ def make_communicator(
     """The communicator of this rank, in its group.
 
     Args:
-        has_peer_access: GPUs reach each other's memory. Sums then have one order in any case: that
-            is the quickest way as well.
+        has_peer_access: GPUs reach each other's memory. Sums then always have one order, as that is
+            also the fastest.
     """
     is_cpu = device.type == "cpu"
-    inner = GatherCommunicator(transparent=transparent, is_connected=is_cpu)
     if is_cpu or not has_peer_access:
-        return CountingCommunicator(inner, cell)
+        return CountingCommunicator(cell, transparent=transparent, is_connected=is_cpu)
     from ..kernels.collectives.symmetric import PeerCommunicator
 
+    inner = GatherCommunicator(transparent=transparent, is_connected=is_cpu)
     return PeerCommunicator(inner, device)
 
 
-class CountingCommunicator:
-    """Meets :class:`.communicator.Communicator` with another; tells how far this rank has come.
+class CountingCommunicator(GatherCommunicator):
+    """Counts collectives in the cell of this rank, the progress that :class:`.workers.Watch` sees.
 
     Args:
         cell: of this rank.
     """
 
-    def __init__(self, inner: Communicator, cell: Cell) -> None:
-        self._inner, self._cell = inner, cell
-        self.rank, self.num_ranks = inner.rank, inner.num_ranks
-
-    def reserve(self, *calls: tuple[int, int]) -> None:
-        self._inner.reserve(*calls)
-
-    def connect(self) -> None:
-        self._inner.connect()
+    def __init__(self, cell: Cell, *, transparent: bool, is_connected: bool) -> None:
+        super().__init__(transparent=transparent, is_connected=is_connected)
+        self._cell = cell
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        self._count()
-        return self._inner.all_reduce(partial)
-
-    def all_reduce_norm(
-        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
-    ) -> tuple[Tensor, Tensor]:
-        self._count()
-        return self._inner.all_reduce_norm(partial, residual, weight, eps, form)
-
-    def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
-        return self._inner.push_target(num_rows, width, dtype)
+        self._cell.num_collectives += 1
+        return super().all_reduce(partial)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        self._count()
-        return self._inner.all_gather(part, sizes)
+        self._cell.num_collectives += 1
+        return super().all_gather(part, sizes)
 
     def least(self, number: int) -> int:
-        self._count()
-        return self._inner.least(number)
-
-    def end(self) -> None:
-        self._inner.end()
-
-    def _count(self) -> None:
         self._cell.num_collectives += 1
+        return super().least(number)

@@ -35,12 +35,12 @@ class Generator:
             batch_format="pyarrow",
         )
 
-    A row has exactly one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and if wanted
-    ``sampling_params``, a dict that is laid over those of the constructor; null is as if absent.
-    Its other columns are kept. New are ``generated_text``, ``generated_tokens``, ``finish_reason``,
-    ``num_input_tokens``, ``num_generated_tokens``; and ``error``: of a row that is refused, why;
-    then those are null. Where neither row nor constructor has a seed it is random: replicas that
-    count from the same number would give equal rows equal answers.
+    A row has exactly one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and
+    optionally ``sampling_params``, a dict that overrides those of the constructor; null counts as
+    absent. Its other columns are kept. New are ``generated_text``, ``generated_tokens``,
+    ``finish_reason``, ``num_input_tokens``, ``num_generated_tokens``; and ``error``: of a row that
+    is refused, why; then those are null. Where neither row nor constructor has a seed it is random:
+    replicas that count from the same number would give equal rows equal answers.
 
     The constructor's ``sampling_params`` fix the columns, which must be the same in every batch:
 
@@ -50,7 +50,7 @@ class Generator:
       of the prompt. An entry is a list per token of ``{"token_id", "logprob", "rank",
       "decoded_token"}``, its own first; null for the first token of a prompt.
 
-    A row that asks for one of these where the constructor does not is refused.
+    A row with one of these that the constructor lacks is refused.
 
     Args:
         model: as of :class:`.llm.LLM`, and so are ``llm_arguments``.
@@ -128,7 +128,7 @@ class Generator:
         return {name: row[name]}, params
 
     def _check_columns(self, params: SamplingParams) -> None:
-        """Raises InvalidInputError if a row asks for what the columns have no place for."""
+        """Raises InvalidInputError if the columns have no place for a row's results."""
         if params.n > 1 and not self._has_lists:
             limit = "must be 1 unless n of the constructor's sampling_params is above 1"
             raise InvalidInputError("n", params.n, limit)
@@ -203,7 +203,7 @@ def _rows_of_columns(columns: Mapping[str, Any]) -> list[_Row]:
 
 
 def _plain(value: Any) -> Any:
-    """As it was before NumPy: where a column has nulls its integers have become floats."""
+    """A value without NumPy types: a column with nulls has floats in place of integers."""
     if hasattr(value, "tolist"):  # an array or a NumPy scalar
         value = value.tolist()
     if isinstance(value, dict):

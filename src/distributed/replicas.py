@@ -1,7 +1,7 @@
 """A pool of replicas: Ray actors that do the same work, fed with chunks, results in order.
 
-A replica that ends takes no row with it: what it had not given back is done again by others. A
-row with which replicas end again and again is given up. Knows nothing of models.
+If a replica ends, others repeat its unfinished rows. A row with which several replicas end is given
+up. The module is independent of models.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from ..errors import EngineError, PagespecError
 
 MAX_STARTS = 3
-"""Starts of a replica that may fail one after the other before the others go on without it."""
+"""Failed starts of a replica in a row, after which the others continue without it."""
 _SUSPECT_LOSSES = 2
-"""Replicas that may end with a chunk among others; from then on it is alone with one."""
+"""Lost replicas of a chunk, after which the chunk runs alone in a replica."""
 _WAIT_S = 5.0
 
 Work = Callable[[Sequence[Any]], Sequence[Any]]
@@ -32,7 +32,7 @@ class _Replica:
         self._work: Work | None = None
 
     def start(self) -> str | None:
-        """Returns why it was refused. (As text: exceptions do not all travel between processes.)"""
+        """Returns the refusal, as text: not every exception can be pickled."""
         try:
             self._work = self._make()
         except (PagespecError, OSError) as error:
@@ -54,11 +54,11 @@ class _Chunk:
 
     @property
     def is_suspect(self) -> bool:
-        """It is given to a replica that has nothing else, so that the next loss says more."""
+        """A suspect runs alone in a replica, so the next loss identifies the cause."""
         return self.num_losses >= _SUSPECT_LOSSES
 
     def after_loss(self) -> list[_Chunk]:
-        """What is tried next: the chunk, or each row of a suspect; of a suspect row nothing."""
+        """The next attempts: the chunk, or each row of a suspect; none for a suspect row."""
         losses = self.num_losses + 1
         if not self.is_suspect:
             return [_Chunk(self.first, self.items, losses)]
@@ -69,7 +69,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A replica's place: the actor that holds it now, if it has started, and what it is doing."""
+    """A replica's slot: its current actor, whether that has started, and its chunks."""
 
     actor: Any = None
     is_ready: bool = False
@@ -86,12 +86,12 @@ class ReplicaPool:
 
     Args:
         make: called once in each actor; must be picklable, and so must items and results.
-        give_up: the result of an item that is given up, and why.
+        give_up: makes the result of a given-up item, from the item and the reason.
         resources: of one actor, as ``ray.remote`` takes them.
         has_room: whether the cluster, as it is now, could hold one replica.
         chunk_size: items per chunk.
         num_chunks: chunks that a replica does at a time, each in a thread.
-        note: told what happens to replicas.
+        note: called with messages about replicas.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ReplicaPool:
         """Start all, and wait for the first.
 
         Raises:
-            PagespecError: the first that got so far was refused, or all failed.
+            PagespecError: the first replica was refused, or all failed.
         """
         for slot in self._slots:
             self._start(slot)
@@ -172,7 +172,7 @@ class ReplicaPool:
         while ready := [slot for slot in self._slots if slot.takes_more(self._num_chunks)]:
             slot = min(ready, key=lambda slot: len(slot.chunks))
             if self._suspects:
-                # Nothing else is given out meanwhile: some replica must come to have nothing.
+                # No other chunk is sent meanwhile, so that a replica becomes free.
                 if slot.chunks:
                     return
                 self._send(slot, self._suspects.popleft())
@@ -192,7 +192,7 @@ class ReplicaPool:
         self._waiting[slot.actor.start.remote()] = slot, None
 
     def _settle(self) -> None:
-        """Wait for what comes next from a replica, some seconds."""
+        """Wait some seconds for the next result of a replica."""
         ready, _ = self._ray.wait(list(self._waiting), timeout=_WAIT_S)
         if not ready and not any(slot.is_ready for slot in self._slots) and not self._has_room():
             raise PagespecError("no replica is left, and the cluster has no room for one")
@@ -227,13 +227,13 @@ class ReplicaPool:
         return self._num_taken > 0 or any(slot.is_ready for slot in self._slots)
 
     def _lose(self, slot: _Slot, chunk: _Chunk | None, reason: str) -> None:
-        """The replica has ended, or is of no more use: replace it, and do its chunks again."""
+        """Replace a replica that has ended or failed, and repeat its chunks."""
         self._ray.kill(slot.actor)
         chunks = sorted(slot.chunks, key=lambda chunk: chunk.first, reverse=True)
         self._waiting = {r: w for r, w in self._waiting.items() if w[0] is not slot}
         slot.actor, slot.is_ready, slot.chunks = None, False, []
         num_rows = sum(len(lost.items) for lost in chunks)
-        self._note(f"a replica has ended, with {num_rows} rows under way: {reason}")
+        self._note(f"a replica has ended, with {num_rows} unfinished rows: {reason}")
         for lost in chunks:
             self._do_again(lost, reason)
         self._losses_in_a_row += 1
@@ -244,7 +244,7 @@ class ReplicaPool:
         if slot.num_failed_starts < MAX_STARTS:
             self._start(slot)
         elif any(other.actor is not None for other in self._slots):
-            self._note(f"going on without it, after {MAX_STARTS} starts that failed")
+            self._note(f"continuing without it after {MAX_STARTS} failed starts")
         else:
             raise PagespecError(f"no replica starts: {reason}")
 
@@ -271,7 +271,7 @@ def import_ray() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The one line of an error of Ray that says what happened."""
+    """The line of Ray's error with the cause."""
     cause = getattr(error, "cause", None)
     text = str(cause if isinstance(cause, EngineError) else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,8 +1,8 @@
-"""Rank 0's runner: stages a step, gives its bytes to all ranks, and computes its own part.
+"""Rank 0's runner: stages a step, sends its bytes to all ranks, and computes its own part.
 
-Its own part runs in a thread, which alone takes part in collectives. An interrupt (Ctrl-C) comes to
-the main thread, and one that stopped rank 0 between two collectives of a step would leave the
-others waiting for ever. What the main thread does to begin a step is one ``put`` in a queue.
+A thread computes that part, and alone takes part in collectives. An interrupt (Ctrl-C) reaches the
+main thread: between two collectives of a step it would leave the other ranks waiting for ever. The
+main thread begins a step with one ``put`` in a queue.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Launch:
 
 
 class _LaunchThread:
-    """Rank 0's thread, which knows nothing of the runner: that may go away.
+    """Rank 0's thread. It has no reference to the runner, which may be garbage collected.
 
     Args:
-        on_close: called in the thread at its end, so once, and in no collective.
+        on_close: called once in the thread, at its end, outside any collective.
 
     Attributes:
         error: of the step that failed; none is computed after it.
@@ -99,7 +99,7 @@ class LogitsCallback:
             self._error = error
 
     def take_error(self) -> BaseException | None:
-        """What it raised since this was asked last."""
+        """Its exception since the last call."""
         error, self._error = self._error, None
         return error
 
@@ -201,7 +201,7 @@ class DistributedRunner:
         if launch is not None:
             self._wait(launch.is_done.wait)
         if self._thread.error is not None:
-            # What a rank says of itself says more than what rank 0 saw of it: a closed connection.
+            # The error of a rank explains more than its closed connection.
             raise self._failed(self._workers.reason_of(self._thread.error))
 
     def _have_finished(self, number: int, wait_s: float) -> bool:

@@ -1,7 +1,7 @@
 """A rank beyond 0: ``python -m pagespec.distributed.worker RANK NUM_RANKS DESCRIPTOR``.
 
-Started by :mod:`.workers`; not meant for people. It reads what to build, then the numbers of steps;
-it schedules nothing, packs nothing and answers nobody but through its cell.
+Started by :mod:`.workers` only. It reads its settings, then the numbers of steps. It does not
+schedule or pack, and reports through its cell only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main() -> None:
 
         cell.text = describe_error(error)
         cell.state = State.FAILED
-        os._exit(1)  # nothing here waits for the others, who may wait for this rank
+        os._exit(1)  # without waiting for other ranks, which may wait for this one
 
 
 def _read(messages: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what rank 0 writes. Its end is the end of this process, whatever it is at."""
+    """Queue the messages of rank 0. The end of the stream ends this process at once."""
     source = sys.stdin.buffer
     try:
         settings = _exactly(source, int.from_bytes(_exactly(source, 8), "little"))
@@ -66,7 +66,7 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     torch.set_num_threads(settings["num_threads"])
     device = torch.device(settings["devices"][rank])
     config = EngineConfig(**settings["config"] | {"device": settings["devices"][rank]})
-    cell.state = State.IMPORTED  # from here on rank 0 waits in the library, and cannot look
+    cell.state = State.IMPORTED  # from here on rank 0 waits in the library, and cannot poll
     join_group(join_store(settings["port"], num_ranks), rank, num_ranks, device)
     built = build(
         settings["model"],
@@ -88,7 +88,7 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
 
 
 def _no_logits(*_: object) -> None:
-    """Rank 0 is asked for whole logits; the others give their parts."""
+    """Placeholder of ``on_logits``: rank 0 receives whole logits; other ranks send parts."""
 
 
 if __name__ == "__main__":

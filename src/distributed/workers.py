@@ -1,7 +1,7 @@
-"""The worker processes of a group, as rank 0 sees them: start, speak to, watch and end them.
+"""Rank 0's handle of the worker processes: start, send steps, watch, end.
 
-A worker reads numbers from its standard input, each a step to compute. When that ends, because rank
-0 has closed it or is gone, however that came, the worker ends. So nothing is left behind.
+A worker reads the numbers of steps from its standard input. At the end of that stream, also after a
+crash of rank 0, the worker ends. So no process is left behind.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    EngineError,
-    InvalidInputError,
-    PagespecError,
-    UnsupportedModelError,
-    shortened,
-)
+from ..errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError, shortened
 from .channel import Channel, State
 
 _STALL_S = 20.0
-"""A group that has not moved for so long while a step runs has a rank that hangs."""
+"""Seconds without progress in a step, after which a rank counts as hanging."""
 _LAST_WORDS_S = 2.0
-"""A rank has closed its connections before it is seen to have ended."""
+"""Seconds for the error of a rank after its connections have closed."""
 _POLL_S, _MAX_POLL_S = 0.02, 1.0
 _MAX_TEXT = 400
 """Characters of a part of an error: all fit into a cell, escaped."""
@@ -73,13 +67,13 @@ class Workers:
         return [process.pid for process in self._processes]
 
     def send_settings(self, settings: Mapping[str, Any]) -> None:
-        """What they are to build."""
+        """Send the settings of the build."""
         encoded = json.dumps(settings).encode()
         for rank in range(1, len(self._processes) + 1):
             self._send(rank, len(encoded).to_bytes(8, "little") + encoded)
 
     def send_step(self, step: int) -> None:
-        """Have them compute the step that is in its slot.
+        """Start the step that is in its slot.
 
         Raises:
             EngineError: one is gone.
@@ -95,10 +89,10 @@ class Workers:
             stdin.flush()
         except (OSError, ValueError) as error:
             self.check()
-            raise EngineError(f"rank {rank} does not listen: {error}") from error
+            raise EngineError(f"rank {rank} does not read its input: {error}") from error
 
     def wait_for(self, state: State, timeout_s: float) -> None:
-        """Until all have come as far.
+        """Wait until all have reached a state.
 
         Raises:
             InvalidInputError, UnsupportedModelError: what one of them refused.
@@ -125,13 +119,13 @@ class Workers:
                 raise EngineError(f"rank {rank} (process {process.pid}) has ended {how}")
 
     def reason_of(self, error: BaseException) -> BaseException:
-        """What ended a rank, if that is why rank 0 met ``error``; else the error itself."""
+        """The error of a rank, if it caused ``error`` on rank 0; else the error itself."""
         end = time.monotonic() + (_LAST_WORDS_S if isinstance(error, Exception) else 0)
         while True:
             try:
                 self.check()
             except PagespecError as reason:
-                # What all ranks refuse is told without naming one.
+                # A refusal by all ranks names no rank.
                 return error if str(reason).startswith(str(error)) else reason
             if time.monotonic() >= end:
                 return error
@@ -155,17 +149,17 @@ class Workers:
 
 
 class Watch:
-    """Waits for a step of the group, no longer than the group makes progress."""
+    """Waits for a step of the group while the group makes progress."""
 
     def __init__(self, workers: Workers, channel: Channel) -> None:
         self._workers, self._channel = workers, channel
         self._seen: list[tuple[int, int, int]] = []
 
     def wait(self, is_done: Callable[[float], bool]) -> None:
-        """Call ``is_done`` with seconds it may wait, until it is True.
+        """Call ``is_done``, with the seconds it may wait, until it returns True.
 
         Raises:
-            EngineError: a rank has ended, or hangs; it is named.
+            EngineError: a rank has ended, or hangs; the message names it.
         """
         stalled_s, last = 0.0, time.monotonic()
         while not is_done(_POLL_S):
@@ -175,7 +169,7 @@ class Watch:
                 for cell in self._channel.cells
             ]
             now = time.monotonic()
-            # While this process was stopped itself (Ctrl-Z) it has not waited.
+            # A stop of this process itself (Ctrl-Z) does not count.
             stalled_s += min(now - last, _MAX_POLL_S)
             last = now
             if seen != self._seen:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from .timeline import KINDS, Timeline
 
 _STYLES = ("palette.css", "page.css")
+_OF_LANES = ("name", "contents", "priority", "owner", "added", "ended", "reason")
 _SCRIPTS = ("trace_data.js", "view.js", "lanes.js", "tracks.js", "inspect.js", "main.js")
 
 
 class Verdict(NamedTuple):
-    """What ``trace check`` says. ``line``: 0 if it accepts; ``text``: what the page shows."""
+    """The result of ``trace check``. ``line``: 0 if accepted; ``text``: shown on the page."""
 
     line: int
     property_id: str
@@ -42,14 +43,8 @@ def _columns(timeline: Timeline, title: str, verdict: Verdict | None) -> dict[st
         "verdict": None if verdict is None else verdict.text,
         "violation": violation,
         "lanes": {
-            "name": [lane.name for lane in timeline.lanes],
             "numPrompt": [lane.num_prompt for lane in timeline.lanes],
-            "contents": [lane.contents for lane in timeline.lanes],
-            "priority": [lane.priority for lane in timeline.lanes],
-            "owner": [lane.owner for lane in timeline.lanes],
-            "added": [lane.added for lane in timeline.lanes],
-            "ended": [lane.ended for lane in timeline.lanes],
-            "reason": [lane.reason for lane in timeline.lanes],
+            **{name: [getattr(lane, name) for lane in timeline.lanes] for name in _OF_LANES},
         },
         "steps": {"number": timeline.numbers, **timeline.times, **timeline.counts},
         "segments": {name: list(map(int, c)) for name, c in zip(fields, columns, strict=True)},
@@ -66,7 +61,7 @@ def _read(name: str) -> str:
 
 
 def make_page(timeline: Timeline, title: str, verdict: Verdict | None) -> str:
-    """The page's text; ``verdict`` is None if nobody checked the trace."""
+    """The page's text; ``verdict`` is None for an unchecked trace."""
     data = json.dumps(_columns(timeline, title, verdict), separators=(",", ":")).encode()
     packed = base64.b64encode(zlib.compress(data, 6)).decode()
     parts = {

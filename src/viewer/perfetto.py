@@ -56,17 +56,12 @@ def device_times(timeline: Timeline) -> list[tuple[int, int]]:
     return found
 
 
+def _event(kind: str, name: str, pid: int, tid: int, ts: int, **rest: Any) -> Event:
+    return {"name": name, "cat": "pagespec", "ph": kind, "ts": ts, "pid": pid, "tid": tid, **rest}
+
+
 def _slice(name: str, pid: int, tid: int, begin: int, end: int, **args: Any) -> Event:
-    return {
-        "name": name,
-        "cat": "pagespec",
-        "ph": "X",
-        "ts": begin,
-        "dur": max(end - begin, 0),
-        "pid": pid,
-        "tid": tid,
-        "args": args,
-    }
+    return _event("X", name, pid, tid, begin, dur=max(end - begin, 0), args=args)
 
 
 def _flow(name: str, number: int, begin: Place, end: Place) -> Iterator[Event]:
@@ -146,7 +141,7 @@ def _lanes(timeline: Timeline) -> Iterator[Event]:
                     args["drafted"], args["accepted"] = drafts[segment.step, tid - 1]
             yield _slice(KINDS[segment.kind], _REQUESTS, tid, begin, last, **args)
         if lane.ended != NEVER:
-            yield _instant(f"finished: {lane.reason}", _REQUESTS, tid, lane.ended, "t")
+            yield _event("i", f"finished: {lane.reason}", _REQUESTS, tid, lane.ended, s="t")
 
 
 def _preemptions(timeline: Timeline) -> Iterator[Event]:
@@ -164,21 +159,9 @@ def _preemptions(timeline: Timeline) -> Iterator[Event]:
             yield from _flow("preempted", number, begin, end)
 
 
-def _instant(name: str, pid: int, tid: int, when: int, scope: str) -> Event:
-    return {
-        "name": name,
-        "cat": "pagespec",
-        "ph": "i",
-        "s": scope,
-        "ts": when,
-        "pid": pid,
-        "tid": tid,
-    }
-
-
 def _marks(timeline: Timeline, verdict: Verdict | None) -> Iterator[Event]:
     for when, _, text, _ in timeline.marks:
-        yield _instant(text, _ENGINE, _HOST, when, "g")
+        yield _event("i", text, _ENGINE, _HOST, when, s="g")
     if verdict is not None and verdict.line:
         when, _ = timeline.lines.get(verdict.line, (timeline.end, 0))
-        yield _instant(f"violated: {verdict.text}", _ENGINE, _HOST, when, "g")
+        yield _event("i", f"violated: {verdict.text}", _ENGINE, _HOST, when, s="g")

@@ -28,7 +28,7 @@ NEVER = -1
 class Segment(NamedTuple):
     """``num_steps`` steps from ``step``, both places in the list of steps. Rows begin at position
     ``start``, a row has ``num_tokens``, draft tokens among them; of a segment of waiting ``begin``
-    and ``end`` are told."""
+    and ``end`` are set."""
 
     kind: int
     step: int

@@ -66,7 +66,7 @@ def test_a_killed_replica_is_replaced_and_each_result_comes_once(
     assert first + list(results) == [2 * i for i in range(400)]
     assert list(pool.map([])) == []
     (said,) = notes
-    assert re.match(r"a replica has ended, with [1-9]\d* rows under way", said)
+    assert re.match(r"a replica has ended, with [1-9]\d* unfinished rows", said)
     done = Counter(map(int, lines_of(tmp_path / "done")))
     assert set(done) == set(range(400))
     assert max(done) == 399
