@@ -7,7 +7,7 @@ from ..startup import gc_paused
 with gc_paused():
     from .main import main
 
-    gc.freeze()  # objects of modules stay: no collection looks at them
+    gc.freeze()  # objects of modules stay: no collection scans them
 
 __all__ = ["main"]
 

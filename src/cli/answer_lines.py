@@ -1,4 +1,4 @@
-"""Lines in, output rows out, in order: what the one process runs, and each replica."""
+"""Converts input lines to output rows, in order, in one process or in each replica."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answer_lines(llm: LLM, fingerprint: Fingerprint, lines: Iterable[Line]) -> I
 
 
 def error_row(fingerprint: Fingerprint, line: Line, error: str) -> Row:
-    """The row of a line that has no answer, for a reason outside of the line."""
+    """The row of a line without an answer, for a reason outside the line."""
     try:
         identity = parse_question(line).identity
     except InvalidInputError:
@@ -40,7 +40,7 @@ def error_row(fingerprint: Fingerprint, line: Line, error: str) -> Row:
 
 @dataclass(slots=True)
 class _Job:
-    """A line on its way: either it went to the engine, or its error row waits for its turn."""
+    """A pending line: either the engine has it, or its error row waits for its turn."""
 
     line: Line
     identity: str | int | None = None
@@ -72,11 +72,10 @@ def _finite(value: float | None) -> float | None:
 
 
 class _Answering:
-    """Lines that were pulled and have no row yet.
+    """Pulled lines without a row.
 
-    The engine gives results in the order in which it pulled requests, but a line that cannot be
-    read never reaches it. ``_pending`` holds all lines pulled and not yet answered, so that an
-    error row comes between its neighbours and not before them.
+    The engine gives results in the order of requests, but an invalid line never reaches it.
+    ``_pending`` holds all lines without a row, so that error rows keep their place.
     """
 
     def __init__(self, llm: LLM, fingerprint: Fingerprint) -> None:

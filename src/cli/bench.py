@@ -42,7 +42,7 @@ class Workload:
     seed: int = option(0, None, "Seed of the prompts and the sampling.")
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Random ids, so that no two prompts share a prefix and the prefix cache stays out."""
+        """Random ids: no two prompts share a prefix, so the prefix cache has no effect."""
         chance = random.Random(self.seed)
         return [
             [chance.randrange(vocabulary) for _ in range(self.input_len)]
@@ -56,7 +56,7 @@ class Workload:
 
 
 def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: bool) -> None:
-    """Run the workload and print what it took.
+    """Run the workload and print its measurements.
 
     Raises:
         PagespecError: an option is refused, or the engine did not generate every token.
@@ -97,7 +97,7 @@ def _measured(
     num_out = sum(len(result.outputs[0].token_ids) for result in results)
     due = workload.num_prompts * workload.output_len
     if num_out != due:
-        # A short run would look fast; better no number than a wrong one.
+        # A short run would seem fast: refuse in place of a wrong number.
         raise EngineError(f"{num_out} tokens were generated where {due} were due")
     waits = [result.metrics.time_to_first_token_s for result in results]
     first = [wait for wait in waits if wait is not None]

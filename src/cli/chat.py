@@ -36,9 +36,8 @@ class StopFlag:
 def ctrl_c_sets() -> Iterator[StopFlag]:
     """While open, the first Ctrl-C sets the flag; a second one interrupts as usual.
 
-    A KeyboardInterrupt raised inside an engine step would end the answer as an error and empty the
-    prefix cache, and with it what is known of the conversation. The flag is looked at between two
-    pieces of text.
+    A KeyboardInterrupt inside an engine step would end the answer as an error and empty the prefix
+    cache, including the conversation's blocks. The flag is checked between two pieces of text.
     """
     flag = StopFlag()
 
@@ -55,7 +54,7 @@ def ctrl_c_sets() -> Iterator[StopFlag]:
 
 
 class Conversation:
-    """Messages so far, and how the next answer is sampled."""
+    """The messages, and the sampling of the next answer."""
 
     def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None) -> None:
         self._llm = llm
@@ -70,8 +69,8 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> None:
-        """Print the answer as it comes, reasoning dim, and remember both; a stopped answer is
-        remembered as far as it got.
+        """Print the answer as it arrives, reasoning dim, and append both messages; a stopped answer
+        keeps its text so far.
 
         Raises:
             InvalidInputError: the conversation is refused (too long, or no Unicode text); it is

@@ -24,11 +24,11 @@ MORE = "pagespec.more_arguments"
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr streams that the commands can use, whatever they are.
+    """Make stdin, stdout and stderr usable streams.
 
-    A closed one (``<&-``; pythonw) is None in Python, and its descriptor would go to the next file
-    that is opened: a warning of some library would then be written into --output. It becomes the
-    null device. What an encoding lacks is escaped and does not end the command.
+    A closed stream (``<&-``; pythonw) is None in Python, and the next opened file gets its
+    descriptor: a library's warning would be written into --output. It becomes the null device.
+    Characters that the encoding lacks are escaped.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -39,14 +39,14 @@ def prepare_streams() -> None:
 
 
 def note(message: str) -> None:
-    """Print to stderr what is not an answer, so that stdout can be piped on."""
-    # Where nothing can be said (a full disk, a closed pipe) the answers still count.
+    """Print a message to stderr: stdout has answers only."""
+    # A full disk or a closed pipe does not stop the answers.
     with suppress(OSError):
         typer.echo(message, err=True)
 
 
 def refuse(error: Exception) -> int:
-    """Say in one line why a command ends; returns its exit code."""
+    """Print an error as one line; returns the exit code."""
     line = " ".join(str(error).split()) or type(error).__name__
     note(f"pagespec: error: {line}")
     return EXIT_REFUSED
@@ -54,11 +54,11 @@ def refuse(error: Exception) -> int:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn what a user can cause into one line on stderr and exit code 2, Ctrl-C into 130.
+    """Convert errors of users to one line on stderr and exit code 2, Ctrl-C to 130.
 
-    ``OSError`` is among it because files, folders and downloads raise it. A broken pipe is left to
-    typer, which ends quietly (``pagespec generate ... | head``). Anything else is a bug of ours
-    and keeps its traceback; ``PAGESPEC_TRACEBACK=1`` keeps it for the rest too.
+    Files, folders and downloads raise ``OSError``. typer ends quietly at a broken pipe
+    (``pagespec generate ... | head``). Other exceptions are bugs of pagespec and keep their
+    traceback; ``PAGESPEC_TRACEBACK=1`` keeps every traceback.
     """
     try:
         yield
@@ -77,8 +77,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make ``function`` a typer callback whose dataclass arguments are groups of options.
 
     Typer reads one option from one parameter. Here a parameter annotated with a dataclass stands
-    for all fields of that class that are options: typer is shown a flat signature, and the function
-    is called with the dataclass filled in. Errors of the function are made readable.
+    for all fields of that class that are options: typer sees a flat signature, and the function
+    gets an instance of the dataclass. Errors of the function become readable.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, tuple[Any, tuple[Option, ...]]] = {}
@@ -126,14 +126,10 @@ class Option:
     settings: Mapping[str, Any]
 
     def with_default(self, default: Any, show_default: Any = True, **settings: Any) -> Option:
-        """The same with another default, and what its help calls that."""
+        """The same option with another default, and the default's name in the help."""
         shown = {**self.settings, "show_default": show_default, **settings}
         type_ = self.type | None if default is None else self.type
         return dataclasses.replace(self, type=type_, default=default, settings=shown)
-
-    def in_panel(self, panel: str) -> Option:
-        """The same in another panel of the help."""
-        return dataclasses.replace(self, settings={**self.settings, "rich_help_panel": panel})
 
     @functools.cached_property
     def parameter(self) -> inspect.Parameter:
@@ -151,8 +147,12 @@ _METAVARS |= {type_ | None: metavar for type_, metavar in _METAVARS.items()}
 
 @functools.cache
 def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
-    """The options among the fields of a dataclass: what :func:`option` made, and declared
-    parameters that have one."""
+    """The options among the fields of a dataclass: those of :func:`option`, and of declared
+    parameters.
+
+    Args:
+        panel: of the help; None: of a declared parameter its stage.
+    """
     names_there = vars(sys.modules[group.__module__])
     found = []
     for field in dataclasses.fields(group):
@@ -168,14 +168,14 @@ def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
             settings, type_ = field.metadata["settings"], eval(str(field.type), names_there)
         else:
             continue
-        settings = {**settings, "rich_help_panel": panel}
+        settings = {**settings, "rich_help_panel": panel or (known and known.stage)}
         default = None if field.default == () else field.default
         found.append(Option(field.name, type_, default, names, settings))
     return tuple(found)
 
 
 def _option_type(hint: Any) -> Any:
-    """The type of what is typed for a field: text for a path, a list of texts for a sequence."""
+    """The type of an option for a field: text for a path, a list of texts for a sequence."""
     members = get_args(hint)
     if Sequence[str] in members or hint == tuple[str, ...]:
         return list[str] | None

@@ -1,4 +1,4 @@
-"""Flags of ``vllm serve`` on our commands: taken, without effect, or refused with what to use."""
+"""Flags of ``vllm serve`` on our commands: translated, ignored if harmless, else refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EngineCommand(TyperCommand):
 def _split(
     args: Sequence[str], own: set[str], table: Mapping[str, Foreign]
 ) -> tuple[list[str], dict[str, tuple[str, Any]]]:
-    """What a command's own options are typed as, and the others: by flag, a name and a value."""
+    """Arguments of a command's own options, and the other flags, each with a name and a value."""
     from ..params.foreign import SHORT
 
     rest: list[str] = []

@@ -1,4 +1,4 @@
-"""``pagespec generate --input``: a file of questions becomes a file of answers, resumably."""
+"""``pagespec generate --input``: answers a file of prompts, resumably."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import make_llm
 from .answer_lines import answer_lines
 from .command import EXIT_INTERRUPTED, note
 from .jsonl import Fingerprint, Line, Progress, Row, encode_row, find_progress, read_lines
-from .options import EngineOptions, ReplicaOptions, SamplingOptions
+from .options import EngineOptions, PromptOptions, ReplicaOptions, SamplingOptions
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock; there two runs on one output are not kept apart
+except ImportError:  # Windows has no flock: two runs on one output are not detected there
     fcntl = None  # type: ignore[assignment]
 
 EXIT_SOME_ERRORS = 1
@@ -31,22 +31,21 @@ Answer = Callable[[Iterable[Line]], Iterable[Row]]
 
 
 def answer_file(
-    source: Path,
-    output: Path,
+    prompts: PromptOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
     replicas: ReplicaOptions,
-    *,
-    chat: bool,
-    overwrite: bool,
 ) -> None:
-    """Write one row for each line of ``source`` that is not blank, in order; keep the rows
-    ``output`` already has. The rows are the same with replicas and without.
+    """Write one row for each line of the input that is not blank, in order; keep the rows that the
+    output already has. The rows are the same with replicas and without.
 
     Raises:
-        InvalidInputError: a file or an option is refused; ``output`` is then as it was.
+        InvalidInputError: a file or an option is refused; the output is then unchanged.
         typer.Exit: 1 if some rows are errors, 130 if interrupted.
     """
+    source, output = prompts.input, prompts.output
+    assert source is not None
+    assert output is not None  # see PromptOptions.check
     if not source.is_file():
         raise InvalidInputError("--input", str(source), "must be a file (it is read twice)")
     if output.exists() and not output.is_file():
@@ -56,10 +55,10 @@ def answer_file(
         raise InvalidInputError("--output", str(output), "must not be the input file")
     sampling.params(0)  # refuse bad flags before anything is touched
     fingerprint = Fingerprint(
-        make_llm.model_label(engine), chat, sampling, engine.config.generation_config
+        make_llm.model_label(engine), bool(prompts.chat), sampling, engine.config.generation_config
     )
     with _locked(output) as file:
-        if overwrite:
+        if prompts.overwrite:
             found = Progress(0, 0, 0, sum(1 for _ in read_lines(source)))
         else:
             found = find_progress(file, str(output), source, fingerprint)
@@ -68,7 +67,7 @@ def answer_file(
         num_errors = found.errors
         if found.rows < found.total:
             with _answerer(engine, fingerprint, replicas, found.total - found.rows) as answer:
-                # Only now, with a model that loads, is the unfinished or unwanted end cut off.
+                # The unfinished or unwanted end is cut off only after a model has loaded.
                 _cut(file, found.size)
                 num_errors += _write_rest(file, answer, source, found)
         else:
@@ -80,29 +79,22 @@ def answer_file(
 
 @contextmanager
 def _answerer(
-    engine: EngineOptions,
-    fingerprint: Fingerprint,
-    replicas: ReplicaOptions,
-    num_lines: int,
+    engine: EngineOptions, fingerprint: Fingerprint, replicas: ReplicaOptions, num_lines: int
 ) -> Iterator[Answer]:
-    """What answers lines, once a model has loaded: an engine of this process, or replicas."""
+    """A function that answers lines, after a model has loaded: here, or in replicas."""
     if replicas.replicas is None:
         yield partial(answer_lines, make_llm.start_llm(engine), fingerprint)
         return
     from .replicas import open_replicas
 
     with open_replicas(
-        engine,
-        fingerprint,
-        num_lines,
-        num_replicas=replicas.replicas,
-        address=replicas.ray_address,
+        engine, fingerprint, num_lines, num_replicas=replicas.replicas, address=replicas.ray_address
     ) as answer:
         yield answer
 
 
 def _write_rest(file: BinaryIO, answer: Answer, source: Path, found: Progress) -> int:
-    """Answer the lines that have no row and write their rows; returns how many are errors."""
+    """Answer the lines without a row and write their rows; returns the number of errors."""
     rest = islice(read_lines(source), found.rows, None)
     num_errors = 0
     try:
@@ -114,14 +106,14 @@ def _write_rest(file: BinaryIO, answer: Answer, source: Path, found: Progress) -
                 file.flush()
                 bar.update()
     except KeyboardInterrupt:
-        note("interrupted; the same command goes on from here")
+        note("interrupted; run the same command to continue")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     return num_errors
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Open for reading and writing, created if missing, and keep other runs out of it."""
+    """Open for reading and writing, created if missing, and locked against other runs."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "r+b") as file:
         if fcntl is not None:

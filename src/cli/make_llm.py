@@ -1,4 +1,4 @@
-"""Finds the model and makes the ``LLM``. All heavy imports of the command line are here."""
+"""Finds the model and makes the ``LLM``, with all heavy imports of the command line."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def make_llm(model: str, **arguments: Any) -> LLM:
     if not sys.stderr.isatty():
         with gc_paused():
             from transformers.utils import logging
-        # In a log the progress bars of loading would bury the one line that counts.
+        # Progress bars would fill a log file.
         logging.disable_progress_bar()
     return LLM(model, **arguments)
 
 
 def sampling_defaults(llm: LLM) -> Mapping[str, Any]:
-    """What the generation config asks for, by names of ``SamplingParams``.
+    """Defaults of the generation config, by names of ``SamplingParams``.
 
     Raises:
         InvalidInputError: a value there is refused.
@@ -73,11 +73,10 @@ def model_of(options: EngineOptions) -> str:
 
 
 def model_label(options: EngineOptions) -> str:
-    """A name of the model that does not depend on where the embedded one is installed."""
+    """A name of the model, without the folder of the embedded one."""
     return options.model if options.model is not None else Path(model_of(options)).name
 
 
 def start_llm(options: EngineOptions) -> LLM:
-    """Load the model of ``options``. The engine's own seed plays no part: every request of the
-    command line is given one."""
+    """Load the model of ``options``. Every request of the command line has a seed of its own."""
     return make_llm(model_of(options), **options.config.arguments())

@@ -1,9 +1,10 @@
-"""The options that several commands share: those that parameters declare, and a few more."""
+"""Groups of options: declared parameters, and options of several commands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ..engine.config import EngineConfig
@@ -20,7 +21,7 @@ SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if fi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EngineOptions:
-    """What ``LLM`` is built from."""
+    """The arguments of ``LLM``."""
 
     PANEL: ClassVar = "Engine"
     TAKES_MORE: ClassVar = True
@@ -45,12 +46,54 @@ class EngineOptions:
 
 
 class ServedEngineOptions(EngineOptions):
-    """Those of a server, which shares among its clients."""
+    """Engine options of a server, whose default policy is "fair"."""
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         found = super().options()
         return tuple(o.with_default("fair") if o.name == "policy" else o for o in found)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PromptOptions:
+    """The prompts of ``generate``, and the place of the answers."""
+
+    PANEL: ClassVar = None
+
+    prompt: list[str] | None = option(  # noqa: RUF009
+        None, None, "A prompt; may be repeated.", "--prompt", "-p", show_default=False
+    )
+    input: Path | None = option(  # noqa: RUF009
+        None, None, "A file of prompts, one JSON object per line.", "--input", "-i"
+    )
+    output: Path | None = option(  # noqa: RUF009
+        None, None, "The file of the answers to --input, one row per line.", "--output", "-o"
+    )
+    overwrite: bool = option(
+        False, None, "Start --output anew instead of resuming it.", "--overwrite"
+    )
+    chat: bool | None = option(
+        None,
+        None,
+        "Put a text prompt into the model's chat template, or pass it to the model as it is. "
+        "Default: for --prompt, chat if the model has a template; for --input, raw.",
+        "--chat/--raw",
+        show_default=False,
+    )
+
+    def check(self, replicas: ReplicaOptions) -> None:
+        """Raises:
+        InvalidInputError: prompts are missing, or options do not go together.
+        """
+        if bool(self.prompt) == (self.input is not None):
+            raise InvalidInputError("--prompt", self.prompt, "give either --prompt or --input")
+        if self.input is not None and self.output is None:
+            raise InvalidInputError("--output", None, "--input needs --output")
+        if self.input is None and (self.output is not None or self.overwrite):
+            limit = "--output and --overwrite belong to --input"
+            raise InvalidInputError("--output", self.output, limit)
+        if self.input is None and replicas.replicas is not None:
+            raise InvalidInputError("--replicas", replicas.replicas, "belongs to --input")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -88,7 +131,9 @@ class ReplicaOptions:
             limit = "must be auto, cpu or cuda: Ray chooses the GPUs of a replica"
             raise InvalidInputError("--device", device, limit)
         if (trace := engine.config.trace) is not None:
-            raise InvalidInputError("--trace", trace, "is of one engine, not of replicas")
+            raise InvalidInputError(
+                "--trace", trace, "must be absent with --replicas: a trace is of one engine"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +141,7 @@ class SamplingOptions:
     """The defaults of every request of a command; a line of an input file may override them.
 
     Attributes:
-        values: by names of ``SamplingParams``; None for what is left to the model.
+        values: by names of ``SamplingParams``; None: the model's default.
     """
 
     PANEL: ClassVar = "Sampling"
@@ -138,11 +183,10 @@ class SamplingOptions:
         """Sampling parameters of request number ``index``.
 
         Args:
-            defaults: of the model, for what neither an option nor ``overrides`` set.
+            defaults: of the model, for fields without an option or override.
 
-        The seed is given explicitly, also where ``overrides`` have a null, and not left to the
-        engine, whose own choice may depend on how many requests came before in this process: a
-        resumed run would then differ.
+        The seed is always explicit, also for a null in ``overrides``: the engine's own seeds depend
+        on earlier requests of the process, so a resumed run would differ.
 
         Raises:
             InvalidInputError: a value is outside its limits.

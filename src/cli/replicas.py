@@ -1,4 +1,4 @@
-"""``pagespec generate --replicas``: engines on a Ray cluster, each of which answers lines."""
+"""``pagespec generate --replicas``: answers lines with engines on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .jsonl import Fingerprint, Line, Row
 from .options import EngineOptions
 
 _NUM_CHUNKS = 8
-"""Chunks that a replica answers together: as one ends, the others still fill its steps."""
+"""Chunks that a replica answers at once, to keep its steps full."""
 
 
 @contextmanager
@@ -62,13 +62,13 @@ def open_replicas(
 def _start_answering(
     engine: EngineOptions, fingerprint: Fingerprint
 ) -> Callable[[Sequence[Line]], list[Row]]:
-    """In a replica: load the model; what is returned answers a chunk of lines."""
+    """In a replica: load the model; returns a function that answers a chunk of lines."""
     llm = make_llm.start_llm(engine)
     return lambda lines: list(answer_lines(llm, fingerprint, lines))
 
 
 def _for_any_host(engine: EngineOptions, device: str) -> EngineOptions:
-    # A replica has another working folder. The rows' keys have the model as it was given.
+    # A replica has another working folder. The rows' keys keep the given name of the model.
     model = engine.model
     if model is not None and Path(model).exists():
         model = str(Path(model).resolve())
@@ -80,18 +80,18 @@ def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:
         return
     if address is not None:
         _require_listener(address)
-    # A cluster that lives as long as this command tells nobody that it was used.
+    # A cluster of this command sends no usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise InvalidInputError("--ray-address", address, f"no Ray cluster: {said}") from error
+        reason = " ".join(str(error).split())
+        raise InvalidInputError("--ray-address", address, f"no Ray cluster: {reason}") from error
     stack.callback(ray.shutdown)
 
 
 def _require_listener(address: str) -> None:
-    # Where nothing listens, Ray tries for two minutes.
+    # Without a listener, Ray retries for two minutes.
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -102,10 +102,10 @@ def _require_listener(address: str) -> None:
 
 
 def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str, dict[str, float]]:
-    """The device of each replica, and what it needs of the cluster.
+    """The device of each replica, and its resources of the cluster.
 
-    On GPUs as many as its ranks. On CPUs an equal share, so that all are busy: Ray gives an actor
-    as many threads.
+    A replica needs a GPU per rank, or an equal share of the CPUs: Ray sets an actor's number of
+    threads to its CPUs.
 
     Raises:
         InvalidInputError: the cluster could never hold all replicas.
@@ -124,7 +124,7 @@ def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str,
     places = _num_places(ray, resources)
     if places < num_replicas:
         needs = " and ".join(f"{n:g} {name[4:-1].upper()}" for name, n in resources.items() if n)
-        limit = f"the cluster holds {places}; each needs {needs} of one machine"
+        limit = f"must be at most {places}: each needs {needs} on one machine of the cluster"
         raise InvalidInputError("--replicas", num_replicas, limit)
     free = ray.available_resources()
     if any(free.get(name[4:-1].upper(), 0) < n * num_replicas for name, n in resources.items()):
@@ -133,7 +133,7 @@ def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str,
 
 
 def _num_places(ray: Any, resources: dict[str, float]) -> int:
-    """How many replicas the cluster's machines could hold if they did nothing else."""
+    """The number of replicas that the cluster's machines could hold if idle."""
     return sum(
         min(
             int(_resources_of(node).get(name[4:-1].upper(), 0) // needed)

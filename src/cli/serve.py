@@ -8,7 +8,6 @@ from typing import Any
 import typer
 
 from ..errors import PagespecError
-from ..params.declare import declared
 from ..server.config import ServerConfig
 from . import make_llm
 from .command import Option, options_of
@@ -18,17 +17,15 @@ KEY_VARIABLE = "PAGESPEC_API_KEY"
 
 
 class ServerOptions:
-    """Where to serve, to whom, and how much; ``values`` are by names of ``ServerConfig``."""
+    """Options of the server; ``values`` are by names of ``ServerConfig``."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
     @staticmethod
-    def options() -> list[Option]:
-        """Those of the settings that have one, each in the panel of its stage."""
-        found = {each.name: each for each in options_of(ServerConfig, None)}
-        stages = {name: known.stage for name, known in declared(ServerConfig).items()}
-        return [each.in_panel(stages[name]) for name, each in found.items()]
+    def options() -> tuple[Option, ...]:
+        """The settings that have an option, each in the panel of its stage."""
+        return options_of(ServerConfig, None)
 
 
 def server_config(engine: EngineOptions, server: ServerOptions) -> ServerConfig:
@@ -51,7 +48,7 @@ def serve_model(engine: EngineOptions, server: ServerOptions) -> None:
     """Load the model and serve it until a signal.
 
     Raises:
-        PagespecError, OSError: an option or the model is refused, or the address cannot be had.
+        PagespecError, OSError: an option, the model or the address is refused.
     """
     config = server_config(engine, server)
     from ..aio.async_llm import AsyncLLM

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[TextIO]:
-    """Raises InvalidInputError if what is read is no trace."""
+    """Raises InvalidInputError if the file is no trace."""
     from ..spec.replay import TraceError
 
     try:
@@ -30,7 +30,7 @@ def _opened(file: Path) -> Iterator[TextIO]:
 
 
 def _judge(file: Path) -> tuple[Verdict, str]:
-    """The verdict on a trace, and the line that says it."""
+    """The verdict on a trace, and its text."""
     from ..spec.replay import check
 
     with _opened(file) as lines:
@@ -59,7 +59,7 @@ def check_trace(file: Path) -> None:
 
 
 def view_trace(file: Path, output: Path | None, *, perfetto: bool, checks: bool) -> None:
-    """Write the page of a trace, or its Chrome trace, and say where.
+    """Write the page of a trace, or its Chrome trace, and print the path.
 
     Raises:
         InvalidInputError: the file is no trace.

@@ -1,4 +1,4 @@
-"""What an operator or a trainer asks of the engine. Served with ``enable_admin`` only."""
+"""Endpoints for operators and trainers: pause, resume, reset. Served with ``enable_admin`` only."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PauseMode(StrEnum):
 async def pause(
     context: Context, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True
 ) -> dict[str, str]:
-    """Stop computing. Requests that come wait until ``/resume``.
+    """Stop computing. New requests wait until ``/resume``.
 
-    ``mode``: "abort" ends what runs with finish reason "abort", "wait" answers it first, "keep"
-    goes on with it later. ``clear_cache`` empties the prefix cache, unless requests are kept.
+    ``mode``: "abort" ends running requests with finish reason "abort", "wait" answers them first,
+    "keep" continues them later. ``clear_cache`` empties the prefix cache, unless requests are kept.
     """
     try:
         await context.engine.pause_generation(mode.value)
@@ -43,7 +43,7 @@ async def pause(
 
 @router.post("/resume")
 async def resume(context: Context) -> dict[str, str]:
-    """Go on after ``/pause``."""
+    """Continue after ``/pause``."""
     await context.engine.resume_generation()
     return {"status": "resumed"}
 
@@ -55,6 +55,6 @@ async def is_paused(context: Context) -> dict[str, bool]:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(context: Context) -> Response:
-    """Forget what is known of prompts; what runs keeps its own. The body is empty."""
+    """Empty the prefix cache; running requests keep their blocks. The body is empty."""
     await context.engine.reset_prefix_cache()
     return Response()

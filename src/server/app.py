@@ -32,11 +32,10 @@ ENDPOINTS = (basic, chat, completions, generate, tokenization)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
-    """An app that serves ``engine``, which is shut down with it.
+    """An app that serves ``engine``, and shuts it down at its end.
 
-    A request passes, from the outside: its frame (``requests``), browsers' rules, keys, limits, and
-    what FastAPI checks. So of a request without a key no body is read, and a web page that may use
-    this server can read why it is refused.
+    A request passes, from the outside: its frame (``requests``), CORS, keys, limits, FastAPI's
+    checks. So the body of a request without a key is not read, and CORS headers are on every error.
 
     Raises:
         InvalidInputError: the engine's generation config has a value that is refused.
@@ -44,8 +43,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     context = ServerContext(engine, config or ServerConfig(), SamplingDefaults.of(engine.llm))
     if len(context.config.api_keys) > 1:
         engine.expect_several_owners()
-    # One text is never encoded in parallel. Threads that tokenizers share would be held by long
-    # texts, and short ones wait.
+    # A text is encoded on one thread: long texts would occupy the shared threads of tokenizers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     @asynccontextmanager
@@ -59,7 +57,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         title="pagespec",
         version=__version__,
         lifespan=lifespan,
-        # They load scripts from elsewhere. The document itself is at /openapi.json.
+        # These pages load scripts of other hosts. The document itself is at /openapi.json.
         docs_url=None,
         redoc_url=None,
     )
@@ -79,7 +77,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
 
 def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
-    """From the inside out: each is put around those before."""
+    """Add the middlewares from the inside out."""
     config = context.config
     app.add_middleware(Limits, context=context)
     if config.api_keys:

@@ -1,4 +1,4 @@
-"""What clients, load balancers and people ask a server about itself."""
+"""Endpoints about the server itself: models, health, version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def model(name: str, context: Context) -> dict[str, Any]:
 
 
 def check_model(context: ServerContext, name: str | None) -> str:
-    """The name to answer with, of a request that calls the model ``name``; None: the first.
+    """The model name of an answer to a request for ``name``; None: the first name.
 
     Raises:
         ApiError: the model has no such name.
@@ -56,15 +56,10 @@ def _card(context: ServerContext, name: str) -> dict[str, Any]:
 
 @router.get("/health")
 @router.get("/readiness")
-async def health(context: Context) -> Response:
-    """200 if new requests are taken, else 503. The body is empty."""
-    return Response(status_code=200 if context.is_ready else 503)
-
-
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
-async def ping(context: Context) -> Response:
-    """As ``/health``."""
-    return await health(context)
+async def health(context: Context) -> Response:
+    """200 if new requests are accepted, else 503. The body is empty."""
+    return Response(status_code=200 if context.is_ready else 503)
 
 
 @router.get("/liveness")
@@ -75,7 +70,7 @@ async def liveness() -> Response:
 
 @router.get("/load")
 async def load(context: Context) -> dict[str, int]:
-    """Requests that are being answered."""
+    """The number of requests in progress."""
     return {"server_load": context.num_requests}
 
 
@@ -86,5 +81,5 @@ async def version() -> dict[str, str]:
 
 @router.get("/get_world_size")
 async def world_size(context: Context) -> dict[str, int]:
-    """Processes that compute the model together."""
+    """The number of processes that share the model."""
     return {"world_size": context.engine.llm.config.tensor_parallel_size}

@@ -1,10 +1,10 @@
-"""Large bodies, read off the event loop: JSON is parsed and validated in steps.
+"""Large bodies, parsed and validated off the event loop.
 
-What else takes time with a body's length is done on the same threads (:func:`run_for_body`).
+Other work that grows with a body runs on the same threads (:func:`run_for_body`).
 
-Python's parser in C holds the interpreter until it has all of a body, also on another thread: 11 MB
-of lists took seconds. Bodies above :data:`MAX_INLINE_BYTES` are parsed by the standard library's
-parser in Python, which gives way to other threads; a run of numbers goes to the one in C.
+The JSON parser in C holds the interpreter lock for a whole body: 11 MB of lists took seconds.
+Bodies above :data:`MAX_INLINE_BYTES` are parsed by the standard library's Python parser, which
+yields to other threads. Runs of numbers go to the parser in C.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .errors import ApiError
 
 # Parsed on the event loop, in about a millisecond.
 MAX_INLINE_BYTES = 1 << 15
-# The garbage collector looks at all of them at once.
+# One pass of the garbage collector scans all of them.
 MAX_NUM_CONTAINERS = 1 << 17
-# A thread of plain Python slows all others down: each operation of a step waits for it. So a parser
-# pauses for twice the time that it worked.
+# A thread of plain Python delays the engine's thread at each release of the interpreter lock. So a
+# parser pauses for twice its working time.
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
 _NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
 
@@ -61,7 +61,7 @@ class BodyRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             body = await request.body()
             if len(body) > MAX_INLINE_BYTES:
-                # FastAPI takes it for the parsed body; an instance of the model is valid.
+                # FastAPI reads the parsed body from here; an instance of the model is valid.
                 request._json = await lane_of("body", len(body)).run(read_body, body, model)
             return await handle(request)
 
@@ -69,8 +69,8 @@ class BodyRoute(APIRoute):
 
 
 async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call ``function``, which takes time with the length of a body: at once for a small one, else
-    on the thread that reads such bodies. Raises as ``function``.
+    """Call a function whose time grows with a body: at once for a small body, else on the thread of
+    large bodies. Raises as ``function``.
 
     Args:
         num_bytes: of the body.
@@ -83,7 +83,7 @@ async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: 
 def require_bounded(
     field: str, num_bytes: int, truncate: int | None, context: ServerContext
 ) -> None:
-    """Refuse a text whose length nothing else bounds.
+    """Refuse a text to be counted or cut that is too long: the context does not bound it.
 
     Args:
         num_bytes: of the text, or somewhat less.
@@ -91,7 +91,7 @@ def require_bounded(
             refused later on.
 
     Raises:
-        InvalidInputError: it is too long.
+        InvalidInputError: the text is too long.
     """
     if truncate is None:
         return
@@ -187,7 +187,7 @@ class _Decoder(json.JSONDecoder):
             try:
                 values += json.loads(f"[{text[end:comma]}]")
             except ValueError:
-                break  # told of below, with its place
+                break  # JSONArray reports it, with its place
             end = comma + 1
             self._pause()
         if values:

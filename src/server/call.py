@@ -1,4 +1,4 @@
-"""What every generating endpoint does with a request before and after its own part."""
+"""Steps that all generating endpoints share: reading common fields, submitting prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .errors import context_errors
 from .protocol.fields import EngineFields
 from .protocol.names import client_names
 
-# As the engine calls them, of one prompt.
+# Names in the engine's errors about one prompt.
 _MARKS = ("prompt.priority", "prompt.cache_salt")
 _Body = TypeVar("_Body", bound=EngineFields)
 
@@ -49,15 +49,15 @@ class Call(Generic[_Body]):
         *,
         is_scored: bool = False,
     ) -> list[Generation]:
-        """Have prompts answered; errors name the fields that the client sent.
+        """Submit prompts to the engine; errors name the fields that the client sent.
 
         Args:
-            field: what the request calls its prompts.
-            is_scored: only the prompts are wanted.
+            field: the name of the prompts in the request.
+            is_scored: only the prompts' log-probabilities are computed.
         """
         for _, params in items:
             if self.body.stream and params.num_generated != params.n:
-                limit = "must be n for stream = true: which are the best is known at the end"
+                limit = "must equal n for stream = true: the best answers are known only at the end"
                 raise InvalidInputError("best_of", params.best_of, limit)
         num_output = max((params.max_tokens or 1 for _, params in items), default=1)
         num_output = 0 if is_scored else num_output
@@ -84,11 +84,11 @@ def read_call(
     """
     model = check_model(context, body.model)
     options = body.stream_options
-    if options is not None and not body.stream and options.asks_for_anything:
+    if options is not None and not body.stream and options.is_set:
         limit = "is for stream = true"
         raise InvalidInputError("stream_options", options.model_dump(exclude_none=True), limit)
     if body.priority and context.engine.llm.config.policy != "priority":
-        limit = "is not supported: the server was not started with the policy 'priority'"
+        limit = "must be 0: the server runs without the policy 'priority'"
         raise InvalidInputError("priority", body.priority, limit)
     marks = {
         "priority": body.priority or None,
@@ -100,7 +100,7 @@ def read_call(
 
 
 def whole(answer: CompletionOutput) -> AnswerDelta:
-    """An answer, as if it had come in one piece."""
+    """A whole answer as one delta."""
     return AnswerDelta(
         answer.index,
         answer.text,

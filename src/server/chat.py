@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: answers to conversations, tool calls and reasoning told apart."""
+"""``/v1/chat/completions``: answers to conversations, split into content, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .call import read_call, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .errors import context_errors
-from .logprobs import chat_logprobs, prompt_logprobs
+from .logprobs import content_logprobs, prompt_logprobs
 from .protocol.endpoints import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
@@ -105,11 +105,11 @@ class _Choices(Choices[ChatRequest]):
         return found
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
-        """First the role, then what the answer grows by, at last why it ended."""
+        """First the role, then the deltas, at last the finish reason."""
         index = delta.index
         if index not in self._answers:
-            is_told = self._body.return_token_ids and not self._answers
-            extra = {"prompt_token_ids": self._prompt.token_ids} if is_told else None
+            is_shown = self._body.return_token_ids and not self._answers
+            extra = {"prompt_token_ids": self._prompt.token_ids} if is_shown else None
             yield _chunk(index, {"role": "assistant", "content": ""}), extra
         answer = self._answer(index)
         # The first chunk of several has what belongs to the tokens.
@@ -161,12 +161,13 @@ class _Choices(Choices[ChatRequest]):
         return answer
 
     def _marks(self, delta: AnswerDelta) -> dict[str, Any]:
-        """What is told of the tokens of a delta."""
+        """Fields of a chunk that describe tokens."""
         marks: dict[str, Any] = {}
         if delta.logprobs is not None:
             num_top = self._body.top_logprobs or 0
-            entries = chat_logprobs(delta.token_ids, delta.logprobs, num_top, self.texts)
-            marks["logprobs"] = {"content": entries}
+            marks["logprobs"] = content_logprobs(
+                delta.token_ids, delta.logprobs, num_top, self.texts.entry
+            )
         if self._body.return_token_ids:
             marks["token_ids"] = delta.token_ids
         return marks
@@ -175,13 +176,8 @@ class _Choices(Choices[ChatRequest]):
 def _chunk(
     index: int, delta: dict[str, Any], finish_reason: str | None = None, **marks: Any
 ) -> dict[str, Any]:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": None,
-        "finish_reason": finish_reason,
-        **marks,
-    }
+    head = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return head | marks
 
 
 def _shown(delta: Delta) -> dict[str, Any]:

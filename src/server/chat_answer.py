@@ -1,4 +1,4 @@
-"""One answer of a chat as it grows: content, reasoning and tool calls, and why it ended."""
+"""One growing answer of a chat: content, reasoning, tool calls, finish reason."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ChatAnswer:
         self.num_reasoning_tokens = 0
 
     def read(self, delta: AnswerDelta) -> list[Delta]:
-        """What these tokens add; at the end all that was kept back."""
+        """The deltas of these tokens; at the end also the held-back text."""
         found: list[Delta] = []
         token_ids = delta.token_ids
         place = 0
-        # Token by token, for the count not to depend on how the answer is cut.
+        # Token by token: the count must not depend on the cuts of the stream.
         while not self._is_begun and place < len(token_ids):
             found += self._noted(self._reader.feed(token_ids[place : place + 1]), 1)
             place += 1

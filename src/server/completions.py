@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts or token ids are continued."""
+"""``/v1/completions``: continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _prompts_of(
 async def _encoded(
     text: str, context: ServerContext, truncate: int | None, lane: Lane
 ) -> list[int]:
-    """Its tokens, none added."""
+    """Its tokens, without special tokens."""
     return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 
@@ -133,9 +133,9 @@ class _Choices(Choices[CompletionRequest]):
         return choice
 
     def _prompt_text(self, place: int, prompt: PromptInput) -> str:
-        """As it was given; of token ids, or what is left of a text, the text of the tokens."""
+        """The prompt as given; for token ids or a truncated text, the decoded tokens."""
         tokenizer = self._llm.tokenizer
-        # The engine does not know the text of what was encoded without special tokens.
+        # A prompt encoded without special tokens reaches the engine without its text.
         asked = self._body.prompt
         given = asked if isinstance(asked, str) else asked[place]
         is_whole = self._params.truncate_prompt_tokens is None

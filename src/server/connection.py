@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits for peers that send or read without an end."""
+"""uvicorn's HTTP connection, with header-size, header-time and write-time limits (slowloris)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import ApiError
 from .limits import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 20.0
-# For the rest of a body that is not read: of an answer that came before it.
+# For the rest of a body whose answer was sent before its end.
 DISCARD_TIMEOUT_S = 20.0
 # In the state of the app's lifespan: the longest without a byte that the peer takes, seconds.
 WRITE_TIMEOUT = "pagespec.write_timeout_s"
@@ -22,13 +22,11 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """A connection that is closed if a request's headers do not end: within a time, from when the
-    connection was made or the request began, or a number of bytes. uvicorn would keep all of them.
-    It is closed as well if the peer takes no byte of what is written, for a time.
+    """A connection that is closed if a request's headers exceed a time or a number of bytes, which
+    uvicorn does not bound. It is also closed if the peer takes no written byte for a time.
 
-    An offer to speak another protocol is not taken (Java's client offers HTTP/2). httptools would
-    drop the body behind such headers, so it does not see the offer, unless its name comes in two
-    packets.
+    Offers of another protocol are ignored (Java's client offers HTTP/2). httptools drops the body
+    behind such a header, so the header is renamed, unless its name arrives in two packets.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -53,7 +51,7 @@ class HttpConnection(HttpToolsProtocol):
             self._writes.stop()
         running = self._running
         if running is not None and not running.response_complete:
-            # uvicorn tells only the last request of a connection that the client left.
+            # uvicorn notifies only the last request of a connection of the disconnect.
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
@@ -134,8 +132,8 @@ class HttpConnection(HttpToolsProtocol):
 class _Writes:
     """A transport that is aborted if its peer takes no byte for ``limit_s`` seconds.
 
-    What is written lies in the transport's buffer until the peer's window has room. A peer that
-    never reads would hold a request, its blocks and its answer for ever.
+    Written data stays in the transport's buffer until the peer's window has room. A peer that never
+    reads would hold a request, its blocks and its answer for ever.
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:

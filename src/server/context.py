@@ -1,11 +1,11 @@
-"""What every endpoint works with: the engine and the settings of its app."""
+"""The context of all endpoints: the engine and the settings of the app."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import Depends
 from starlette.requests import HTTPConnection
@@ -14,10 +14,8 @@ from ..aio.async_llm import AsyncLLM
 from .config import ServerConfig
 from .sampling import SamplingDefaults
 
-if TYPE_CHECKING:
-    from starlette.types import Scope
-
-_KEY = "pagespec.api_key"
+KEY = "pagespec.api_key"
+"""In the scope of a request: its API key, for :func:`salt_of` and :func:`owner_of`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,11 +23,11 @@ class ServerContext:
     """The engine and the settings of one app.
 
     Attributes:
-        defaults: of the fields that requests leave out.
+        defaults: of fields that a request omits.
         started: seconds since 1970.
-        num_requests: being answered now, requests for health and the like left out.
-        num_body_bytes: of the bodies that are held now.
-        is_draining: the process is about to end: what runs is answered, nothing new is taken.
+        num_requests: in progress, without requests of open paths.
+        num_body_bytes: of all bodies held now.
+        is_draining: the process is ending: running requests are answered, new ones refused.
     """
 
     engine: AsyncLLM
@@ -46,7 +44,7 @@ class ServerContext:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are accepted."""
         return not (self.is_draining or self.engine.is_stopping) and self.engine.failure is None
 
 
@@ -60,7 +58,7 @@ Context = Annotated[ServerContext, Depends(context_of)]
 
 
 def request_id_of(request: HTTPConnection) -> str:
-    """What the header X-Request-Id of a request says, or the id it was given."""
+    """The header X-Request-Id of a request, or its generated id."""
     request_id: str = request.scope["pagespec.request_id"]
     return request_id
 
@@ -68,10 +66,10 @@ def request_id_of(request: HTTPConnection) -> str:
 def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
     """The ``cache_salt`` of a request.
 
-    With ``salt_per_key`` it is made of the API key and of ``own``, what the request itself says:
-    so no request can name the salt of another key.
+    With ``salt_per_key`` it is derived from the API key and ``own``, the salt in the body. So no
+    request can use the salt of another key.
     """
-    key: str | None = request.scope.get(_KEY)
+    key: str | None = request.scope.get(KEY)
     if key is None or not context_of(request).config.salt_per_key:
         return own
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -79,15 +77,10 @@ def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
 
 
 def owner_of(request: HTTPConnection, user: str | None, context: ServerContext) -> str:
-    """On whose share a request is served under the policy "fair": a digest of the API key where the
-    server has several, else of the field ``user``. So no key gets a larger share by naming users,
-    and one key that many users share (a gateway's) is shared out among them."""
-    key: str | None = request.scope.get(_KEY)
+    """The owner of a request under the policy "fair": a digest of the API key if the server has
+    several keys, else of the field ``user``. So naming users gives a key no larger share, and users
+    behind one key (a gateway's) have shares of their own."""
+    key: str | None = request.scope.get(KEY)
     has_several = len(context.config.api_keys) > 1
     name = f"key:{key}" if key is not None and has_several else f"user:{user or ''}"
     return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
-
-
-def note_key(scope: Scope, key: str) -> None:
-    """Remember which API key a request brought, for :func:`salt_of` and :func:`owner_of`."""
-    scope[_KEY] = key

@@ -1,4 +1,4 @@
-"""Answers to requests that are refused or fail: one form for all, as OpenAI's and vLLM's."""
+"""Error responses, in the form of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _TYPES = {
 _BUSY_RETRY_S, _STOPPED_RETRY_S = 1, 5
 _MAX_FAULTS = 3
 _MAX_MESSAGE = 2000
-# Where a value stands in a request, which is no part of a field's name.
+# The parts of a request, which are not part of a field's name.
 _PLACES = frozenset(("body", "query", "path", "header"))
 
 
 class ApiError(Exception):
-    """A request that gets no answer.
+    """An error response.
 
     Attributes:
         status: of HTTP.
         type: vLLM's name of this kind of error.
-        param: the field that is at fault.
-        code: the status again, where nothing else is known.
-        retry_after: seconds after which it may be sent again.
+        param: the refused field.
+        code: the status, unless a more specific code exists.
+        retry_after: seconds until a retry.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent: as the body, or as the last event of a stream."""
+        """The JSON body, also the last event of a failed stream."""
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
@@ -83,7 +83,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error. What only the operator may know is logged instead."""
+    """The error response for an exception. Internal details are logged instead."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -100,7 +100,7 @@ def api_error(error: BaseException) -> ApiError:
         reason = _reason_unread(error.__cause__) if error.status_code == 400 else None
         return ApiError(error.status_code, reason or str(error.detail))
     if isinstance(error, RequestError):
-        # By what it asked for itself: the same request would fail again.
+        # The request itself is the cause: a retry would fail again.
         return ApiError(400, str(error))
     if isinstance(error, (EngineError, PagespecError)):
         logger.error("a request failed: %s", error)
@@ -111,10 +111,10 @@ def api_error(error: BaseException) -> ApiError:
 
 @contextmanager
 def context_errors(num_output: int) -> Iterator[None]:
-    """Have prompts that are too long refused in vLLM's words, which clients know.
+    """Refuse prompts that are too long with vLLM's message, which clients parse.
 
     Args:
-        num_output: tokens of output that the request asks for; 1 where it asks for none.
+        num_output: output tokens of the request; 1 without ``max_tokens``.
     """
     try:
         yield
@@ -134,12 +134,12 @@ def _context_error(error: ContextLengthError, num_output: int) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """What a server that is about to end says to new requests."""
+    """The error for new requests while the server shuts down."""
     return ApiError(503, "the server is shutting down", retry_after=_STOPPED_RETRY_S)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of an endpoint in the one form."""
+    """Convert every exception of an endpoint to an error response."""
 
     def handle(_request: Request, error: Exception) -> JSONResponse:
         headers = error.headers if isinstance(error, HTTPException) else None
@@ -150,17 +150,16 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(faults: Sequence[Any]) -> ApiError:
-    """Of FastAPI's own checks, which say where a value stands and what it should be. The values
-    are left out: a body may be large, and is no one else's business."""
-    told = [_told(fault) for fault in faults[:_MAX_FAULTS]]
+    """The error for FastAPI's own checks, with place and limit. Values are omitted: they may be
+    large or private."""
+    described = [_described(fault) for fault in faults[:_MAX_FAULTS]]
     if len(faults) > _MAX_FAULTS:
-        told.append(f"and {len(faults) - _MAX_FAULTS} more")
-    return ApiError(400, "; ".join(told), param=_field(faults[0]["loc"]) if faults else None)
+        described.append(f"and {len(faults) - _MAX_FAULTS} more")
+    return ApiError(400, "; ".join(described), param=_field(faults[0]["loc"]) if faults else None)
 
 
 def _reason_unread(cause: BaseException | None) -> str | None:
-    """Why a body was not read, of which FastAPI says no more than that; None if that is not
-    known."""
+    """The cause of an unreadable body, which FastAPI's message lacks; None if unknown."""
     if isinstance(cause, UnicodeDecodeError):
         text = f"{cause.encoding.upper()} text"
         return f"the body is no {text}: {cause.reason}, at byte {cause.start}"
@@ -172,7 +171,7 @@ def _reason_unread(cause: BaseException | None) -> str | None:
     return None
 
 
-def _told(fault: Mapping[str, Any]) -> str:
+def _described(fault: Mapping[str, Any]) -> str:
     field, kind, message = _field(fault["loc"]), fault["type"], str(fault["msg"])
     if kind == "json_invalid":
         reason = (fault.get("ctx") or {}).get("error", message)
@@ -193,7 +192,7 @@ def _field(place: Sequence[int | str]) -> str | None:
 
 
 def _unicode(text: str) -> str:
-    """What a client wrote may have lone surrogates, which no answer can."""
+    """Escapes lone surrogates, which JSON may contain and UTF-8 cannot."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -14,7 +14,7 @@ from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
 from .call import read_call, whole
 from .context import Context
-from .logprobs import generate_logprobs, prompt_logprobs
+from .logprobs import content_logprobs, id_entry, prompt_logprobs
 from .protocol.endpoints import GenerateRequest
 from .sampling import generate_params
 from .sse import Choices, Extra, respond
@@ -65,7 +65,7 @@ class _Choices(Choices[GenerateRequest]):
         logprobs = None
         if delta.logprobs is not None:
             num_top = self._params.logprobs or 0
-            logprobs = {"content": generate_logprobs(delta.token_ids, delta.logprobs, num_top)}
+            logprobs = content_logprobs(delta.token_ids, delta.logprobs, num_top, id_entry)
         choice: dict[str, Any] = {"index": delta.index, "token_ids": delta.token_ids}
         if self._body.output_mode == "text":
             choice["text"] = delta.text

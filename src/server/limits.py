@@ -1,4 +1,4 @@
-"""What a request may take: bytes, time, and a server that is not about to end."""
+"""Limits of a request: bytes, time, and disconnects of the client."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .errors import ApiError, stopping
 from .security import is_open, route_path
 
 MAX_HEADER_BYTES = 64 << 10
-# A client that is sending a body that is too large reads the answer only when it has sent it; to
-# close the connection meanwhile would take the answer from it.
+# A client reads the answer only after sending its whole body: closing the connection earlier would
+# lose the answer.
 _DISCARD_S = 2.0
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 # Larger bodies may fill half of what all may hold: small ones find room beside them.
 _SMALL_BODY = 1 << 20
+_FULL = "the request bodies held by the server reach their limit; try again"
 
 
 class Limits:
-    """A middleware: refuses what is too large or too slow, and ends what nobody waits for any more.
+    """A middleware that refuses requests that are too large or too slow.
 
-    A body is taken in whole before the endpoint is called. Who goes away then, or whose time is
-    over, has the endpoint cancelled wherever it waits: its requests to the engine are aborted, if
-    it holds them by ``async with``.
+    A body is read whole before the endpoint is called. A disconnect of the client or a timeout then
+    cancels the endpoint, which aborts its requests to the engine.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
@@ -42,8 +42,8 @@ class Limits:
         held = _HeldBytes(context)
         try:
             self._check_start(scope, is_work)
-            # An open path takes no body: it would be buffered without a key. What is sent
-            # nevertheless is dropped as it comes.
+            # An open path takes no body, which would be buffered without a key. Sent bytes are
+            # dropped as they arrive.
             takes_body = scope["method"] in _WITH_BODY and not is_open(route_path(scope))
             body = await self._body(scope, receive, held) if takes_body else b""
             if body is not None:
@@ -80,14 +80,14 @@ class Limits:
                 watch.cancel()
 
     async def _body(self, scope: Scope, receive: Receive, held: _HeldBytes) -> bytes | None:
-        """A request's body; None if the client went away.
+        """A request's body; None after a disconnect.
 
         Args:
             held: counts its bytes.
 
         Raises:
-            ApiError: it is too large, too slow, or not JSON by its own account; or other bodies
-                take all the room.
+            ApiError: the body is too large or too slow, its content type is not JSON, or other
+                bodies take all the room.
         """
         headers = dict(scope["headers"])
         limit = self._context.config.max_body_bytes
@@ -113,7 +113,7 @@ class Limits:
                         held.release()
                         if message.get("more_body", False):
                             await _discard(receive)
-                        raise _full() if not has_room else too_large
+                        raise too_large if has_room else ApiError(503, _FULL, retry_after=1)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -131,7 +131,7 @@ class _HeldBytes:
         self._context, self._num_bytes = context, 0
 
     def add(self, num_bytes: int) -> bool:
-        """Count more of them. Returns whether there is room for them."""
+        """Count more bytes. Returns whether there is room for them."""
         self._num_bytes += num_bytes
         self._context.num_body_bytes += num_bytes
         most = self._context.config.max_held_bytes
@@ -142,10 +142,6 @@ class _HeldBytes:
     def release(self) -> None:
         self._context.num_body_bytes -= self._num_bytes
         self._num_bytes = 0
-
-
-def _full() -> ApiError:
-    return ApiError(503, "the bodies of other requests take all the room", retry_after=1)
 
 
 async def _discard(receive: Receive) -> None:
@@ -164,7 +160,7 @@ def _check_type(content_type: str) -> None:
 
 
 class _Client:
-    """Who sent a request: its body, and whether it is still there."""
+    """The client's side of a request: its body and its disconnect."""
 
     def __init__(self, receive: Receive, body: bytes) -> None:
         self._receive = receive
@@ -176,7 +172,7 @@ class _Client:
         return self._gone.is_set()
 
     async def watch(self, answer: _Answer, time: asyncio.Timeout) -> None:
-        """Make ``time`` be over when the client goes away before the end of the answer."""
+        """Expire ``time`` when the client disconnects before the end of the answer."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone.set()
@@ -193,7 +189,7 @@ class _Client:
 
 
 class _Answer:
-    """What was sent to a client so far."""
+    """The part of an answer that was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -204,13 +200,13 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._start = message
         elif message["type"] == "http.response.body":
-            # Before it is sent: servers say that the client is gone as soon as it has all.
+            # Before sending: servers report a disconnect as soon as the client has all.
             self.has_ended = not message.get("more_body", False)
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Say that there is no more: by an answer if none has begun, or by the last events of a
-        stream. In the midst of another answer the server closes the connection."""
+        """Send an error: as the answer if none has begun, or as the last events of a stream. Inside
+        another answer the server closes the connection."""
         if self._start is None:
             raise error
         headers = dict(self._start.get("headers", ()))

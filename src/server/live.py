@@ -1,4 +1,4 @@
-"""The live view's data: what the engine is doing now, and how fast it was over the last minute."""
+"""The data of the live view: the engine's state now, and its speed over the last minute."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .metrics import EngineMetrics
 
 PERIOD_S = 0.5
 WINDOW_S = 60.0
-# Over which tokens and steps per second are taken.
+# The window of tokens and steps per second.
 RATE_S = 5.0
 MAX_CELLS = 2048
-# A map looks at no more blocks than this many: a large pool has hundreds of thousands.
+# Most blocks read for a map: a large pool has hundreds of thousands.
 _MAX_BLOCKS_READ = 4 * MAX_CELLS
 
 
@@ -41,7 +41,7 @@ class _Mark:
 
 
 class LiveView:
-    """Keeps the counters of each of the last 60 seconds in which there was a step."""
+    """Keeps the counters of the last 60 seconds, one mark per second with a step."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics, self._engine = metrics, metrics.engine
@@ -59,7 +59,7 @@ class LiveView:
         self._stepped_at = now
 
     async def frame(self, context: ServerContext) -> dict[str, Any]:
-        """All numbers. Made at most every half period, however many look."""
+        """All numbers; cached for half a period."""
         now = time.monotonic()
         if now - self._frame_at > PERIOD_S / 2:
             state = await _state(context)
@@ -80,7 +80,7 @@ class LiveView:
         )
 
     def _since(self, now: _Mark, seconds: float) -> _Mark:
-        """The counters so many seconds ago, or when there were the first."""
+        """The counters of so many seconds ago, or the first ones."""
         begin = now.time - seconds
         marks = [*self._marks, now]
         return next((m for m in reversed(marks) if m.unchanged_since <= begin), marks[0])
@@ -117,8 +117,7 @@ class LiveView:
                 "owned": snapshot.num_owned_blocks,
                 "cached": snapshot.num_cached_blocks,
                 "free": max(
-                    0,
-                    snapshot.num_blocks - snapshot.num_owned_blocks - snapshot.num_cached_blocks,
+                    0, snapshot.num_blocks - snapshot.num_owned_blocks - snapshot.num_cached_blocks
                 ),
                 "map": self._map(snapshot.num_blocks),
             },
@@ -148,7 +147,7 @@ class LiveView:
         }
 
     def _map(self, num_blocks: int) -> dict[str, Any]:
-        """A digit for each cell, 0 to 9: the share of its blocks that are owned, and cached."""
+        """A digit per cell, 0 to 9: the share of owned blocks, and of cached blocks."""
         every = -(-num_blocks // _MAX_BLOCKS_READ)
         states = self._engine.block_map(every)
         size = -(-len(states) // MAX_CELLS)
@@ -161,7 +160,7 @@ class LiveView:
 
 
 def _digit(count: int, of: int) -> str:
-    """Never 0 where there are some."""
+    """0 only for a count of 0."""
     return str(-(-9 * count // of))
 
 
@@ -184,7 +183,7 @@ async def _state(context: ServerContext) -> str:
 
 
 def live_router(view: LiveView) -> APIRouter:
-    """GET /live, and GET /live/stream: the same again and again, as server-sent events."""
+    """GET /live, and GET /live/stream: the same twice a second, as server-sent events."""
     router = APIRouter()
 
     # Both async: what they read changes on the event loop.

@@ -7,7 +7,7 @@ other number is the engine's float, the same wherever it stands.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..engine.outputs import Logprob
@@ -19,11 +19,11 @@ Entries = Mapping[int, Logprob]
 
 
 class TokenTexts:
-    """What the tokens of one model are shown as.
+    """The texts and bytes of single tokens of one model.
 
     Args:
         as_ids: as "token_id:NN" in place of their texts, as without a tokenizer.
-        skips_special: special tokens have no part in the text that is given back.
+        skips_special: special tokens are not part of the text.
     """
 
     def __init__(self, factory: RequestFactory, *, as_ids: bool, skips_special: bool) -> None:
@@ -42,15 +42,20 @@ class TokenTexts:
         return self._decode(token_id)
 
     def bytes(self, token_id: int) -> list[int] | None:
-        """Its own bytes, also where they are a part of a character; None without a tokenizer."""
+        """The bytes of one token, perhaps a part of a character; None without a tokenizer."""
         return None if self._bytes_of is None else list(self._bytes_of(token_id))
+
+    def entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        """A token and its log-probability, in OpenAI's form."""
+        text, own_bytes = self.text(token_id), self.bytes(token_id)
+        return {"token": text, "logprob": number_of(entry.logprob), "bytes": own_bytes}
 
     def is_textless(self, token_id: int) -> bool:
         is_special = self._bytes_of is not None and token_id in self._bytes_of.special_ids
         return is_special and self._skips_special
 
     def offsets(self, prompt_token_ids: Sequence[int], num_before: int) -> TextOffsets | None:
-        """The places of tokens in a text behind a prompt; None without a tokenizer."""
+        """The offsets of tokens in a text behind a prompt; None without a tokenizer."""
         if self._bytes_of is None:
             return None
         return TextOffsets(
@@ -62,29 +67,29 @@ class TokenTexts:
 
 
 def by_id(token_id: int) -> str:
-    """A token whose text does not tell it from others, or is not known."""
+    """The name of a token without a distinct or known text."""
     return f"token_id:{token_id}"
 
 
 def number_of(logprob: float) -> float | None:
-    """A log-probability as JSON can say it."""
+    """A log-probability in JSON: None for NaN."""
     if math.isnan(logprob):
         return None
     return max(logprob, _MINUS_INFINITY)
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of one choice of ``/v1/completions``, token after token: what is read in
-    pieces joins to what is read at once.
+    """The ``logprobs`` of one choice of ``/v1/completions``. Reading in pieces gives the same as
+    reading at once.
 
     ``text_offset`` counts characters of the choice's text. Keys of ``top_logprobs`` are texts; the
     token of the place has its own value there, and of other tokens with one text the likeliest.
     Those that are left are "token_id:NN".
 
     Args:
-        num_top: as asked for.
-        prompt_token_ids: what the answer follows.
-        num_before: characters of the prompt that the choice's text begins with.
+        num_top: ``logprobs`` of the request.
+        prompt_token_ids: of the prompt before the answer.
+        num_before: characters of the echoed prompt.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class CompletionLogprobs:
     def read_prompt(
         self, token_ids: Sequence[int], entries: Sequence[Entries | None]
     ) -> dict[str, list[Any]]:
-        """Of a prompt that the choice's text begins with; as :meth:`read`."""
+        """Of an echoed prompt; as :meth:`read`."""
         return self._read(token_ids, entries, self._texts.offsets((), 0), is_beginning=True)
 
     def read(
@@ -109,7 +114,7 @@ class CompletionLogprobs:
     ) -> dict[str, list[Any]]:
         """
         Args:
-            entries: of each token; None for one that follows nothing.
+            entries: of each token; None for the first token of a prompt.
         """
         is_beginning = self._is_beginning
         self._is_beginning = is_beginning and all(map(self._texts.is_textless, token_ids))
@@ -142,7 +147,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, own_text: str, found: Entries) -> dict[str, float | None]:
-        """Of the token itself and of the likeliest, the likeliest first; no two share a key."""
+        """Of the token itself and of the likeliest others, by rank. Keys are distinct."""
         top = {own_text: number_of(found[token_id].logprob)}
         for other, entry in top_of(found, self._num_top):
             if other != token_id:
@@ -152,39 +157,29 @@ class CompletionLogprobs:
 
 
 def joined_logprobs(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What two parts of a choice make together."""
+    """The ``logprobs`` of two adjacent parts of a choice."""
     return {name: [*values, *other[name]] for name, values in one.items()}
 
 
-def chat_logprobs(
+def content_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entries],
     num_top: int,
-    texts: TokenTexts,
-) -> list[dict[str, Any]]:
-    """The ``logprobs.content`` of a choice of ``/v1/chat/completions``."""
-    return [
+    shown: Callable[[int, Logprob], dict[str, Any]],
+) -> dict[str, list[dict[str, Any]]]:
+    """The ``logprobs`` of a choice of ``/v1/chat/completions`` or ``/inference/v1/generate``.
+
+    Args:
+        shown: the form of one token: :meth:`TokenTexts.entry`, or :func:`id_entry`.
+    """
+    content = [
         {
-            **_chat_token(token_id, found[token_id], texts),
-            "top_logprobs": [
-                _chat_token(other, entry, texts) for other, entry in top_of(found, num_top)
-            ],
+            **shown(token_id, found[token_id]),
+            "top_logprobs": [shown(*item) for item in top_of(found, num_top)],
         }
         for token_id, found in zip(token_ids, entries, strict=True)
     ]
-
-
-def generate_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Entries], num_top: int
-) -> list[dict[str, Any]]:
-    """The ``logprobs.content`` of a choice of ``/inference/v1/generate``."""
-    return [
-        {
-            **_bare_token(token_id, found[token_id]),
-            "top_logprobs": [_bare_token(*item) for item in top_of(found, num_top)],
-        }
-        for token_id, found in zip(token_ids, entries, strict=True)
-    ]
+    return {"content": content}
 
 
 def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, Any] | None] | None:
@@ -208,21 +203,10 @@ def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, 
 
 def top_of(found: Entries, num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest tokens, the likeliest first."""
-    chosen = [(token_id, entry) for token_id, entry in found.items() if _is_top(entry, num_top)]
+    chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= num_top]
     return sorted(chosen, key=lambda item: item[1].rank or 0)
 
 
-def _is_top(entry: Logprob, num_top: int) -> bool:
-    return entry.rank is not None and entry.rank <= num_top
-
-
-def _chat_token(token_id: int, entry: Logprob, texts: TokenTexts) -> dict[str, Any]:
-    return {
-        "token": texts.text(token_id),
-        "logprob": number_of(entry.logprob),
-        "bytes": texts.bytes(token_id),
-    }
-
-
-def _bare_token(token_id: int, entry: Logprob) -> dict[str, Any]:
+def id_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
+    """A token by its id."""
     return {"token_id": token_id, "logprob": number_of(entry.logprob), "rank": entry.rank}

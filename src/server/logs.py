@@ -1,5 +1,4 @@
-"""Lines of the log: for people, or one JSON object each; with the id of the request, if one is
-being answered."""
+"""Log lines as text or JSON, with the id of the current request."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from contextvars import ContextVar
 
 current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# What a record may carry besides: see ``requests``.
+# Optional attributes of a record: see ``requests``.
 _FIELDS = ("request_id", "client", "method", "path", "status", "seconds")
 
 
@@ -33,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class RequestIds(logging.Filter):
-    """Gives each record the id of the request that it is about; ``request`` is it as text."""
+    """Sets ``request_id`` of each record, and ``request``, its form in a text line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         request_id = getattr(record, "request_id", None) or current_request_id.get()
@@ -44,7 +43,7 @@ class RequestIds(logging.Filter):
 
 
 def set_up_logs(as_json: bool) -> None:
-    """Log to stderr, all that is said in this process: also warnings, and what libraries say."""
+    """Log to stderr: messages of pagespec, libraries and, as JSON, the ``warnings`` module."""
     formatter = (
         {"()": JsonFormatter} if as_json else {"format": "%(asctime)s %(request)s%(message)s"}
     )

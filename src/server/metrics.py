@@ -1,4 +1,4 @@
-"""What is counted of an engine's requests: for Prometheus, and for the live view."""
+"""Counters and histograms of an engine's requests, for Prometheus and the live view."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EngineMetrics:
     def on_tokens(self, served: Served, num_tokens: int, elapsed_s: float | None) -> None:
         self.num_generated_tokens += num_tokens
         if elapsed_s is not None:
-            # A loop that was late sees several tokens at once.
+            # A delayed loop sees several tokens at once.
             self.between_tokens_s.observe(elapsed_s / num_tokens, num_tokens)
             return
         self.first_token_s.observe(time.perf_counter() - served.arrived_at)

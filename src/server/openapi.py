@@ -1,5 +1,4 @@
-"""The OpenAPI document, made true: FastAPI's own says 422 where this server says 400, and knows
-neither its errors nor its streams."""
+"""Corrects FastAPI's OpenAPI document: status 400 in place of 422, error bodies, streams."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ _ERROR = {
     "required": ["error"],
     "properties": {
         "error": {
-            # A missing or wrong key is told as vLLM tells it.
+            # vLLM's answer to a missing or wrong key.
             "oneOf": [
                 {"const": "Unauthorized"},
                 {
@@ -31,12 +30,12 @@ _ERROR = {
     },
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
-# They say it by their status alone.
+# The status alone is the answer.
 _WITHOUT_BODY = ("/health", "/readiness", "/liveness")
 
 
 def describe_truly(app: FastAPI) -> None:
-    """Have ``/openapi.json`` say what the app does. Called when all its routes are there."""
+    """Make ``/openapi.json`` describe errors and streams. Called after all routes are added."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

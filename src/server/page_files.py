@@ -17,7 +17,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, no code but these files: an answer of the model cannot bring any.
+# No external resource and no other code: an answer of the model cannot inject any.
 CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -35,7 +35,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
-    # A new version is seen at once; the files are small.
+    # A new version is loaded at once; the files are small.
     "Cache-Control": "no-cache",
 }
 

@@ -20,8 +20,7 @@ from .metrics import EngineMetrics
 
 
 class EngineCollector(Collector):
-    """Writes an engine's numbers down when Prometheus asks; the names that begin with ``vllm:``
-    mean what they mean there."""
+    """Collects an engine's numbers for each scrape. Names with ``vllm:`` have vLLM's meaning."""
 
     def __init__(self, metrics: EngineMetrics, model_name: str) -> None:
         self._metrics = metrics
@@ -55,11 +54,11 @@ class EngineCollector(Collector):
         usage = now.num_owned_blocks / max(1, now.num_blocks)
         is_up = engine.failure is None and not engine.is_stopping
         return [
-            ("vllm:num_requests_running", "Requests that are computed.", now.num_running),
+            ("vllm:num_requests_running", "Requests that run.", now.num_running),
             ("vllm:num_requests_waiting", "Requests that wait.", now.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", usage),
             ("pagespec:num_requests_paused", "Requests whose blocks are kept.", now.num_paused),
-            ("pagespec:engine_up", "1 if the engine takes and computes requests.", float(is_up)),
+            ("pagespec:engine_up", "1 if the engine accepts and computes requests.", float(is_up)),
         ]
 
     def _counters(self) -> list[tuple[str, str, int]]:
@@ -68,7 +67,7 @@ class EngineCollector(Collector):
         return [
             ("vllm:prefix_cache_queries", "Tokens looked up.", now.num_queried_tokens),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.num_hit_tokens),
-            ("vllm:num_preemptions", "Times that blocks were taken back.", now.num_preemptions),
+            ("vllm:num_preemptions", "Preemptions.", now.num_preemptions),
             ("vllm:prompt_tokens", "Tokens of prompts computed.", metrics.num_prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", metrics.num_generated_tokens),
             ("pagespec:engine_steps", "Steps of the engine.", now.num_steps),

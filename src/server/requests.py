@@ -1,4 +1,4 @@
-"""The frame of every request: its id, its line in the log, and an answer whatever happens."""
+"""The outermost middleware: request id, access log, an answer after any exception."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .logs import current_request_id
 
 access_logger = logging.getLogger("pagespec.access")
 
-# Of the client's own ids: what is fit for a header and a line of a log.
+# Ids of clients that are valid in a header and in a log line.
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Requests:
     """The outermost middleware.
 
-    A request's id is that of its header X-Request-Id, or a new one; the answer has it as well, and
-    so has every line that is logged meanwhile. HEAD is answered as GET is, without the body. An
-    exception that nobody handled becomes an answer of status 500 and a line of the log.
+    A request's id is its header X-Request-Id, or a new one. The answer and every log line of the
+    request have the id. HEAD is answered as GET without the body. An unhandled exception becomes an
+    answer of status 500 and a log line.
     """
 
     def __init__(self, app: ASGIApp, log: bool) -> None:
@@ -39,7 +39,7 @@ class Requests:
         status = 0
         began = time.perf_counter()
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -47,9 +47,9 @@ class Requests:
                 message = {**message, "headers": headers}
             await send(message)
 
-        call = (scope, receive, tell)
+        call = (scope, receive, send_with_id)
         if scope["method"] == "HEAD":
-            head = _Head(receive, tell)
+            head = _Head(receive, send_with_id)
             call = ({**scope, "method": "GET"}, head.receive, head.send)
         token = current_request_id.set(request_id)
         try:
@@ -57,10 +57,10 @@ class Requests:
         except Exception as error:
             refusal = api_error(error)
             if not status:
-                await refusal.response({"Connection": "close"})(scope, receive, tell)
+                await refusal.response({"Connection": "close"})(scope, receive, send_with_id)
         finally:
             if self._log:
-                # Without the query, which may say more than a log should keep.
+                # Without the query, which may have private values.
                 access_logger.info(
                     "%s %s %s %s %.3f s",
                     _client(scope),
@@ -81,8 +81,8 @@ class Requests:
 
 
 class _Head:
-    """A connection on which the headers of an answer are all of it. Its client then is gone, so
-    that a stream ends, too."""
+    """A connection that sends only the headers of an answer, then reports a disconnect, which ends
+    streams."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -114,5 +114,5 @@ def _client(scope: Scope) -> str:
 
 
 def _printable(path: str) -> str:
-    """A path with nothing that would begin another line of a log."""
+    """A path without line breaks for the log."""
     return path if path.isprintable() else ascii(path)[1:-1]

@@ -1,4 +1,4 @@
-"""The process that serves: its socket, its signals, and how it ends."""
+"""The server process: socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .context import ServerContext
 
 logger = logging.getLogger("pagespec")
 
-# After the engine has ended, for clients to read what is written already; then their connections
-# are closed, and for tasks to notice that.
+# Seconds after the engine's end: for clients to read written data (fewer after a second signal),
+# and for tasks to notice closed connections.
 _SEND_S, _SEND_LESS_S, _END_S = 2, 1, 3
-# Longer than proxies keep a connection to a server (60 s): whoever closes first loses no request.
+# Longer than proxies keep a connection (60 s): so the proxy closes first, and no request is lost.
 _KEEP_ALIVE_S = 65
-# The engine's thread waits that long for the event loop to let go of the interpreter, at each of
-# the moments in a step at which it had let go itself; Python's own 5 ms are longer than a step.
+# The engine's thread waits up to this for the interpreter lock after each release in a step.
+# Python's default of 5 ms is longer than a step.
 SWITCH_INTERVAL_S = 2e-4
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The socket to serve at, which refuses connections until the server runs. Made first, as to
-    load a model takes a while.
+    """The server's socket, bound before the slow load of a model. It refuses connections until the
+    server runs.
 
     Raises:
-        OSError: the address is in use or none of this machine, or a certificate cannot be read.
+        OSError: the address is in use or not of this machine, or a certificate cannot be read.
     """
     if config.ssl_certfile is not None:
         ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
@@ -56,8 +56,8 @@ def listen(config: ServerConfig) -> socket.socket:
         address: Any = config.uds
     else:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-        # asyncio sets TCP_NODELAY only where the protocol says TCP; without it an answer of two
-        # writes waits 40 ms for the client's acknowledgement of the first.
+        # asyncio sets TCP_NODELAY only if the protocol is TCP. Without it an answer of two writes
+        # waits 40 ms for the client's acknowledgement of the first.
         family, _, protocol, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
@@ -72,16 +72,15 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> int:
-    """Serve until a signal. Returns the exit code: 0, or of a second signal 128 and its number.
+    """Serve until a signal. Returns the exit code: 0, or 128 plus the number of a second signal.
 
-    At SIGTERM, SIGINT or SIGHUP (unless that is ignored, as under ``nohup``) ``/health`` fails at
-    once, new requests are refused with 503, and what runs is answered, at most for
-    ``drain_timeout_s``; what is left then ends with finish reason "abort". Clients have two more
-    seconds to read that. At a second signal all of them end so, and the process after the step that
-    runs; at a third one it ends at once.
+    At SIGTERM, SIGINT or SIGHUP (unless ignored, as under ``nohup``) ``/health`` fails at once, new
+    requests are refused with 503, and running ones are answered within ``drain_timeout_s``. The
+    rest then end with finish reason "abort"; clients have two more seconds to read that. A second
+    signal aborts all requests and ends the process after the current step; a third one at once.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # What was loaded stays: to search it again for garbage would stop all threads each time.
+    # Loaded objects stay alive: further scans for garbage would stop all threads each time.
     gc.collect()
     gc.freeze()
     app = create_app(engine, config)
@@ -112,13 +111,13 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which goes on listening while it drains: balancers must be told to go elsewhere."""
+    """uvicorn that keeps listening while it drains: load balancers must see ``/health`` fail."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
         self._context = context
         self._drain_until: float | None = None
-        self._has_told = False
+        self._is_logged = False
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -127,19 +126,19 @@ class _Server(uvicorn.Server):
             logger.info("serving %s at %s", self._context.model_names[0], self._url(listener))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        # In a signal's handler: nothing is logged or waited for.
+        # In a signal handler: no logging, no waiting.
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._context.config.drain_timeout_s
             self._context.is_draining = True
         elif not self.exit_code:
             self.exit_code = 128 + sig
             self.should_exit = True
-        else:  # a step does not come to its end
+        else:  # the step may hang
             os._exit(128 + sig)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """And that of a terminal that is closed, which would end the process in mid-stream."""
+        """Also SIGHUP, which would end the process inside a stream."""
         is_ours = threading.current_thread() is threading.main_thread() and (
             hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
         )
@@ -155,14 +154,14 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         send_s = _SEND_S
         if self.exit_code:
-            await self._context.engine.shutdown()  # ends what runs after the step it is in
+            await self._context.engine.shutdown()  # aborts all after the current step
             send_s = _SEND_LESS_S
         timer = asyncio.get_running_loop().call_later(send_s, self._drop_connections)
         await super().shutdown(sockets)
         timer.cancel()
 
     def _drop_connections(self) -> None:
-        """Whose peers do not read: their tasks end as those of clients that left."""
+        """Close connections whose peers do not read, which cancels their tasks."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -172,10 +171,10 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drain(self, until: float) -> None:
-        """Look whether it is over."""
+        """End the server if no request is left or the time is over."""
         num_requests = self._context.num_requests
-        if not self._has_told:
-            self._has_told = True
+        if not self._is_logged:
+            self._is_logged = True
             logger.info("shutting down; requests that run: %d", num_requests)
         if num_requests and time.monotonic() >= until:
             logger.warning("requests that run too long and are aborted: %d", num_requests)

@@ -1,4 +1,4 @@
-"""API keys: which requests may come in, and which paths are open without a key."""
+"""API keys, and the paths that are open without a key."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from hashlib import sha256
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .context import note_key
+from .context import KEY
 
-# What load balancers, monitors and browsers ask for. All others need a key if there is one: a path
-# that is forgotten here is guarded.
+# Paths for load balancers, monitors and browsers. All other paths need a key if the server has one.
 _OPEN = frozenset(
     (
         *("/", "/favicon.ico", "/openapi.json"),
@@ -19,14 +18,14 @@ _OPEN = frozenset(
         *("/load", "/metrics", "/version", "/get_world_size"),
     )
 )
-# FastAPI sends who writes one slash more to the path without it.
+# FastAPI redirects a path with one more slash to the path without it.
 _OPEN_WITH_SLASH = frozenset(f"{path}/" for path in _OPEN if path != "/")
 # The files of the page.
 _OPEN_PREFIX = "/page/"
 
 
 def route_path(scope: Scope) -> str:
-    """The path by which an endpoint is found: without that of a proxy."""
+    """The path of an endpoint, without the prefix of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
@@ -39,8 +38,8 @@ def is_open(path: str) -> bool:
 
 
 class ApiKeys:
-    """A middleware: what is not open to everybody needs one of ``keys``, as ``Authorization:
-    Bearer KEY``. Preflights of browsers carry no header, and pass."""
+    """A middleware: paths that are not open need ``Authorization: Bearer KEY``, one of ``keys``.
+    CORS preflights carry no header, and pass."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -50,7 +49,7 @@ class ApiKeys:
         if scope["type"] == "http":
             key = self._key_of(scope)
             if key is not None:
-                note_key(scope, key)
+                scope[KEY] = key
             elif scope["method"] != "OPTIONS" and not is_open(route_path(scope)):
                 headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
                 refusal = JSONResponse({"error": "Unauthorized"}, 401, headers)
@@ -59,8 +58,8 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> str | None:
-        """The key that a request brings. Compared with each key to its end, and as digests of one
-        length, so that the time says nothing of a key."""
+        """The key of a request; None without a valid one. The comparison takes constant time: all
+        keys are compared, as digests of one length."""
         header = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
         scheme, _, given = header.partition(b" ")
         if scheme.lower() != b"bearer":

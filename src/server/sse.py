@@ -1,11 +1,8 @@
-"""Answers to a call: whole, as one JSON body, or as server-sent events: ``data: {json}``, each
-followed by an empty line, and ``data: [DONE]`` at the end.
+"""Answers to a call: one JSON body, or server-sent events that end with ``data: [DONE]``.
 
-An error after the first byte is an event with the body that an answer of that status has, and ends
-the stream. There are no comments and no heartbeats: some clients take every line for data.
-
-This is Starlette's ``StreamingResponse``. (An SSE library ends its streams when the process is told
-to stop; here they are finished first.)
+An error after the first byte is an event with the body of an error response, and ends the stream.
+There are no comments and no heartbeats: some clients read every line as data. The base class is
+Starlette's ``StreamingResponse``: SSE libraries end streams at a signal, before they are finished.
 """
 
 from __future__ import annotations
@@ -86,10 +83,10 @@ class Choices(ABC, Generic[Body]):
 
     @abstractmethod
     def pieces(self, place: int, delta: AnswerDelta) -> Iterable[tuple[dict[str, Any], Extra]]:
-        """The choices of the chunks that a delta makes, none or more, and what else is in them.
+        """The chunks of a delta: per chunk its choice and its further fields.
 
         Args:
-            place: of the prompt whose answer it is of.
+            place: of the prompt.
         """
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
@@ -131,14 +128,13 @@ async def respond(choices: Choices[Any]) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """The chunks of the answers to a call, which is aborted when the stream ends, also because the
-    client left."""
+    """A stream of chunks. The end of the stream, also by a disconnect, aborts the requests."""
 
     media_type = "text/event-stream"
 
     def __init__(self, choices: Choices[Any]) -> None:
         self._choices, self._generations = choices, choices.generations
-        # What all chunks begin with, up to the choice.
+        # The beginning of all chunks, up to the choice.
         self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
         options = choices.call.body.stream_options
         self._ends_with_usage = options is not None and bool(options.include_usage)
@@ -186,8 +182,8 @@ class EventStream(StreamingResponse):
 async def joined_deltas(
     generations: Sequence[Generation],
 ) -> AsyncIterator[tuple[int, list[AnswerDelta]]]:
-    """What is new of any of several prompts' answers, with the place of the prompt. A slow reader
-    gets fewer and longer deltas of each."""
+    """New deltas of several prompts' answers, with the place of the prompt. A slow reader gets
+    fewer and longer deltas."""
     if len(generations) == 1:
         async for deltas in generations[0].deltas():
             yield 0, deltas

@@ -1,4 +1,4 @@
-"""Fields of a request that only the chat template could heed: roles, the effort of reasoning."""
+"""Checks of fields that only the chat template reads: roles, reasoning effort."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# OpenAI's default, so it asks for nothing.
+# OpenAI's default, so without effect.
 _PLAIN_EFFORT = "medium"
 _EFFORT = "reasoning_effort"
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
-    """Other roles are taken if the chat template names them.
+    """Check the roles of messages; further roles are valid if the chat template names them.
 
     Args:
-        messages: as sent. What else is wrong with them is not checked here.
+        messages: as sent; only roles are checked.
 
     Raises:
         InvalidInputError: a role is unknown.
@@ -61,5 +61,5 @@ def _template(tokenizer: Any) -> str:
 
 
 def _names(template: str, value: str) -> bool:
-    """Whether a template compares or writes a value: whether it has it in quotes."""
+    """Whether a template has a value in quotes, to compare or write it."""
     return bool(value) and (f"'{value}'" in template or f'"{value}"' in template)

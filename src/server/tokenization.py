@@ -1,4 +1,4 @@
-"""Text to tokens and back, as the model reads them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .template_fields import check_roles
 
 router = APIRouter(route_class=BodyRoute)
 
-# A tokenizer decodes all of them at once, and no other Python code runs meanwhile.
+# A tokenizer decodes all at once, and holds the interpreter lock meanwhile.
 MAX_NUM_TOKENS = 1 << 18
 _BYTES_PER_TOKEN = 4
 
-# Of a tokenizer's settings those that say how it reads: others may be paths of this machine.
+# Settings of a tokenizer that affect its tokens; others may be paths of this machine.
 _SHOWN = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"),
     *("chat_template", "model_max_length", "padding_side", "truncation_side"),
@@ -96,8 +96,8 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,
-        # Only the text is taken from it. A whole prompt would have to fit the context, while a
-        # longer text can be counted.
+        # Only the text is used. A whole prompt would have to fit the context, while a longer text
+        # can be counted.
         truncate=1,
     )
     add = bool(body.add_special_tokens)
@@ -119,7 +119,7 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
 
 @router.get("/tokenizer_info")
 def tokenizer_info(context: Context) -> dict[str, Any]:
-    """What a client must know to make prompts of its own: special tokens, template, settings."""
+    """Special tokens, chat template and settings, for clients that make prompts themselves."""
     tokenizer = context.engine.llm.tokenizer
     if tokenizer is None:
         raise ApiError(404, "this model has no tokenizer")

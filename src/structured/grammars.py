@@ -22,10 +22,10 @@ from .reasons import readable
 from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
-# llguidance's copies of a matcher share a lexer, and its lock: masks of 32 rows took as long on 8
-# threads as on one. So a grammar that many ask for is compiled this often.
+# Copies of an llguidance matcher share a lexer and its lock: masks of 32 rows took as long on 8
+# threads as on one. So a popular grammar is compiled up to this often.
 _NUM_LEXERS = 8
-# Nobody waits for one more that takes longer.
+# Slower grammars are compiled once.
 _MAX_COMPILE_AGAIN_S = 0.05
 # Of one lexer, shared by its requests: a state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
@@ -48,7 +48,7 @@ _NOT_ENCODED = '%llguidance {"no_forcing": true}\n'
 
 @dataclass(slots=True)
 class _Compiled:
-    """One constraint, compiled as often as it was asked for, up to :data:`_NUM_LEXERS` times.
+    """One constraint, compiled once per request, up to :data:`_NUM_LEXERS` times.
 
     Attributes:
         matchers: at the beginning of the text, with a lexer each.
@@ -93,9 +93,9 @@ class Grammars:
             reasoning: that may come before the constrained content.
 
         Raises:
-            InvalidInputError: it cannot be kept, or can never be met; or not with this model; or
-                it takes too long to compile.
-            EngineBusyError: others are being compiled all the time.
+            InvalidInputError: the constraint cannot be enforced or met, with this model or at all,
+                or takes too long to compile.
+            EngineBusyError: no place for compiling became free in time.
         """
         constraint = outputs.constraint
         made, is_new = self._compiled(constraint, self._compile_in_time)
@@ -127,7 +127,7 @@ class Grammars:
 
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
-        # Steps of the engine need it, and wait for nobody: it was compiled before, in time.
+        # The engine's steps call this without a time limit: the door has compiled the constraint.
         made, _ = self._compiled(
             outputs.constraint, lambda c: _on_deep_stack(lambda: self._compile(c)).result()
         )
@@ -138,7 +138,7 @@ class Grammars:
 
     @property
     def num_ll_words(self) -> int:
-        """Words of a mask that llguidance writes: of all tokens it knows."""
+        """Words of llguidance's masks: of all its tokens."""
         return -(-self._ll_tokenizer.vocab_size // 32)
 
     def _compiled(
@@ -163,7 +163,7 @@ class Grammars:
         return made, True
 
     def _compile_in_time(self, constraint: Constraint) -> Any:
-        """What most users ask for takes milliseconds."""
+        """Compile with a time limit; most constraints take milliseconds."""
         until = time.monotonic() + _MAX_COMPILE_S
         if not self._places.acquire(timeout=_MAX_COMPILE_S):
             raise EngineBusyError("constraints of other requests are being compiled")

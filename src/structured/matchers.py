@@ -1,10 +1,9 @@
-"""How far the constrained requests of a runner have come, and the masks of their next tokens.
+"""The matchers of a runner's constrained requests, and the bitmasks of their next tokens.
 
-Everything is learned from plans and results. A matcher takes in the output tokens that an admission
-brings (after a preemption), then each token as it is collected; none is ever taken back. A mask
-needs all tokens before it, which are settled when its row is planned, as constrained requests are
-settled-only (S42). So a thread begins with it as soon as they are collected, and only who samples
-the row waits for it.
+Plans and results are the only inputs. A matcher consumes the output tokens of an admission (after a
+preemption), then each collected token; none is taken back. A bitmask needs all tokens before it,
+which are settled when its row is planned, as constrained requests are settled-only (S42). So a
+thread computes it as soon as they are collected, and only the sampling of the row waits for it.
 
 A constraint is for the content of an answer. Where reasoning may come before it, a row has a mask
 of its own before and in the reasoning (:mod:`.reasoning`), and the matcher gets the tokens behind.
@@ -137,8 +136,8 @@ class Masks(NamedTuple):
     Attributes:
         bits: int32 ``[masks, words]``: a bit for each id. Those of a row stay until its token is
             settled.
-        numbers: of the masks, by row of the plan. A row whose matcher has failed has none: what it
-            samples is for nobody.
+        numbers: of the masks, by row of the plan. A row whose matcher has failed has none: its
+            sampled token is discarded.
         places: of these rows among the sampled ones.
     """
 
@@ -298,7 +297,7 @@ class Matchers:
             request = plan.requests[row]
             if not (text.failure or is_allowed[i]):
                 text.failure = (
-                    f"token {sampled[i]} is not allowed, and other parameters ban all that are"
+                    f"token {sampled[i]} violates it: other parameters ban every token it allows"
                 )
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"
@@ -311,7 +310,7 @@ class Matchers:
     # On the thread ----------------------------------------------------------------------------
 
     def _start(self, texts: list[_Text]) -> None:
-        """Have the masks of these texts made, each after all that was asked for before."""
+        """Queue the masks of these texts, behind all earlier ones."""
         for text in texts:
             if text.beginning is not None and not text.beginning.is_undecided:
                 self._write_free_mask(text, text.beginning)
@@ -350,8 +349,8 @@ class Matchers:
         """Give the matchers their tokens, and write the masks. llguidance does both without the
         lock of the interpreter, in one call each for all of them.
 
-        What it raises, which is no Exception if its Rust code panics, ends the requests concerned:
-        of tokens all that were in the call, as it cannot be told which matchers took theirs."""
+        An exception of llguidance, or a panic of its Rust code, ends the requests concerned: all of
+        the call, as it is unknown which matchers consumed their tokens."""
         from llguidance import LLExecutor
         from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
 

@@ -1,4 +1,4 @@
-"""What a constrained row may sample before its content begins.
+"""The masks of constrained rows before their content begins.
 
 Inside the reasoning every token is allowed, but those that would close it and go on in the content
 with text that the constraint has not seen. Before the reasoning the first token may be one of the
@@ -99,8 +99,8 @@ class ReasoningTokens:
         return [np.array(sorted(ids), np.int64) for ids in beyond]
 
     def _texts_with(self, part: bytes) -> Iterator[tuple[int, bytes]]:
-        """Tokens whose bytes hold ``part``. Names hold printable ASCII as it is, which spares the
-        look at the bytes of most."""
+        """Tokens whose bytes contain ``part``. Names contain printable ASCII unchanged, so the
+        bytes of most tokens are not read."""
         named = part.decode("ascii", "replace")
         is_plain = named.isascii() and named.isprintable() and " " not in named
         for name, token_id in self._vocab.items():

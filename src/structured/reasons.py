@@ -1,4 +1,4 @@
-"""What llguidance says of a constraint, in words that name no parts of llguidance."""
+"""Messages of llguidance, rewritten without its internal names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_TEXT, _NO_REGEX = "no text can meet it", "invalid regex: "
 _TOO_COMPLEX = "too complex: it has too many states"
 # A line of the grammar that is quoted, and the mark below a place in it.
 _QUOTED = re.compile(r"\s*\d+ \| .*|\s*\^+\s*")
-# The regex crate quotes a regex over several lines, and says what is wrong in the last.
+# The regex crate quotes a regex over several lines; the last line has the error.
 _REGEX_ERROR = re.compile(r"regex parse error:.*?error: ", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _NUMBER = r"(?:Some\(([^()]*)\)|None)"
@@ -35,7 +35,7 @@ _WORDS: tuple[tuple[re.Pattern[str], _Words], ...] = tuple(
         (r"; following .*are available: .*", ""),
         (
             r"^Failed to convert the grammar from GBNF to Lark: ",
-            "is no grammar of Lark, which has a rule 'start', and not of GBNF: ",
+            "must be a Lark grammar with a rule 'start', or a GBNF grammar: ",
         ),
         (r"(at line \d+), .*", r"\1"),
         (

@@ -1,4 +1,4 @@
-"""A transformers tokenizer as llguidance reads it: the bytes of each token, and what ends a text.
+"""Converts a transformers tokenizer to llguidance's: the bytes of each token, and the end tokens.
 
 llguidance recognises a byte-level vocabulary by its decoder. Where the decoder is a sequence that
 has a byte fallback as well (tokenizers made of GGUF files), it takes the letters that stand for
@@ -77,11 +77,11 @@ def make_ll_tokenizer(
 
 
 def _descriptions(backend: Any) -> Iterator[str]:
-    """The tokenizer as JSON: as it is, and with a decoder that says byte-level and nothing else."""
+    """The tokenizer as JSON: unchanged, and with a plain byte-level decoder."""
     from tokenizers import decoders
 
     own = copy(backend)
-    # What a user has set up for batches says nothing of the tokens.
+    # Settings for batches do not affect the tokens.
     own.no_padding()
     own.no_truncation()
     yield own.to_str()
@@ -91,7 +91,7 @@ def _descriptions(backend: Any) -> Iterator[str]:
 
 def _without_names(text: str, special_ids: Collection[int]) -> str:
     """A tokenizer's JSON with names of special tokens that no text spells: U+FDD0 and U+FDD1, which
-    enclose their ids, are no characters. What ends a text is special, whatever the tokenizer says.
+    enclose their ids, are no characters. End tokens are always special.
 
     Args:
         special_ids: those tokens, and others that no text may become.

@@ -41,7 +41,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
         (["--replicas", "-3"], "--replicas = -3: must be 1 or more"),
         (["--ray-address", "auto"], "--ray-address = 'auto': needs --replicas"),
         (["--replicas", "2", "--device", "cuda:1"], "Ray chooses the GPUs of a replica"),
-        (["--replicas", "2", "--trace", "steps"], "--trace = 'steps': is of one engine"),
+        (
+            ["--replicas", "2", "--trace", "steps"],
+            "--trace = 'steps': must be absent with --replicas",
+        ),
     ],
 )
 def test_what_does_not_go_with_replicas_is_refused(
@@ -98,10 +101,10 @@ def cluster(*machines: tuple[int, int]) -> Any:
         ([(8, 8)], 8, 1, "auto", ("cuda", 1, 1)),
         ([(8, 8)], 2, 1, "cpu", ("cpu", 4, 0)),
         ([(8, 8), (8, 8)], 4, 4, "auto", ("cuda", 1, 4)),
-        ([(2, 0)], 3, 1, "auto", "the cluster holds 2; each needs 1 CPU of one machine"),
-        ([(3, 0)], 2, 2, "auto", "the cluster holds 1; each needs 2 CPU of one machine"),
-        ([(8, 3), (8, 3)], 3, 2, "auto", "holds 2; each needs 1 CPU and 2 GPU of one machine"),
-        ([(8, 0)], 1, 1, "cuda", "the cluster holds 0"),
+        ([(2, 0)], 3, 1, "auto", "must be at most 2: each needs 1 CPU on one machine"),
+        ([(3, 0)], 2, 2, "auto", "must be at most 1: each needs 2 CPU on one machine"),
+        ([(8, 3), (8, 3)], 3, 2, "auto", "at most 2: each needs 1 CPU and 2 GPU on one machine"),
+        ([(8, 0)], 1, 1, "cuda", "must be at most 0"),
     ],
 )
 def test_what_a_replica_takes_and_how_many_there_can_be(
@@ -211,7 +214,7 @@ def test_a_replica_killed_in_the_middle_leaves_the_bytes_of_one_process(job: Job
     _, said = process.communicate(timeout=300)
     assert process.returncode == 1, said  # some rows are errors
     assert 20 <= num_before < NUM_ROWS
-    assert re.search(r"a replica has ended, with [1-9]\d* rows under way", said), said
+    assert re.search(r"a replica has ended, with [1-9]\d* unfinished rows", said), said
     assert (job.folder / "killed.jsonl").read_bytes() == job.expected
     _assert_gone(replicas)
 
@@ -252,5 +255,5 @@ def test_more_replicas_than_the_cluster_holds_are_refused(job: Job) -> None:
     process = job.start("many.jsonl", "--replicas", "9999", "--ray-address", "local")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "--replicas = 9999: the cluster holds" in said
+    assert "--replicas = 9999: must be at most" in said
     assert job.num_rows("many.jsonl") == 0

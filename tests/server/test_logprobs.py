@@ -12,7 +12,7 @@ import pytest
 from pagespec import LLM
 from pagespec.engine.outputs import Logprob
 from pagespec.engine.request_factory import RequestFactory
-from pagespec.server.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from pagespec.server.logprobs import CompletionLogprobs, TokenTexts, content_logprobs, id_entry
 from tests.support.chat_models import save_chat_model
 from tests.support.chunks import read_events
 from tests.support.models import tiny_model
@@ -189,11 +189,11 @@ def test_chat_has_the_bytes_of_each_token(spaced: SpacedLLM) -> None:
     texts = TokenTexts(spaced.llm.factory, as_ids=False, skips_special=True)
     found = dict.fromkeys(range(len(spaced.names)), Logprob(-1.0, 1))
     ids = spaced.llm.tokenizer("a\U0001f600é", add_special_tokens=False)["input_ids"]
-    entries = chat_logprobs(ids, [found] * len(ids), 0, texts)
+    entries = content_logprobs(ids, [found] * len(ids), 0, texts.entry)["content"]
     content = b"".join(bytes(entry["bytes"]) for entry in entries)
     assert content.decode().strip() == "a\U0001f600é"
     as_ids = TokenTexts(spaced.llm.factory, as_ids=True, skips_special=True)
-    (entry,) = chat_logprobs(ids[-1:], [found], 0, as_ids)
+    (entry,) = content_logprobs(ids[-1:], [found], 0, as_ids.entry)["content"]
     assert entry["token"] == f"token_id:{ids[-1]}"
     assert entry["bytes"] == entries[-1]["bytes"]
 
@@ -223,6 +223,6 @@ def test_a_mark_of_a_space_tells_two_tokens_apart() -> None:
 
 def test_numbers_that_json_lacks() -> None:
     found = {1: Logprob(-math.inf, 2), 0: Logprob(math.nan, 1)}
-    (entry,) = chat_logprobs([1], [found], 1, Texts({}))
+    (entry,) = content_logprobs([1], [found], 1, id_entry)["content"]
     assert entry["logprob"] == -9999.0
     assert entry["top_logprobs"][0]["logprob"] is None

@@ -89,11 +89,7 @@ class GenerateRequest(EngineFields):
 
 
 class CompletionRequest(GeneratingBody):
-    neutral: ClassVar[Neutral] = {
-        **GeneratingBody.neutral,
-        "suffix": ("",),
-        "prompt_embeds": ([],),
-    }
+    neutral: ClassVar[Neutral] = {**GeneratingBody.neutral, "suffix": ("",), "prompt_embeds": ([],)}
 
     prompt: Prompt
     max_tokens: int | None = Field(

@@ -1,4 +1,4 @@
-"""What the bodies of all generating endpoints may have."""
+"""Fields that the bodies of all generating endpoints share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...params.declare import declared
 from .shapes import Biases, Integers, Object, TextOrObject, TextOrTexts, Texts
 
 MAX_REQUEST_ID = 256
-# Each is reported, at a price; an error names as many.
+# Unknown fields that one error names.
 _MAX_UNKNOWN = 3
 
 
-# Fields that are known and not supported, with the values that ask for nothing. Null is always one.
+# Unsupported fields, with the values that have no effect; null is always one.
 Neutral = Mapping[str, Sequence[Any]]
 
 
 class Body(BaseModel):
-    """A JSON object whose fields are all known, with no value taken for one of another type."""
+    """A JSON object of known fields; values of other types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,8 +30,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_few_unknown_fields(cls, body: Any) -> Any:
-        """Without neutral fields, and without the unknown ones behind the first few: these are
-        enough for it to be refused."""
+        """Drops neutral fields, and all but the first few unknown ones, which suffice to refuse."""
         if not isinstance(body, dict):
             return body
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -40,13 +39,13 @@ class Body(BaseModel):
         for key, value in body.items():
             if key in known:
                 kept[key] = value
-            elif num_unknown < _MAX_UNKNOWN and not cls._asks_for_nothing(key, value):
+            elif num_unknown < _MAX_UNKNOWN and not cls._is_neutral(key, value):
                 kept[key] = value
                 num_unknown += 1
         return kept
 
     @classmethod
-    def _asks_for_nothing(cls, key: str, value: Any) -> bool:
+    def _is_neutral(cls, key: str, value: Any) -> bool:
         if key not in cls.neutral:
             return False
         # 0 and False are equal to Python.
@@ -63,7 +62,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage.")
 
     @property
-    def asks_for_anything(self) -> bool:
+    def is_set(self) -> bool:
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
@@ -71,7 +70,7 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: Object | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Schemas are always kept, also without it.")
+    strict: bool | None = Field(None, description="Schemas are always enforced, also without it.")
 
 
 class ResponseFormat(Body):
@@ -80,7 +79,7 @@ class ResponseFormat(Body):
 
 
 class Identification(Body):
-    """Fields that clients send along and that change no answer."""
+    """Fields that change no answer."""
 
     neutral: ClassVar[Neutral] = {
         "moderation": (),
@@ -90,7 +89,8 @@ class Identification(Body):
     }
 
     user: str | None = Field(
-        None, description="On whose share it is served, where the server has at most one API key."
+        None,
+        description="The owner under the policy 'fair', if the server has at most one API key.",
     )
     metadata: Object | None = None
     store: Literal[False] | None = None
@@ -100,7 +100,7 @@ class Identification(Body):
 
 
 class EngineFields(Body):
-    """How the engine treats a request."""
+    """Fields for the engine."""
 
     neutral: ClassVar[Neutral] = {"kv_transfer_params": ({},), "ec_transfer_params": ({},)}
 
@@ -126,7 +126,7 @@ SAME_NAME = tuple(
 
 
 def _wire_type(hint: Any) -> Any:
-    """The form in which a body has values of a parameter's type."""
+    """The form of a parameter's type in a body."""
     members = set(get_args(hint)) or {hint}
     if Sequence[str] in members:
         return TextOrTexts if str in members else Texts

@@ -1,4 +1,4 @@
-"""What a request calls the sampling parameters that its own fields became."""
+"""Errors about sampling parameters, renamed to the fields of the request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 class BodyError(InvalidInputError):
-    """An error about a body, in the client's words already."""
+    """An error that names fields of the body already."""
 
 
 @contextmanager
 def client_names(body: EngineFields) -> Iterator[None]:
-    """Have errors about sampling parameters name the fields of a body that they were made of."""
+    """Rename the fields of errors from sampling parameters to fields of the body."""
     try:
         yield
     except BodyError:
@@ -29,12 +29,12 @@ def client_names(body: EngineFields) -> Iterator[None]:
 
 
 def guided(body: GeneratingBody) -> list[str]:
-    """The constraints that a body has as ``guided_*``, without that."""
+    """The kinds of the ``guided_*`` fields that a body has."""
     return [name for name in _GUIDED if getattr(body, f"guided_{name}") is not None]
 
 
 def _names(body: EngineFields) -> dict[str, str]:
-    """By the names of the engine. That of a constraint stands for those of its parts as well."""
+    """Names in the body by names of the engine. A constraint's name also covers its parts."""
     names: dict[str, str] = {}
     if not isinstance(body, GeneratingBody):
         return names

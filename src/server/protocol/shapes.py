@@ -1,9 +1,9 @@
-"""The forms of fields that may be long, or of several types.
+"""Types of fields that may be long, or of several forms.
 
-Pydantic checks every item of a list, against each member of a union, and reports all that are
-wrong: one wrong number behind a million token ids kept the event loop for seconds. Here a list is
-given up at its first wrong item, and of a union only the member is tried that a value looks like,
-so that an error speaks of what the client sent.
+Pydantic checks every item of a list against each member of a union, and reports all errors: one
+wrong number behind a million token ids blocked the event loop for seconds. Here validation stops at
+the first wrong item. Of a union only the member with the value's own form is tried, so an error is
+about that form.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...engine.edit_checks import MAX_LOGIT_BIAS
 
 Handler = Callable[[Any], Any]
 
-# Checked at once; longer lists in parts, between which other threads run.
+# Items checked at once; longer lists are checked in parts, between which other threads run.
 _NUM_AT_ONCE = 1 << 14
 
 
 def _in_parts(is_right: Callable[[list[Any]], bool]) -> WrapValidator:
-    """Takes a long list as it is if all its parts are right; else pydantic says what is wrong."""
+    """Accepts a long list whose parts are all valid; else pydantic makes the error."""
 
     def check(value: Any, handler: Handler) -> Any:
         if type(value) is list and len(value) > _NUM_AT_ONCE:
@@ -61,8 +61,8 @@ _LISTS: TypeAdapter[Any] = TypeAdapter(
 
 
 def wrong(limit: str) -> PydanticCustomError:
-    """The error of a value that is of none of a field's forms."""
-    # What pydantic takes is a template: a brace in the text itself would be a part of it.
+    """The error for a value that has none of a field's forms."""
+    # Pydantic formats a template: a brace in the text itself would be part of it.
     return PydanticCustomError("wrong_form", "{limit}", {"limit": limit})
 
 
