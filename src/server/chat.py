@@ -174,10 +174,9 @@ class _Choices(Choices[ChatRequest]):
 
 
 def _chunk(
-    index: int, delta: dict[str, Any], finish_reason: str | None = None, **marks: Any
+    index: int, delta: dict[str, Any], reason: str | None = None, **marks: Any
 ) -> dict[str, Any]:
-    head = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return head | marks
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **marks}
 
 
 def _shown(delta: Delta) -> dict[str, Any]:
