@@ -28,8 +28,8 @@ from .runner.platform import find_platform
 from .startup import gc_paused
 from .structured.grammars import Grammars
 
-# What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
-# that restores a model needs neither.
+# Modules that load Dynamo or transformers' modeling code are imported on use: a start that restores
+# a model needs neither.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -93,7 +93,7 @@ def build(
         given: Any = source or model
         loaded = _load(given, config, device, shard) if restored is None else restored.loaded
     _check_length(loaded, config)
-    # What a rank finds out by itself needs none of the others.
+    # Each rank probes and traces without the others.
     alone = LoneRank(shard.rank, shard.num_ranks)
     with clock("probe"), gc_paused(), communicator_scope(alone):
         if restored is not None:
@@ -229,7 +229,7 @@ def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: s
 
 
 def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
-    """What the KV cache holds in place of plain keys and values, for the log."""
+    """The KV cache's content for the log, if not plain keys and values."""
     num_latent = sum(spec.is_latent for spec in captured.specs)
     latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
     fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""

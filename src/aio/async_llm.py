@@ -341,7 +341,7 @@ class AsyncLLM:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine cannot compute; None if it can."""
+        """The reason that the engine cannot compute; None if it can."""
         return self._host.failure if self._thread.is_alive else "the engine's thread has ended"
 
     @property

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _IDLE_S = 30.0
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 _NUM_CPUS = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
-# Of long work, where one thread of it would hold a large share of the processors.
+# The rest of threads with long work, on machines where one thread is a large share of the CPUs.
 _REST = 1.0 if _NUM_CPUS <= 4 else 0.0
 
 

@@ -82,7 +82,7 @@ class Served:
         return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.requests)
 
     def error(self) -> EngineError | None:
-        """Of the first continuation that failed."""
+        """The error of the first failed continuation."""
         if not self.ends:  # as nearly always
             return None
         ends = list(self.ends.values())  # another thread may add one meanwhile

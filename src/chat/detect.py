@@ -131,7 +131,7 @@ def _written_calls(template: ChatTemplate) -> Iterator[str]:
 
 
 def _num_common(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+    """The length of the common prefix of two texts."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 

@@ -65,7 +65,7 @@ def _is_open(
 
 
 def _last_place(text: str, delimiter: str, header_end: str) -> int:
-    """Where the last of a delimiter begins in a text; -1 if there is none."""
+    """The place of the last delimiter in a text; -1 if there is none."""
     pattern = Delimiter(delimiter, header_end).pattern
     return max((match.start() for match in re.finditer(pattern, text, re.ASCII)), default=-1)
 

@@ -97,7 +97,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
-    """Of one item of the list, whose arguments meet the schema at a reference."""
+    """The schema of one item of the list; ``parameters`` refers to the schema of its arguments."""
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},

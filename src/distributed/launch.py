@@ -34,7 +34,7 @@ _NUM_SLOTS = 4
 def build_distributed(
     model: Any, config: EngineConfig, on_logits: Callable[..., None] | None = None
 ) -> BuiltEngine:
-    """As :func:`.build.build`, over ``config.tensor_parallel_size`` processes of this host.
+    """Build as :func:`.build.build`, over ``config.tensor_parallel_size`` processes of this host.
 
     Raises:
         InvalidInputError: there are not as many GPUs, the model is one in memory, or as of build.

@@ -195,7 +195,7 @@ class DistributedRunner:
         self._close()
 
     def _wait_for(self, launch: _Launch | None) -> None:
-        """Until the thread has passed it."""
+        """Wait until the thread has passed a launch."""
         if self._failure is not None:
             raise self._failure
         if launch is not None:

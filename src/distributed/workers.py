@@ -63,7 +63,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return [process.pid for process in self._processes]
 
     def send_settings(self, settings: Mapping[str, Any]) -> None:

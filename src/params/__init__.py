@@ -1,4 +1,4 @@
-"""How parameters are declared, once each; what is derived from a declaration; names of others.
+"""Declared parameters: their form, what derives from it, and names of other engines.
 
 ``declare`` has the form of a declaration, ``checks`` the limits of values, ``foreign`` the names
 that engine arguments have in vLLM and nano-vllm. The declarations themselves are the fields of

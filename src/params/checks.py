@@ -99,7 +99,7 @@ def flag(limit: str = "must be True or False") -> Check:
 
 
 def function(name: str, value: Any) -> Any:
-    """What can be called."""
+    """A callable."""
     if not callable(value):
         raise InvalidInputError(name, value, "must be a function, or None")
     return value

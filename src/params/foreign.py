@@ -221,7 +221,7 @@ SERVER: dict[str, Foreign] = {
     "api_server_count": Foreign((1,), "leave it out"),
     "headless": Foreign(_OFF, _REPLICAS),
 }
-"""Of ``vllm serve``, beside those of the engine. ``same_as`` and ``as_ours`` are our options."""
+"""Further flags of ``vllm serve``; ``same_as`` and ``as_ours`` are our options."""
 
 SHORT = {
     "-tp": "--tensor-parallel-size",

@@ -14,7 +14,7 @@ router = APIRouter()
 
 
 class PauseMode(StrEnum):
-    """As of ``AsyncLLM.pause_generation``."""
+    """The modes of ``AsyncLLM.pause_generation``."""
 
     ABORT = "abort"
     WAIT = "wait"

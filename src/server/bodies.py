@@ -37,7 +37,7 @@ MAX_NUM_CONTAINERS = 1 << 17
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
 _NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
 
-# Of a text to be counted or cut: all of it is tokenised, some 100 bytes of memory per token.
+# Limit of a text to be counted or cut: tokenising takes some 100 bytes of memory per token.
 MAX_TEXT_BYTES = 2 << 20
 # Most bytes of ordinary text per token.
 _BYTES_PER_TOKEN = 8
@@ -127,7 +127,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def parse(body: bytes) -> Any:
-    """As ``json.loads``, in steps.
+    """Parse as ``json.loads``, in steps.
 
     Raises:
         JSONDecodeError, UnicodeDecodeError, RecursionError, ValueError: as ``json.loads``.

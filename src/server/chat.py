@@ -124,7 +124,7 @@ class _Choices(Choices[ChatRequest]):
             yield _chunk(index, {}, **marks), None
 
     def choice(self, delta: AnswerDelta) -> dict[str, Any]:
-        """Of a whole answer."""
+        """The choice of a whole answer."""
         answer = self._answer(delta.index)
         message = answer.message(delta)
         return {

@@ -45,7 +45,7 @@ class ChatAnswer:
         return [part for part in found if self._is_kept(part)]
 
     def message(self, delta: AnswerDelta) -> dict[str, Any]:
-        """Of a whole answer, in OpenAI's form. vLLM has the reasoning under two names."""
+        """The message of a whole answer, in OpenAI's form, with vLLM's two names of reasoning."""
         message = message_of(self.read(delta))
         message["refusal"] = None
         message["reasoning"] = message["reasoning_content"]

@@ -58,7 +58,7 @@ async def _prompts_of(
 async def _encoded(
     text: str, context: ServerContext, truncate: int | None, lane: Lane
 ) -> list[int]:
-    """Its tokens, without special tokens."""
+    """The token ids of a text, without added special tokens."""
     return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 

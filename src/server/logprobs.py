@@ -106,7 +106,7 @@ class CompletionLogprobs:
     def read_prompt(
         self, token_ids: Sequence[int], entries: Sequence[Entries | None]
     ) -> dict[str, list[Any]]:
-        """Of an echoed prompt; as :meth:`read`."""
+        """The log-probabilities of an echoed prompt, as :meth:`read`."""
         return self._read(token_ids, entries, self._texts.offsets((), 0), is_beginning=True)
 
     def read(
@@ -147,7 +147,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, own_text: str, found: Entries) -> dict[str, float | None]:
-        """Of the token itself and of the likeliest others, by rank. Keys are distinct."""
+        """The entry of the token, and of the likeliest others by rank, with distinct keys."""
         top = {own_text: number_of(found[token_id].logprob)}
         for other, entry in top_of(found, self._num_top):
             if other != token_id:

@@ -64,7 +64,7 @@ class EngineMetrics:
         self._answering: set[Served] = set()
         engine.observers.append(self)
 
-    # As an observer: on the event loop, but for on_step ---------------------------------------
+    # Observer: on the event loop, except on_step ----------------------------------------------
 
     def on_arrival(self, served: Served) -> None:
         pass

@@ -20,8 +20,8 @@ from .protocol.names import BodyError, guided
 
 _ON_WIRE = {name for name, known in declared(SamplingParams).items() if known.wire is not None}
 _GENERATE_PARAMS = _ON_WIRE | UNSUPPORTED
-# As JSON writes a number: int() takes spaces, "1_0" and digits of other scripts as well, and two
-# keys would be one token.
+# JSON's form of a number: int() accepts spaces, "1_0" and digits of other scripts as well, so two
+# keys could be one token.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 _STRUCTURES = frozenset(known.name for known in fields(StructuredOutputs) if known.init)
 
@@ -42,7 +42,8 @@ class SamplingDefaults:
 
     @classmethod
     def of(cls, llm: LLM) -> SamplingDefaults:
-        """As in vLLM, ``max_new_tokens`` is a limit, too, in a config that the operator chose.
+        """The defaults of a loaded model. As in vLLM, ``max_new_tokens`` of a chosen generation
+        config is also a cap.
 
         Raises:
             InvalidInputError: the generation config has a value that is refused.
@@ -62,8 +63,8 @@ class SamplingDefaults:
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """With ``echo`` and ``logprobs`` those of the prompt are computed too. ``max_tokens`` = 0 is
-    for ``echo``: one token is computed, which the answer leaves out.
+    """The parameters of ``/v1/completions``. ``echo`` with ``logprobs`` also computes those of the
+    prompt. ``max_tokens`` = 0 needs ``echo``: one token is computed and discarded.
 
     Raises:
         InvalidInputError: a field is outside its limits.

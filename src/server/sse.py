@@ -64,7 +64,7 @@ class Choices(ABC, Generic[Body]):
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Of all answers so far; None if the format of reasoning is unknown."""
+        """Reasoning tokens of all answers so far; None if the format of reasoning is unknown."""
         return None
 
     @cached_property

@@ -27,7 +27,7 @@ MAX_KEPT_GRAMMARS = 256
 _NUM_LEXERS = 8
 # Slower grammars are compiled once.
 _MAX_COMPILE_AGAIN_S = 0.05
-# Of one lexer, shared by its requests: a state takes 1 to 2 kB.
+# Per lexer, shared by its requests: a state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
 # Less than llguidance's own million: a repeat of repeats took 160 MB, and is kept. 350,000 are
 # enough for an enum that is as large as a constraint may be.
@@ -40,9 +40,9 @@ _NUM_TRIED = 4  # first tokens
 # of 8 MiB. The longest that the largest constraint has room for take some 90 MiB.
 _STACK_BYTES = 256 << 20
 _MAX_COMPILING = 4
-# What takes longer goes on to its end, on one of the threads, but nothing waits for it.
+# A longer compilation continues on its thread, but no request waits for it.
 _MAX_COMPILE_S = 10.0
-# Of a Lark grammar: tokens are chosen by their bytes, also where the text leaves no choice.
+# Prefix of a Lark grammar: tokens are chosen by their bytes, also where the text is forced.
 _NOT_ENCODED = '%llguidance {"no_forcing": true}\n'
 
 
@@ -144,7 +144,7 @@ class Grammars:
     def _compiled(
         self, constraint: Constraint, compile: Callable[[Constraint], Any]
     ) -> tuple[_Compiled, bool]:
-        """What is kept of a constraint, and whether it was compiled now."""
+        """The compiled constraint, and whether it was compiled by this call."""
         with self._lock:
             kept = self._kept.get(constraint)
             if kept is not None:
@@ -192,7 +192,7 @@ class Grammars:
         except InvalidInputError:
             if constraint.kind != "grammar":
                 raise
-        # It may refer to special tokens by name. Text that spells one is not encoded then.
+        # The grammar may refer to special tokens by name. Text that spells one is then not encoded.
         # Without the lock, which steps of the engine take: it takes a second, and two may do it.
         if self._named_tokenizer is None:
             self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)

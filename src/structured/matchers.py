@@ -432,7 +432,7 @@ def _has_failed(text: _Text) -> bool:
 
 
 def _failure_of(call: Callable[..., object], *arguments: object) -> str:
-    """What a call raised; "" for nothing. Not on a thread that gets signals."""
+    """The text of a call's exception; "" without one. Not for a thread that gets signals."""
     try:
         call(*arguments)
     except BaseException as error:

@@ -41,7 +41,7 @@ class ReasoningTokens:
         if not opened:
             return
         self._add_path(opening, opened, goes_on=True)
-        # Where content has a header of its own (harmony), the answer may begin with it, too.
+        # The answer may also begin with a header of its content (harmony).
         if closed[:1] == opened[:1] and len(bytes_of(opened[0])) > 1:
             for delimiter in (closing, _with_type(closing, reasoning.header_end)):
                 self._add_path(delimiter, self._encoded(delimiter), goes_on=False)

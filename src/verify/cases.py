@@ -218,7 +218,7 @@ class ScheduleCases:
             yield f"abort after {count} steps", subject, stepped.answer(request)
 
     def pauses(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """Its blocks are taken after each token of its answer, and once in the prompt."""
+        """The subject is preempted after each token of its answer, and once in the prompt."""
         for count in range(self._size.num_tokens):
             for subject in self._cut:
                 request = stepped.add(subject)

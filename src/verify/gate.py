@@ -97,7 +97,7 @@ class _Gate:
         self.report.groups.append(group)
 
     def controls(self) -> list[CaseGroup]:
-        """Until one finds a difference."""
+        """Run controls until one finds a difference."""
         found = []
         for name, settings in _CONTROLS:
             self._on_progress(name)
@@ -112,7 +112,7 @@ class _Gate:
         return found
 
     def _control(self, name: str, settings: dict[str, Any]) -> list[CaseGroup]:
-        """Of scores, and of schedules."""
+        """One control: its groups of scores and of schedules."""
         found = CaseGroup(name)
         stepped = self._cases.engine(enable_prefix_caching=False, transparent=False, **settings)
         subjects = self._cases.subjects

@@ -13,7 +13,7 @@ CUT_PROMPT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GateSize:
-    """How much is tried.
+    """The amount of cases.
 
     Attributes:
         max_batch: batches of 1 to this many requests, and one more.

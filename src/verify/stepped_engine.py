@@ -37,7 +37,7 @@ class CaseRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer; no end token stops a subject."""
+        """Tokens of prompt and answer; no end token stops a subject."""
         return len(self.prompt) + (self.params.max_tokens or 0)
 
 
@@ -57,7 +57,7 @@ class Answer:
     logprobs: tuple[float, ...] = ()
 
     def first_difference(self, other: Answer) -> str:
-        """Where two answers part, in words; "" if they are the same in every bit."""
+        """A description of the first difference; "" if all bits are equal."""
         for position in sorted(self.bits.keys() | other.bits.keys()):
             if self.bits.get(position) != other.bits.get(position):
                 return f"logits at position {position}"
@@ -116,7 +116,7 @@ class SteppedEngine:
         self.scheduler.max_num_batched_tokens = self.full_budget
 
     def step_until(self, request: Request, num_answered: int) -> None:
-        """Until ``request`` has so many tokens of its answer settled, or ended."""
+        """Step until ``request`` has so many settled tokens of its answer, or has ended."""
         while request.finish_reason is None and (
             len(request.token_ids) - request.num_prompt_tokens < num_answered
         ):

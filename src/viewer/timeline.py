@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..spec.events import read_events
 
-# What a segment is. The first four are waiting of some kind, the others rows of plans.
+# Kinds of segments. The first four are waits, the others rows of plans.
 KINDS = ("waiting", "preempted", "paused", "pending", "prefill", "decode")
 WAITING, PREEMPTED, PAUSED, PENDING, PREFILL, DECODE = range(len(KINDS))
 _RUNNING = len(KINDS)
@@ -140,7 +140,7 @@ class Timeline:
         return lane
 
     def _lane(self, name: str) -> tuple[int, Lane]:
-        """Of a live request; a trace that breaks the specification may name another."""
+        """The lane of a live request; an invalid trace may name another."""
         if name not in self._live:
             self._new_lane(name, {})
         number = self._live[name]
@@ -278,7 +278,7 @@ class Timeline:
     # ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """What still waits when the trace ends waits to its end."""
+        """Extend waits without an end to the end of the trace."""
         for number in self._live.values():
             self._enter(self.lanes[number], _RUNNING, self.end)
 

@@ -151,7 +151,7 @@ else:
 
 
 class GeneratingBody(Identification, EngineFields, SamplingFields):
-    """What ``/v1/completions`` and ``/v1/chat/completions`` share. None stands for the default."""
+    """Fields of ``/v1/completions`` and ``/v1/chat/completions``; None stands for the default."""
 
     neutral: ClassVar[Neutral] = {
         **Identification.neutral,
