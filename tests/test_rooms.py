@@ -55,6 +55,13 @@ KERNELS = (
     ("families",),
     ("arch",),
 )
+# The tests of a room are in the same folder of `tests`, but for those of these two.
+TESTED_ELSEWHERE = {
+    "kernels/families": "kernels/test_registry.py finds all that they register",
+    "server/protocol": "server: through HTTP",
+}
+# Folders of `tests` that are of no single room; `src/spec` is a link to `spec`.
+BESIDE_ROOMS = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
 # The engine stands beside: these may import it, and it knows the lowest line only.
 ABOVE_ENGINE = (
     "cli",
@@ -261,6 +268,20 @@ def test_every_room_has_its_place() -> None:
     assert rooms == {ROOT, "engine", *(name for line in PACKAGE for name in line)}
 
 
+def unmirrored(sources: Path, tests: Path) -> set[str]:
+    """Folders with modules in ``sources`` of which ``tests`` has no folder with tests, and those
+    with tests in ``tests`` of which ``sources`` has none."""
+    rooms, tested = (
+        {path.parent.relative_to(top).as_posix() for path in top.rglob(pattern)}
+        for top, pattern in ((sources, "*.py"), (tests, "test_*.py"))
+    )
+    return (rooms ^ tested) - {"."}
+
+
+def test_tests_mirror_the_package() -> None:
+    assert unmirrored(SRC, Path(__file__).parent) == {*TESTED_ELSEWHERE, *BESIDE_ROOMS}
+
+
 # A test of the test -------------------------------------------------------------------------------
 
 PLANTED = [
@@ -292,6 +313,13 @@ PLANTED = [
     ("build", "from . import __version__", "only ('cli', 'server') may"),
     ("llm", "from .spec.replay import replay", "only ('cli', 'viewer') may"),
 ]
+
+
+def test_a_planted_folder_is_noticed(tmp_path: Path) -> None:
+    for file in ("src/a/x.py", "src/a/b/y.py", "tests/a/test_x.py", "tests/c/test_z.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert unmirrored(tmp_path / "src", tmp_path / "tests") == {"a/b", "c"}
 
 
 @pytest.mark.parametrize(("module", "text", "found"), PLANTED)
