@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from .pinned_ring import IntArray
+from .pinned import IntArray
 
 
 class _Filled:

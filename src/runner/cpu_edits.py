@@ -13,8 +13,7 @@ from ..engine.request import RequestInfo
 from ..kernels.sampling.edit_logits import Penalties, edited
 from ..kernels.sampling.sampler import SamplingInputs, sample
 from ..structured.matchers import Masks
-from .edit_batch import EditBatch, EditPacker
-from .logits_processors import has_processors, process
+from .edit_batch import EditBatch, EditPacker, has_processors, process
 
 
 class CpuEdits:

@@ -1,20 +1,28 @@
-"""The edited rows of a step as arrays, from its plan."""
+"""The edited rows of a step as arrays, from its plan; and the callers' ``logits_processors``."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count, pairwise
+from threading import current_thread, main_thread
 
 import numpy as np
+from torch import Tensor
 
 from ..engine.logit_edits import LogitEdits
 from ..engine.plan import LastTwoBatches, StepPlan
 from ..engine.request import RequestInfo
+from ..errors import shortened
+from ..kernels.sampling.edit_logits import processed
 from ..structured.matchers import Masks
-from .pinned_ring import IntArray
+from .pinned import IntArray
+
+logger = logging.getLogger("pagespec")
 
 NUM_FIELDS = 12
+_MAX_REASON = 300
 _NOTHING = LogitEdits()
 _NO_MASKS = np.empty((0, 0), np.int32)
 # A request, whether ``min_tokens`` still bans its ends, and the number of its mask if it has one
@@ -215,3 +223,31 @@ class EditPacker:
             np.fromiter(chain.from_iterable(words), np.int32),
             np.stack(masks) if masks else np.empty((0, -(-vocab_size // 32)), np.int32),
         )
+
+
+def has_processors(request: RequestInfo) -> bool:
+    return request.edits is not None and bool(request.edits.processors)
+
+
+def process(
+    request: RequestInfo, row: Tensor, output_token_ids: list[int], failures: dict[str, str]
+) -> Tensor:
+    """A row of logits after the functions of its request.
+
+    Args:
+        row: float32 ``[V]`` on the CPU.
+        failures: if one raises, or leaves nothing to sample, the reason is added here by the
+            request's id, and the row is returned as it was.
+    """
+    functions = request.edits.processors if request.edits is not None else ()
+    try:
+        return processed(row, output_token_ids, functions)
+    except BaseException as error:
+        # The main thread gets signals: there, a KeyboardInterrupt ends the step, as anywhere.
+        if not isinstance(error, Exception) and current_thread() is main_thread():
+            raise
+        if request.request_id not in failures:
+            logger.warning("logits_processors of %s failed", request.request_id, exc_info=True)
+        reason = shortened(f"{type(error).__name__}: {error}", _MAX_REASON)
+        failures[request.request_id] = f"logits_processors: {reason}"
+        return row

@@ -1,6 +1,9 @@
-"""Edited rows on a GPU: copied in chunks, edited and sampled by eager kernels behind the graph.
+"""Rows of a step that are sampled anew on a GPU, by eager kernels behind the graph.
 
-Rows that have a mask and no edits are not copied: :mod:`.gpu_masked_rows` samples them.
+A row with a mask and no edits is sampled from the step's own logits: the kernels read its mask
+beside them. While a batch stays as it is, nothing is sent but masks. Other edited rows are copied
+in chunks, edited, and sampled from the copies. Both take parameters from the step, and store
+tokens over its own.
 
 The tokens so far of each row that needs them are on the device, a row for each row of the block
 table store: the ids that a step computes are copied there from its own inputs, so that tokens in
@@ -11,71 +14,77 @@ waits for the device but Python functions, which read the logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine.plan import StepPlan
-from ..kernels.sampling.draw_functions import Results
+from ..engine.plan import LastTwoBatches, StepPlan
+from ..engine.sampling_params import SamplingParams
+from ..kernels.sampling.draw_functions import Results, Rows
 from ..kernels.sampling.edit_kernels import (
     EDIT_FIELDS,
     ChunkSizes,
     StagedEdits,
     edit_rows,
     keep_history,
-    store_tokens,
-    take_parameters,
 )
 from ..kernels.sampling.gumbel import sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
-from .edit_batch import EditBatch, EditPacker
-from .gpu_logprobs import processed_rows
-from .gpu_masked_rows import MaskedRowSampler
-from .gpu_masks import MaskMemory
+from .edit_batch import EditBatch, EditPacker, has_processors, process
+from .gpu_logprobs import GpuLogprobs
 from .layout import StepShape
-from .logits_processors import has_processors, process
-from .pinned_ring import IntArray, to_device
+from .pinned import IntArray, MaskMemory, parts_to_device, to_device
 from .row_params import truncated_fields
 
 CHUNK = 32
-"""Rows edited at a time: 8 bytes a token of the vocabulary each, for logits and counts."""
-_ALIGNMENT = 4  # integers; kernels are compiled anew for addresses that are not of 16 bytes
+"""Rows edited at a time: 8 bytes per token of the vocabulary each, for logits and counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Edited rows ``[first, end)``.
+def _rows(found: Sequence[tuple[int, int, SamplingParams]]) -> tuple[IntArray, IntArray]:
+    """Rows to sample, from (place, number, parameters) of each. The number is that of a mask, or
+    of a copy.
 
-    Attributes:
-        truncated: those that use top_k, top_p or min_p; see ``TRUNCATED_FIELDS``.
-        has_simple: whether there are others. has_processors: whether any has Python functions.
+    Returns:
+        Of rows without top_k, top_p and min_p: int32 ``[2, n]``, places and numbers. Of the others:
+        int32 ``[TRUNCATED_FIELDS + 1, n]``, their fields, then numbers.
     """
+    places, numbers, params = zip(*found, strict=True) if found else ((), (), ())
+    fields = np.array([places, numbers], np.int32)
+    truncated = truncated_fields(params)
+    at = truncated[0]
+    is_simple = np.ones(len(params), bool)
+    is_simple[at] = False
+    return fields[:, is_simple], np.concatenate([fields[:1, at], truncated[1:], fields[1:, at]])
 
-    first: int
-    end: int
-    sizes: ChunkSizes
-    truncated: IntArray
-    has_simple: bool
-    has_processors: bool
+
+class _MaskedRows(NamedTuple):
+    """The constrained rows of a batch: ``numbers`` and ``places`` of all of them, as in
+    :class:`.structured.matchers.Masks`; those that have ``edits`` as well; and of the others what
+    :func:`_rows` gives, on the device."""
+
+    numbers: dict[int, int]
+    places: list[int]
+    edits: tuple[dict[int, int], list[int]]
+    simple: Tensor
+    truncated: Tensor
 
 
 class GpuEdits:
-    """Histories, work space and launches for edited rows.
+    """Histories, work space and launches for rows with edits or masks.
 
     Args:
         buffers: of the runner's steps. results: of the runner.
         max_model_len: most tokens of a request, or a little more.
-        processed_logprobs: keep the log-probabilities of what edited rows are sampled from.
+        logprobs: gets the distributions that rows are sampled from, if it is given; then rows
+            with masks are copied, too.
 
     Attributes:
         masks: of constrained rows.
-        logprobs: of the last step, in chunks: places int32 ``[n]`` among the sampled rows, and
-            their rows as of :func:`.processed_rows`.
     """
 
     def __init__(
@@ -83,27 +92,19 @@ class GpuEdits:
         buffers: StepBuffers,
         results: Results,
         max_model_len: int,
-        processed_logprobs: bool = False,
+        logprobs: GpuLogprobs | None = None,
     ) -> None:
-        self._has_logprobs = processed_logprobs
-        self.logprobs: list[tuple[Tensor, Tensor]] = []
-        device, num_rows = buffers.staged.device, len(buffers.table_store)
-        self._buffers, self._results = buffers, results
+        self._buffers, self._results, self._logprobs = buffers, results, logprobs
+        self._device = buffers.staged.device
         self._packer = EditPacker()
-        self.masks = MaskMemory(device)
-        self._masked_rows = MaskedRowSampler(buffers, results, self.masks)
-        self._no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self.history = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self._parameters = (
-            torch.zeros(num_rows, dtype=torch.float32, device=device),
-            torch.zeros(num_rows, dtype=torch.int64, device=device),
-            torch.zeros(num_rows, dtype=torch.int64, device=device),
-        )
-        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._masked_rows = LastTwoBatches[_MaskedRows]()
+        self.masks = MaskMemory(self._device)
+        self._no_masks = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
+        size = len(buffers.table_store), max_model_len
+        self.history = torch.zeros(size, dtype=torch.int32, device=self._device)
 
     def look(self, plan: StepPlan) -> bool:
-        """Whether rows of a plan may be edited. Asked before anything else is done for it."""
-        self.logprobs.clear()
+        """Whether rows of a plan may be edited. Called before anything else is done for it."""
         self._packer.look(plan)
         return self._packer.any_edited
 
@@ -111,10 +112,11 @@ class GpuEdits:
         """Take in the tokens of the step that runs, once its inputs are unpacked."""
         if not self._packer.any_history:
             return
+        b = self._buffers
         rows = [row for row, ids in plan.prefixes.items() if ids]
         if rows:
             ids = np.concatenate([np.array(plan.prefixes[row], np.int32) for row in rows])
-            sent, at = self._send(ids), 0
+            sent, at = to_device(ids, b.staged.device), 0
             for row in rows:
                 length = len(plan.prefixes[row])
                 self.history[history_rows[row], :length].copy_(sent[at : at + length])
@@ -146,105 +148,125 @@ class GpuEdits:
         Returns:
             Why requests cannot go on, by their ids.
         """
-        batch = None
+        batch = masked = None
         failures: dict[str, str] = {}
         edited = masks
-        # Log-probabilities of what a row is sampled from are of a copy of it.
-        if masks is not None and not self._has_logprobs:
-            edited = self._masked_rows.place(plan, masks)
+        if masks is not None and self._logprobs is None:
+            masked = self._masked_rows_of(plan, masks)
+            numbers, places = masked.edits
+            edited = masks._replace(numbers=numbers, places=places) if numbers else None
         if self._packer.any_edited or edited is not None:
             batch = self._packer.pack(plan, logits.shape[1], history_rows, edited)
         if masks is not None:
             self.masks.send(masks.numbers.values())
-            if not self._has_logprobs:
-                self._masked_rows.sample(logits)
+        if masked is not None:
+            self._draw(logits, masked.simple, masked.truncated, self.masks.on_device)
         if batch is not None:
             failures.update(self._packer.failures)
-            self._sample(batch, _chunks(batch), logits, failures)
+            self._sample_copies(batch, _chunks(batch), logits, failures)
         return failures
 
-    def _sample(
+    def _masked_rows_of(self, plan: StepPlan, masks: Masks) -> _MaskedRows:
+        known = self._masked_rows.get(plan.requests)
+        if known is not None and known[:2] == (masks.numbers, masks.places):
+            return known
+        edited: dict[int, int] = {}
+        edited_places, own = [], []
+        for (row, number), place in zip(masks.numbers.items(), masks.places, strict=True):
+            request = plan.requests[row]
+            if request.edits is None:
+                own.append((place, number, request.sampling_params))
+            else:
+                edited[row] = number
+                edited_places.append(place)
+        simple, truncated = parts_to_device(_rows(own), self._device)
+        rows = _MaskedRows(masks.numbers, masks.places, (edited, edited_places), simple, truncated)
+        return self._masked_rows.put(plan.requests, rows)
+
+    def _draw(
+        self, logits: Tensor, simple: Tensor, truncated: Tensor, masks: Tensor | None = None
+    ) -> None:
+        """Sample rows, as :func:`_rows` gives them, from the step's logits behind masks, or from
+        copies."""
+        b = self._buffers
+        own = (b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results)
+
+        def rows(places: Tensor, numbers: Tensor) -> Rows:
+            return Rows(places, numbers) if masks is None else Rows(places, None, numbers, masks)
+
+        if simple.numel():
+            sample_simple(logits, *own, rows=rows(*simple))
+        if truncated.numel():
+            fields = truncated[:TRUNCATED_FIELDS]
+            sample_truncated(logits, fields.view(-1), *own, rows(fields[0], truncated[-1]))
+
+    def _sample_copies(
         self,
         batch: EditBatch,
         chunks: Sequence[_Chunk],
         logits: Tensor,
         failures: dict[str, str],
     ) -> None:
-        edits, truncated = self._stage(batch, chunks)
+        arrays = [batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks]
+        for chunk in chunks:
+            arrays += (chunk.simple, chunk.truncated)
+        parts = parts_to_device(arrays, self._device)
+        constrained = self.masks.on_device if len(batch.constrained) else self._no_masks
+        edits = StagedEdits._make([*parts[:5], constrained])
         b = self._buffers
-        of_step = (b.temperatures, b.seeds, b.sample_positions)
-        take_parameters(edits.fields, of_step, self._parameters)
-        size = min(CHUNK, len(self._tokens)), logits.shape[1]
-        space = torch.empty(size, dtype=torch.float32, device=logits.device)
-        counts = torch.empty(size, dtype=torch.int32, device=logits.device)
-        for chunk, fields in zip(chunks, truncated, strict=True):
-            rows = space[: chunk.end - chunk.first]
-            edit_rows(logits, edits, self.history, counts, rows, chunk.first, chunk.sizes)
-            if chunk.has_processors:
-                self._process(batch, chunk, rows, failures)
-            own = [t[chunk.first : chunk.end] for t in (*self._parameters, self._tokens)]
-            temperatures, seeds, positions, tokens = own
-            if chunk.has_simple:
-                sample_simple(rows, temperatures, seeds, positions, tokens)
-            if len(fields):
-                sample_truncated(rows, fields, temperatures, seeds, positions, tokens)
-            if self._has_logprobs:
-                words = processed_rows(rows, fields, temperatures, tokens)
-                self.logprobs.append((edits.fields[0, chunk.first : chunk.end], words))
-        store_tokens(edits.fields, self._tokens, b.sampled, self._results)
+        size = min(CHUNK, b.num_rows), logits.shape[1]
+        space = torch.empty(size, dtype=torch.float32, device=self._device)
+        counts = torch.empty(size, dtype=torch.int32, device=self._device)
+        fields = zip(chunks, parts[5::2], parts[6::2], strict=True)
+        for (first, end, sizes, *_), simple, truncated in fields:
+            rows = space[: end - first]
+            edit_rows(logits, edits, self.history, counts, rows, first, sizes)
+            self._process(batch, first, rows, failures)
+            self._draw(rows, simple, truncated)
+            if self._logprobs is not None:
+                places, cuts = edits.fields[0, first:end], truncated[:TRUNCATED_FIELDS]
+                self._logprobs.add_edited(rows, places, cuts.view(-1), b.sampled)
 
     def _process(
-        self, batch: EditBatch, chunk: _Chunk, rows: Tensor, failures: dict[str, str]
+        self, batch: EditBatch, first: int, rows: Tensor, failures: dict[str, str]
     ) -> None:
-        """Run the Python functions of these rows, one by one, on the host."""
-        for i in range(chunk.first, chunk.end):
-            request = batch.requests[i]
+        """Run the Python functions of rows ``first ..`` of a batch, one by one, on the host."""
+        for i, (request, row) in enumerate(zip(batch.requests[first:], rows, strict=False), first):
             if not has_processors(request):
                 continue
             _, history_row, num_prompt, num_tokens = batch.fields[:4, i].tolist()
             output = self.history[history_row, num_prompt:num_tokens].tolist()
-            row = rows[i - chunk.first]
             row.copy_(process(request, row.cpu(), output, failures))
-
-    def _stage(
-        self, batch: EditBatch, chunks: Sequence[_Chunk]
-    ) -> tuple[StagedEdits, list[Tensor]]:
-        """All arrays in one copy."""
-        arrays = [
-            *(batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks),
-            *(chunk.truncated for chunk in chunks),
-        ]
-        starts = np.cumsum([0, *(-(-a.size // _ALIGNMENT) * _ALIGNMENT for a in arrays)])
-        whole = np.zeros(starts[-1], np.int32)
-        for array, start in zip(arrays, starts.tolist(), strict=False):
-            whole[start : start + array.size] = array.reshape(-1)
-        sent = self._send(whole)
-        parts = [
-            sent[start : start + array.size].view(array.shape)
-            for array, start in zip(arrays, starts.tolist(), strict=False)
-        ]
-        constrained = self.masks.on_device if len(batch.constrained) else self._no_masks
-        edits = StagedEdits._make([*parts[:5], constrained])
-        return edits, [part.view(-1) for part in parts[5:]]
-
-    def _send(self, array: IntArray) -> Tensor:
-        return to_device(array, self._buffers.staged.device)
 
     def run_worst_case(self, shape: StepShape, logits: Tensor) -> None:
         """Launch every kernel there is over as many rows as there can be."""
         self._keep_inputs(shape, shape.num_tokens)
-        num_rows = min(len(self._tokens), CHUNK)
+        num_rows, num_words = min(self._buffers.num_rows, CHUNK), -(-logits.shape[1] // 32)
         fields = np.zeros((EDIT_FIELDS, num_rows), np.int32)
         fields[4] = np.float32(2).view(np.int32)  # a repetition penalty
         fields[9] = fields[11] = 1  # a bias, and a bad word
-        masks = np.zeros((1, -(-logits.shape[1] // 32)), np.int32)
+        bias, masks = np.zeros((2, 1), np.int32), np.zeros((1, num_words), np.int32)
         words, word_ids = np.array([0, 2], np.int32), np.zeros(2, np.int32)
-        batch = EditBatch((), fields, np.zeros((2, 1), np.int32), words, word_ids, masks)
+        batch = EditBatch((), fields, bias, words, word_ids, masks)
         sizes = ChunkSizes(self.history.shape[1], 1, 1, 2)
-        truncated = np.zeros((TRUNCATED_FIELDS, 1), np.int32)
-        if not self._has_logprobs:
-            self._masked_rows.run_worst_case(logits)
-        self._sample(batch, [_Chunk(0, num_rows, sizes, truncated, True, False)], logits, {})
+        truncated = np.zeros((TRUNCATED_FIELDS + 1, 1), np.int32)
+        if self._logprobs is None:
+            simple = np.zeros((2, len(logits)), np.int32)
+            on_device = parts_to_device([simple, truncated, ~masks], self._device)
+            self._draw(logits, *on_device)
+        simple = np.zeros((2, num_rows), np.int32)
+        self._sample_copies(batch, [_Chunk(0, num_rows, sizes, simple, truncated)], logits, {})
+
+
+class _Chunk(NamedTuple):
+    """Edited rows ``[first, end)``: the most of each edit that one has, and what :func:`_rows`
+    gives of them."""
+
+    first: int
+    end: int
+    sizes: ChunkSizes
+    simple: IntArray
+    truncated: IntArray
 
 
 def _chunks(batch: EditBatch) -> list[_Chunk]:
@@ -252,27 +274,14 @@ def _chunks(batch: EditBatch) -> list[_Chunk]:
     num_biases = batch.fields[9] - batch.fields[8]
     num_words = batch.fields[11] - batch.fields[10]
     num_word_tokens = int(np.diff(batch.words).max(initial=0))
+    places, params = batch.fields[0].tolist(), [r.sampling_params for r in batch.requests]
     chunks = []
     for first in range(0, len(batch), CHUNK):
-        requests = batch.requests[first : first + CHUNK]
-        part = slice(first, first + len(requests))
-        sizes = ChunkSizes(
-            int(num_tokens[part].max()),
-            int(num_biases[part].max()),
-            int(num_words[part].max()),
-            num_word_tokens,
-        )
-        truncated = truncated_fields([request.sampling_params for request in requests])
-        chunks.append(
-            _Chunk(
-                first,
-                part.stop,
-                sizes,
-                truncated,
-                truncated.shape[1] < len(requests),
-                any(r.edits is not None and r.edits.processors for r in requests),
-            )
-        )
+        part = slice(first, first + CHUNK)
+        most = (int(counts[part].max()) for counts in (num_tokens, num_biases, num_words))
+        sizes = ChunkSizes._make([*most, num_word_tokens])
+        rows = _rows([*zip(places[part], range(CHUNK), params[part], strict=False)])
+        chunks.append(_Chunk(first, min(part.stop, len(batch)), sizes, *rows))
     return chunks
 
 

@@ -6,8 +6,6 @@ exist at a time, and the same kernels run whatever the prompts' lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -62,6 +60,25 @@ class GpuLogprobs:
             pin_memory=torch.cuda.is_available(),
         )
         self._places = torch.arange(CHUNK_ROWS, dtype=torch.int32, device=device)
+        self._edited: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        """A step begins: forget the edited rows of the step before."""
+        self._edited.clear()
+
+    def add_edited(
+        self, logits: Tensor, places: Tensor, truncated: Tensor, sampled: Tensor
+    ) -> None:
+        """Queue the rows of edited copies ``[n, V]``, which take the place of the step's own.
+
+        Args:
+            places: int32 ``[n]``, their rows of the step. truncated, sampled: as of :meth:`queue`.
+        """
+        rows = torch.empty(len(places), ROW_WORDS, dtype=torch.int32, device=logits.device)
+        num_top = torch.full_like(places, MAX_TOP)
+        sources = self._places[: len(places)]
+        self._write_processed(logits, places, num_top, truncated, sampled, rows, sources)
+        self._edited.append((places, rows))
 
     def queue(
         self,
@@ -72,7 +89,6 @@ class GpuLogprobs:
         sampled_fields: Tensor,
         prompt_fields: Tensor,
         hidden: Tensor | None,
-        edited: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """Queue a step's rows; returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
 
@@ -83,7 +99,6 @@ class GpuLogprobs:
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
                 ``hidden [T, H]``, the hidden states in front of the head.
-            edited: :attr:`.gpu_edits.GpuEdits.logprobs`, which take the place of others.
         """
         fields = sampled_fields.view(LOGPROB_FIELDS, -1)
         positions = prompt_fields.view(LOGPROB_FIELDS, -1)
@@ -91,13 +106,12 @@ class GpuLogprobs:
         rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
         if num_sampled and self._temperatures is None:
             write_logprobs(logits, fields, sampled, rows[:num_sampled])
-        elif num_sampled and self._temperatures is not None:
+        elif num_sampled:
             for first in range(0, num_sampled, _PROCESSED_ROWS):
                 part = fields[:, first : first + _PROCESSED_ROWS]
-                scores = processed_scores(logits, part[0], truncated, self._temperatures)
-                own = torch.stack([self._places[: len(scores)], sampled[part[0]].int(), part[2]])
-                write_logprobs(scores, own, sampled, rows[first : first + len(scores)])
-            for places, words in edited:
+                own = rows[first : first + part.shape[1]]
+                self._write_processed(logits, part[0], part[2], truncated, sampled, own)
+            for places, words in self._edited:
                 is_edited = fields[0].unsqueeze(1) == places
                 own_words = words[is_edited.int().argmax(1)]
                 is_any = is_edited.any(1, keepdim=True)
@@ -112,6 +126,23 @@ class GpuLogprobs:
         found = self._host[step, :num_rows]
         found.copy_(rows, non_blocking=True)
         return found
+
+    def _write_processed(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        num_top: Tensor,
+        truncated: Tensor,
+        sampled: Tensor,
+        rows: Tensor,
+        sources: Tensor | None = None,
+    ) -> None:
+        """The rows of the distributions that some rows are sampled from. Arguments as of
+        :func:`.processed_scores` and :func:`.write_logprobs`."""
+        assert self._temperatures is not None
+        scores = processed_scores(logits, places, truncated, self._temperatures, sources)
+        fields = torch.stack([self._places[: len(places)], sampled[places].int(), num_top])
+        write_logprobs(scores, fields, sampled, rows)
 
     def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> Tensor:
         """The rows of a chunk; returns its logits."""
@@ -131,26 +162,8 @@ class GpuLogprobs:
             logits = self._write_chunk(hidden, blank, sampled, rows)
             if self._temperatures is not None:
                 num_rows = min(_PROCESSED_ROWS, len(self._temperatures))
-                processed_rows(logits[:num_rows], blank[0, :0], self._temperatures, sampled)
-
-
-def processed_rows(
-    logits: Tensor, truncated: Tensor, temperatures: Tensor, tokens: Tensor
-) -> Tensor:
-    """int32 ``[n, ROW_WORDS]`` of the distributions that rows of logits ``[n, V]`` are sampled
-    from, with as many of the likeliest tokens as there can be.
-
-    Args:
-        truncated, temperatures: as of :func:`.processed_scores`. tokens: int64 ``[>= n]``, sampled.
-    """
-    num_rows, device = len(logits), logits.device
-    tokens = tokens[:num_rows]
-    places = torch.arange(num_rows, dtype=torch.int32, device=device)
-    scores = processed_scores(logits, places, truncated, temperatures)
-    fields = torch.stack([places, tokens.int(), torch.full_like(places, MAX_TOP)])
-    rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=device)
-    write_logprobs(scores, fields, tokens, rows)
-    return rows
+                places, own = self._places[:num_rows], rows[:num_rows]
+                self._write_processed(logits, places, places, blank[0, :0], sampled, own)
 
 
 def read_logprobs(words: Tensor, num_sampled: int) -> StepLogprobs:

@@ -15,7 +15,7 @@ from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
 from .logprob_fields import prompt_fields
-from .pinned_ring import IntArray, PinnedRing
+from .pinned import IntArray, PinnedRing
 from .row_params import RowParams
 from .unpack_kernels import update_tables
 

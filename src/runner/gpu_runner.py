@@ -28,7 +28,7 @@ from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStepHandle, GpuStepSampler
 from .layout import StepShape
-from .pinned_ring import IntArray, PinnedRing
+from .pinned import IntArray, PinnedRing
 from .unpack_kernels import unpack, update_tables
 
 

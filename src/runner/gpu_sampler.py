@@ -29,7 +29,7 @@ from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import StagedStep
 from .layout import StepShape
-from .pinned_ring import PinnedRing
+from .pinned import PinnedRing
 
 _POLL_S = 20e-6
 
@@ -110,7 +110,9 @@ class GpuStepSampler:
             buffers.temperatures if processed_logprobs else None,
         )
         self._blank_hidden: Tensor | None = None
-        self.edits = GpuEdits(buffers, self._results, max_model_len, processed_logprobs)
+        self.edits = GpuEdits(
+            buffers, self._results, max_model_len, self._logprobs if processed_logprobs else None
+        )
         self.matchers = Matchers(grammars, self.edits.masks.make_space)
         self._unfinished: _Unfinished | None = None
         self.mask_s = 0.0
@@ -119,6 +121,7 @@ class GpuStepSampler:
 
     def begin(self, plan: StepPlan) -> tuple[int, bool]:
         """Where the tokens of a plan will go, and whether rows of it may be edited."""
+        self._logprobs.begin()
         is_edited = self.edits.look(plan)
         return self._ring.take()[0], is_edited
 
@@ -248,7 +251,6 @@ class GpuStepSampler:
             handle.logprobs = self._logprobs.queue(
                 staged.result_row,
                 *(logits, b.sampled, truncated, *fields, hidden),
-                self.edits.logprobs,
             )
             handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
         handle.event = self._ring.release(staged.result_row)

@@ -34,11 +34,10 @@ from ..compile.step_fields import (
 )
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from .pinned_ring import IntArray
+from .pinned import ALIGNMENT, IntArray
 from .row_params import RowParams
 
 _NONE = np.empty(0, np.int32)
-_ALIGNMENT = 4  # words: 16 bytes, which Triton specializes kernels on
 
 
 class StepShape(NamedTuple):
@@ -238,7 +237,7 @@ class Layout:
                 arrays.append(place)
                 if field.padding == LAST:
                     repeated.append(place)
-            at = -(-end // _ALIGNMENT) * _ALIGNMENT
+            at = -(-end // ALIGNMENT) * ALIGNMENT
         return Places(counts, at, tuple(scalars), tuple(arrays), tuple(repeated), tuple(places))
 
     def _lay_out_padding(self, shape: StepShape) -> IntArray:

@@ -13,7 +13,7 @@ from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from ..params.declare import declared, defaults
 from .logprob_fields import sampled_fields
-from .pinned_ring import IntArray
+from .pinned import IntArray
 
 _MAX_INT32 = 2**31 - 1
 

@@ -21,7 +21,7 @@ UNIT_TESTS = (
     *("block_manager", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
     *("segments", "siblings", "state_slots"),
 )
-RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
+RUNNER_TESTS = ("tests/runner/test_pinned.py",)
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from pagespec.runner.device_buffers import StepBuffers
 from pagespec.runner.gpu_pack import GpuStepPacker, StagedStep, send
-from pagespec.runner.pinned_ring import PinnedRing
+from pagespec.runner.pinned import PinnedRing
 from pagespec.runner.unpack_kernels import unpack
 
 BLOCK_SIZE, NUM_BLOCKS, WIDTH, MAX_ROWS, MAX_TOKENS = 4, 90, 12, 6, 40

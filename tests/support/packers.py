@@ -91,7 +91,7 @@ class GpuStaging:
     ) -> None:
         from pagespec.runner.device_buffers import StepBuffers
         from pagespec.runner.gpu_pack import GpuStepPacker
-        from pagespec.runner.pinned_ring import PinnedRing
+        from pagespec.runner.pinned import PinnedRing
 
         self._num_blocks, self._block_size = num_blocks, block_size
         self._buffers = StepBuffers(

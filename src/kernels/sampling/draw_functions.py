@@ -4,7 +4,6 @@ noise, the best of their sums, and where the token is stored for the next step a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -20,8 +19,7 @@ def store_token(token, row, sampled, results, result_row, results_stride):  # ty
         tl.store(results + tl.load(result_row) * results_stride + row, token.to(tl.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(NamedTuple):
     """Where the host reads tokens. A kernel stores them there itself: a copy behind it would stand
     between it and the next step.
 
@@ -35,23 +33,42 @@ class Results:
 
 
 def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """What :func:`store_token` takes of them: tokens, row, and elements from step to step."""
-    if results is None:
-        return None, None, 0
-    return results.tokens, results.row, results.tokens.stride(0)
+    """The arguments of :func:`store_token`: tokens, row, and elements from step to step."""
+    return (None, None, 0) if results is None else (*results, results.tokens.stride(0))
 
 
-class MaskedRows(NamedTuple):
-    """Rows of logits to sample, each with a mask.
+class Rows(NamedTuple):
+    """Rows of a step to sample by themselves.
 
     Attributes:
-        places: of the rows, int32 ``[n]``. numbers: of their masks, int32 ``[n]``.
+        places: int32 ``[n]``, of the step's rows: of their parameters and tokens.
+        sources: int32 ``[n]``, of their rows of the logits; None: the places.
+        numbers: int32 ``[n]``, of their masks; None: all ids are allowed.
         masks: int32 ``[.., >= ceil(V / 32)]``, rows contiguous: a bit for each id.
     """
 
     places: Tensor
-    numbers: Tensor
-    masks: Tensor
+    sources: Tensor | None = None
+    numbers: Tensor | None = None
+    masks: Tensor | None = None
+
+
+def arguments_of(
+    rows: Rows | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]:
+    """Those of kernels: places, sources, numbers, masks, and elements from mask to mask."""
+    if rows is None:
+        return None, None, None, None, 0
+    return *rows, 0 if rows.masks is None else rows.masks.stride(0)
+
+
+@triton.jit
+def source_of(sources, row, place):  # type: ignore[no-untyped-def]
+    """The row of the logits of a row to sample."""
+    source = place
+    if sources is not None:
+        source = tl.load(sources + row)
+    return source.to(tl.int64)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw_functions import Results, allowed, places_of, store_token
+from .draw_functions import allowed
 
 EDIT_FIELDS = 12
 """int32 fields of an edited row, each an array ``[rows]``: row of the logits, row of the history,
@@ -267,40 +267,3 @@ def keep_history(input_ids: Tensor, rows: Tensor, positions: Tensor, history: Te
     _keep_history_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
         input_ids, rows, positions, history, num_tokens, history.shape[1], BLOCK=_BLOCK
     )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _take_kernel(  # type: ignore[no-untyped-def]
-    fields, temperatures, seeds, positions, own_temperatures, own_seeds, own_positions, num_rows,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < num_rows
-    place = tl.load(fields + i, mask=mask, other=0)
-    tl.store(own_temperatures + i, tl.load(temperatures + place, mask=mask, other=0.0), mask=mask)
-    tl.store(own_seeds + i, tl.load(seeds + place, mask=mask, other=0), mask=mask)
-    tl.store(own_positions + i, tl.load(positions + place, mask=mask, other=0), mask=mask)
-
-
-def take_parameters(
-    fields: Tensor, of_step: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Copy temperatures, seeds and positions of the edited rows out of those of the step."""
-    num_rows = fields.shape[1]
-    _take_kernel[(triton.cdiv(num_rows, _BLOCK),)](fields, *of_step, *own, num_rows, BLOCK=_BLOCK)
-
-
-@triton.jit(do_not_specialize=["results_stride"])
-def _store_kernel(  # type: ignore[no-untyped-def]
-    fields, tokens, sampled, results, result_row, results_stride
-):
-    row = tl.program_id(0)
-    place = tl.load(fields + row)
-    store_token(tl.load(tokens + row), place, sampled, results, result_row, results_stride)
-
-
-def store_tokens(
-    fields: Tensor, tokens: Tensor, sampled: Tensor, results: Results | None = None
-) -> None:
-    """Write the edited rows' tokens, int64 ``[>= rows]``, over those of the step."""
-    _store_kernel[(fields.shape[1],)](fields, tokens, sampled, *places_of(results))

@@ -15,13 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .draw_functions import (
-    MaskedRows,
     Results,
+    Rows,
     allowed,
+    arguments_of,
     first_of_best,
     load_logits,
     noise_of,
     places_of,
+    source_of,
     store_token,
 )
 from .sampler import GROUP, VocabShard
@@ -30,23 +32,17 @@ _STRETCH = 4096
 """Tokens a program weighs."""
 
 
-@triton.jit
-def _masked_row(places, numbers, masks, masks_stride, row):  # type: ignore[no-untyped-def]
-    """Where a row is among the logits, and its mask."""
-    words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
-    return tl.load(places + row), words
-
-
-_MASKS = {
+_OF_ROWS = {
     "do_not_specialize": ["num_groups", "masks_stride"],
-    "do_not_specialize_on_alignment": ["places", "numbers"],
+    "do_not_specialize_on_alignment": ["places", "sources", "numbers"],
 }
 
 
-@triton.jit(**_MASKS)
+@triton.jit(**_OF_ROWS)
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits,
     places,
+    sources,
     numbers,
     masks,
     temperatures,
@@ -59,15 +55,17 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
 ):
     """The largest logit of each group, and the sum of exp((logit - largest) / temperature): a pair
-    in ``weights [rows, num_groups, 2]``. Without ``masks``, a row's place is its number."""
+    in ``weights [rows, num_groups, 2]``. Without ``places``, a row's place is its number."""
     stretch = tl.program_id(0)
     row = tl.program_id(1)
-    place = row
     words = None
     if masks is not None:
-        place, words = _masked_row(places, numbers, masks, masks_stride, row)
+        words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
+    place = row
+    if places is not None:
+        place = tl.load(places + row)
     group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
-    base = logits + place.to(tl.int64) * logits_stride
+    base = logits + source_of(sources, row, place) * logits_stride
     logit = load_logits(base, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
     if words is not None:
         flat = allowed(tl.reshape(logit, [STRETCH]), words, stretch * STRETCH, VOCAB, STRETCH)
@@ -116,10 +114,11 @@ def _choose_token(  # type: ignore[no-untyped-def]
     return first_of_best(score, ids)
 
 
-@triton.jit(**_MASKS)
+@triton.jit(**_OF_ROWS)
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits,
     places,
+    sources,
     numbers,
     masks,
     temperatures,
@@ -136,53 +135,36 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
+    FIRST_ID: tl.constexpr,
 ):
     """A token per row. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, weights
     ``[rows, num_groups, 2]``.
+
+    With a ``FIRST_ID``, the weights are of all ranks' groups, and the logits of this rank, from
+    that id on: the token is -1 if another rank has it.
     """
     row = tl.program_id(0)
-    place = row
     words = None
     if masks is not None:
-        place, words = _masked_row(places, numbers, masks, masks_stride, row)
+        words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
+    place = row
+    if places is not None:
+        place = tl.load(places + row)
     temperature = tl.load(temperatures + place)
     seed = tl.load(seeds + place)
     position = tl.load(positions + place)
     group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
-    base = logits + place.to(tl.int64) * logits_stride
-    token = _choose_token(base, words, group, 0, temperature, seed, position, VOCAB, GROUP)
-    store_token(token, place, sampled, results, result_row, results_stride)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def _choose_own_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    temperatures,
-    seeds,
-    positions,
-    weights,
-    tokens,
-    logits_stride,
-    num_groups,
-    FIRST_ID: tl.constexpr,
-    VOCAB: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """As :func:`_choose_kernel`, from the weights of all ranks' groups and this rank's logits: a
-    row's token if this rank has it, else -1."""
-    row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
-    token = -1
-    if (group * GROUP >= FIRST_ID) & (group * GROUP < FIRST_ID + VOCAB):
-        base = logits + row.to(tl.int64) * logits_stride
-        token = _choose_token(
-            base, None, group, FIRST_ID, temperature, seed, position, VOCAB, GROUP
-        )
-    tl.store(tokens + row, token)
+    base = logits + source_of(sources, row, place) * logits_stride
+    if FIRST_ID is None:
+        token = _choose_token(base, words, group, 0, temperature, seed, position, VOCAB, GROUP)
+        store_token(token, place, sampled, results, result_row, results_stride)
+    else:
+        token = -1
+        if (group * GROUP >= FIRST_ID) & (group * GROUP < FIRST_ID + VOCAB):
+            token = _choose_token(
+                base, words, group, FIRST_ID, temperature, seed, position, VOCAB, GROUP
+            )
+        tl.store(sampled + place, token)
 
 
 @triton.jit
@@ -212,7 +194,7 @@ def sample_simple(
     sampled: Tensor,
     results: Results | None = None,
     shard: VocabShard | None = None,
-    masked: MaskedRows | None = None,
+    rows: Rows | None = None,
 ) -> None:
     """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
 
@@ -223,94 +205,37 @@ def sample_simple(
         shard: which tokens' logits these are, if not all: then the groups' weights travel between
             ranks, and the tokens chosen; the logits do not. All ranks write the same tokens, those
             that one would choose from the same logits.
-        masked: sample these rows alone, each from what its mask allows; without a shard.
+        rows: sample these alone; without a shard.
     """
     num_rows, vocab_size = logits.shape
-    places, numbers, masks = masked or (None, None, None)
-    masks_stride = 0
-    if masked is not None:
-        num_rows, masks_stride = len(masked.places), masked.masks.stride(0)
+    places, sources, numbers, masks, masks_stride = arguments_of(rows)
+    if places is not None:
+        num_rows = len(places)
     num_groups = triton.cdiv(vocab_size, GROUP)
     weights = torch.empty(num_rows, num_groups, 2, dtype=torch.float32, device=logits.device)
     _weigh_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
-        logits,
-        places,
-        numbers,
-        masks,
-        temperatures,
-        weights,
-        logits.stride(0),
-        masks_stride,
-        num_groups,
-        VOCAB=vocab_size,
-        STRETCH=_STRETCH,
-        GROUP=GROUP,
-        num_warps=4,
-    )
+        logits, places, sources, numbers, masks, temperatures, weights,
+        logits.stride(0), masks_stride, num_groups,
+        VOCAB=vocab_size, STRETCH=_STRETCH, GROUP=GROUP, num_warps=4,
+    )  # fmt: skip
+    target, first_id = sampled, None
+    tokens, result_row, results_stride = of_results = places_of(results)
     if shard is not None:
-        found = _choose_over_ranks(logits, temperatures, seeds, positions, weights, shard)
-        tokens, result_row, results_stride = places_of(results)
-        _store_found_kernel[(num_rows,)](
-            found,
-            sampled,
-            tokens,
-            result_row,
-            results_stride,
-            shard.last_id,
-            NUM_RANKS=len(shard.sizes),
-        )
-        return
-    tokens, result_row, results_stride = places_of(results)
+        sizes = [2 * triton.cdiv(size, GROUP) for size in shard.sizes]
+        weights = shard.communicator.all_gather(weights.view(num_rows, -1), sizes)
+        num_groups, first_id = sum(sizes) // 2, shard.first_id
+        target = torch.empty(num_rows, 1, dtype=torch.int32, device=logits.device)
+        tokens = result_row = None
     _choose_kernel[(num_rows,)](
-        logits,
-        places,
-        numbers,
-        masks,
-        temperatures,
-        seeds,
-        positions,
-        weights,
-        sampled,
-        tokens,
-        result_row,
-        logits.stride(0),
-        masks_stride,
-        results_stride,
-        num_groups,
-        VOCAB=vocab_size,
-        GROUP=GROUP,
-        PADDED=triton.next_power_of_2(num_groups),
-        num_warps=8,
-    )
-
-
-def _choose_over_ranks(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    weights: Tensor,
-    shard: VocabShard,
-) -> Tensor:
-    """int32 ``[S, ranks]``: of each row its token, from the rank that has its logits, else -1."""
-    num_rows, vocab_size = logits.shape
-    gather = shard.communicator.all_gather
-    num_groups = [triton.cdiv(size, GROUP) for size in shard.sizes]
-    all_weights = gather(weights.view(num_rows, -1), [2 * number for number in num_groups])
-    own = torch.empty(num_rows, 1, dtype=torch.int32, device=logits.device)
-    _choose_own_kernel[(num_rows,)](
-        logits,
-        temperatures,
-        seeds,
-        positions,
-        all_weights,
-        own,
-        logits.stride(0),
-        sum(num_groups),
-        FIRST_ID=shard.first_id,
-        VOCAB=vocab_size,
-        GROUP=GROUP,
-        PADDED=triton.next_power_of_2(sum(num_groups)),
-        num_warps=8,
-    )
-    return gather(own, [1] * len(shard.sizes))
+        logits, places, sources, numbers, masks, temperatures, seeds, positions, weights,
+        target, tokens, result_row,
+        logits.stride(0), masks_stride, results_stride, num_groups,
+        VOCAB=vocab_size, GROUP=GROUP, PADDED=triton.next_power_of_2(num_groups),
+        FIRST_ID=first_id, num_warps=8,
+    )  # fmt: skip
+    if shard is not None:
+        num_ranks = len(shard.sizes)
+        found = shard.communicator.all_gather(target, [1] * num_ranks)
+        _store_found_kernel[(num_rows,)](
+            found, sampled, *of_results, shard.last_id, NUM_RANKS=num_ranks
+        )

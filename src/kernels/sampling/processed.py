@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .draw_functions import source_of
 from .top_k_top_p import TRUNCATED_FIELDS
 from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
 
@@ -19,10 +20,11 @@ _LOOKUP = 1024
 
 
 @triton.jit(
-    do_not_specialize=["num_truncated"], do_not_specialize_on_alignment=["places", "truncated"]
+    do_not_specialize=["num_truncated"],
+    do_not_specialize_on_alignment=["places", "truncated", "sources"],
 )
 def _processed_kernel(  # type: ignore[no-untyped-def]
-    logits, places, truncated, temperatures, scores, logits_stride, num_truncated,
+    logits, places, sources, truncated, temperatures, scores, logits_stride, num_truncated,
     VOCAB: tl.constexpr, TILE: tl.constexpr, LOOKUP: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[n, VOCAB]`` of some rows of logits. Grid: ``(n,)``."""
@@ -35,7 +37,7 @@ def _processed_kernel(  # type: ignore[no-untyped-def]
         own += tl.sum(tl.where(is_own, at + 1, 0), 0)
     temperature = tl.load(temperatures + place)
     temperature = tl.where(temperature > 0.0, temperature, 1.0)
-    base = logits + place.to(tl.int64) * logits_stride
+    base = logits + source_of(sources, row, place) * logits_stride
     top = largest_logit(base, None, VOCAB, TILE)
     cuts = truncated + num_truncated
     limit, num_at_threshold, is_tied = find_threshold(
@@ -51,18 +53,23 @@ def _processed_kernel(  # type: ignore[no-untyped-def]
 
 
 def processed_scores(
-    logits: Tensor, places: Tensor, truncated: Tensor, temperatures: Tensor
+    logits: Tensor,
+    places: Tensor,
+    truncated: Tensor,
+    temperatures: Tensor,
+    sources: Tensor | None = None,
 ) -> Tensor:
-    """float32 ``[n, V]``, of the rows of ``logits [N, V]`` at ``places [n]``, int32.
+    """float32 ``[n, V]``, of the rows of a step at ``places [n]``, int32.
 
     Args:
+        logits: ``[N, V]``. sources: int32 ``[n]``, their rows of the logits; None: the places.
         truncated: int32, what ``TRUNCATED_FIELDS`` lists of the m rows that use top_k, top_p or
             min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
     """
     num_rows, vocab_size = len(places), logits.shape[1]
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
     _processed_kernel[(num_rows,)](
-        logits, places, truncated, temperatures, scores, logits.stride(0),
+        logits, places, sources, truncated, temperatures, scores, logits.stride(0),
         len(truncated) // TRUNCATED_FIELDS,
         VOCAB=vocab_size,
         TILE=_TILE,

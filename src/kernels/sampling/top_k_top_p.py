@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw_functions import MaskedRows, Results, first_of_best, noise_of, places_of, store_token
+from .draw_functions import (
+    Results,
+    Rows,
+    arguments_of,
+    first_of_best,
+    noise_of,
+    places_of,
+    source_of,
+    store_token,
+)
 from .sampler import GROUP
 from .top_k_top_p_threshold import (
     CUT_FIELDS,
@@ -30,11 +39,11 @@ TRUNCATED_FIELDS = 1 + CUT_FIELDS
 
 @triton.jit(
     do_not_specialize=["num_rows", "masks_stride"],
-    do_not_specialize_on_alignment=["fields", "numbers"],
+    do_not_specialize_on_alignment=["fields", "sources", "numbers"],
 )
 def _truncated_kernel(  # type: ignore[no-untyped-def]
-    logits, fields, numbers, masks, temperatures, seeds, positions, sampled, results, result_row,
-    logits_stride, masks_stride, results_stride, num_rows,
+    logits, fields, sources, numbers, masks, temperatures, seeds, positions, sampled, results,
+    result_row, logits_stride, masks_stride, results_stride, num_rows,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
@@ -48,7 +57,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         # Greedy is the first of the likeliest.
         most = tl.where(temperature > 0.0, VOCAB, 1)
         temperature = tl.where(temperature > 0.0, temperature, 1.0)
-        base = logits + place.to(tl.int64) * logits_stride
+        base = logits + source_of(sources, row, place) * logits_stride
         words = None
         if masks is not None:
             words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
@@ -97,7 +106,7 @@ def sample_truncated(
     positions: Tensor,
     sampled: Tensor,
     results: Results | None = None,
-    masked: MaskedRows | None = None,
+    rows: Rows | None = None,
     *,
     tile: int = _TILE,
     num_warps: int = _NUM_WARPS,
@@ -110,16 +119,16 @@ def sample_truncated(
             ``logits``; below 0, there is nothing to do.
         temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
         sampled: int64 ``[>= N]``, written at the places given. results: written there, too.
-        masked: the masks of these rows, one for each; its places are those of the fields.
+        rows: the same rows, where these have sources or masks; its places are those of the fields.
         tile: tokens read at once, a power of two of a group or more.
     """
     num_rows = len(fields) // TRUNCATED_FIELDS
     tokens, result_row, results_stride = places_of(results)
     vocab_size = logits.shape[1]
-    _, numbers, masks = masked or (None, None, None)
+    _, sources, numbers, masks, masks_stride = arguments_of(rows)
     _truncated_kernel[(num_rows,)](
-        logits, fields, numbers, masks, temperatures, seeds, positions, sampled, tokens, result_row,
-        logits.stride(0), 0 if masks is None else masks.stride(0), results_stride, num_rows,
+        logits, fields, sources, numbers, masks, temperatures, seeds, positions, sampled, tokens,
+        result_row, logits.stride(0), masks_stride, results_stride, num_rows,
         VOCAB=vocab_size,
         TILE=tile,
         NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, tile)),

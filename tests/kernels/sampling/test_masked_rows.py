@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ class Step:
         self.bits = np.concatenate([packed, np.full((NUM_MASKS, 1), -1, np.int32)], 1)
         self.masks = Masks(self.bits, dict(zip(rows, numbers, strict=True)), rows)
 
-    def edits(self, *, processed_logprobs: bool = False) -> gpu_edits.GpuEdits:
+    def edits(self, *, is_copied: bool = False) -> gpu_edits.GpuEdits:
         """With the parameters of the step in its buffers, and all tokens -1."""
         num_rows = len(self.params)
         b = StepBuffers(
@@ -94,7 +95,8 @@ class Step:
         b.sample_positions.copy_(torch.arange(num_rows) + 9)
         b.sampled.fill_(-1)
         results = gumbel.Results(torch.full((2, num_rows), -1), b.result_row.fill_(1))
-        edits = gpu_edits.GpuEdits(b, results, 64, processed_logprobs)
+        logprobs = SimpleNamespace(add_edited=lambda *copies: None) if is_copied else None
+        edits = gpu_edits.GpuEdits(b, results, 64, logprobs)
         edits.masks.make_space(NUM_MASKS, self.bits.shape[1])[:] = self.bits
         return edits
 
@@ -141,10 +143,7 @@ def flags_of(words: np.ndarray, vocab: int) -> Tensor:
 def test_tokens_are_those_of_an_edited_copy(vocab: int, dtype: torch.dtype, seed: int) -> None:
     step = Step(vocab, dtype, 24, seed)
     # Log-probabilities of what rows are sampled from are those of copies.
-    copies, direct = step.edits(processed_logprobs=True), step.edits()
-    copies._has_logprobs = False
-    copies._masked_rows.place = lambda plan, masks: masks  # type: ignore[method-assign]
-    copies._masked_rows.sample = lambda logits: None  # type: ignore[method-assign]
+    copies, direct = step.edits(is_copied=True), step.edits()
     found = step.sample(direct)
     assert found == step.sample(copies) == step.reference()
     assert step.sample(direct) == found, "and once more, of the batch that was kept"
@@ -199,11 +198,12 @@ def test_a_mask_that_allows_all_changes_no_token() -> None:
     rows = [0.0, 0.5, 1.0, 2.0, 1.0, 1.0], [1, 2, 3, 4, 5, 6], [9] * 6
     drawn = [torch.tensor(values) for values in rows]
     tokens = torch.full((6,), -1)
-    masked = gumbel.MaskedRows(
+    masked = gumbel.Rows(
         torch.tensor([4, 0, 3], dtype=torch.int32),
+        None,
         torch.zeros(3, dtype=torch.int32),
         torch.full((1, 22), -1, dtype=torch.int32),
     )
-    gumbel.sample_simple(logits, *drawn, tokens, masked=masked)
+    gumbel.sample_simple(logits, *drawn, tokens, rows=masked)
     theirs = cpu_tokens(logits, *rows)
     assert tokens.tolist() == [theirs[i] if i in (0, 3, 4) else -1 for i in range(6)]

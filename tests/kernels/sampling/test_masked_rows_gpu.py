@@ -10,7 +10,7 @@ import torch
 from pagespec import SamplingParams
 
 pytest.importorskip("triton")
-from pagespec.kernels.sampling.draw_functions import MaskedRows
+from pagespec.kernels.sampling.draw_functions import Rows
 from pagespec.kernels.sampling.gumbel import sample_simple
 from pagespec.kernels.sampling.top_k_top_p import sample_truncated
 from pagespec.runner.row_params import truncated_fields
@@ -45,11 +45,11 @@ def check(device: str, dtype: torch.dtype, num_rows: int, vocab: int) -> None:
     found, expected = [torch.full((num_rows,), -1, device=device) for _ in range(2)]
     sample_simple(copy, *own, expected)
     expected[1::2] = -1
-    sample_simple(logits, *own, found, masked=MaskedRows(places, numbers, masks))
+    sample_simple(logits, *own, found, rows=Rows(places, None, numbers, masks))
     assert torch.equal(found, expected)
     sample_truncated(copy, fields.view(-1), *own, expected)
-    rows = MaskedRows(fields[0], numbers_of_fields, masks)
-    sample_truncated(logits, fields.view(-1), *own, found, masked=rows)
+    rows = Rows(fields[0], None, numbers_of_fields, masks)
+    sample_truncated(logits, fields.view(-1), *own, found, rows=rows)
     assert torch.equal(found, expected)
     assert len(found.unique()) > 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagespec.runner.pinned_ring import PinnedRing
+from pagespec.runner.pinned import PinnedRing
 
 
 class FakeEvent:
