@@ -1,4 +1,4 @@
-"""The host's view of the tables on the device: which row is whose, and what is to be written.
+"""The host's view of the tables on the device: the row of each request, and pending writes.
 
 Block tables live on the device, a row per running request, and behind them state tables, if the
 model has recurrent layers; a step sends what its plan says of them.
@@ -40,7 +40,7 @@ class BlockTableStore:
         num_rows: rows of the store; at least the requests that can run at a time.
         width: blocks a row holds.
         state_width: entries of a row's state table, which lie behind all block tables; 0 without,
-            and then what plans say of state tables is for others.
+            and then state tables of plans are ignored.
         null_state_slot: in place of a slot that a request does not have.
     """
 

@@ -29,7 +29,7 @@ class CpuEdits:
         self.reset()
 
     def reset(self) -> None:
-        """A step failed: nothing is known of any request."""
+        """A step failed: forget the histories of all requests."""
         self._histories: dict[str, list[int]] = {}
 
     def apply(
@@ -44,13 +44,13 @@ class CpuEdits:
         """Write the tokens of edited rows over those of the step.
 
         Args:
-            input_ids: int64 ``[1, >= tokens of the plan]``, each known.
+            input_ids: int64 ``[1, >= tokens of the plan]``, no references to sampled tokens.
             sampling: parameters of the sampled rows.
             logits: ``[S, V]``; stay as they are. tokens: int64 ``[S]``.
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Why requests cannot go on, by their ids.
+            Reasons why requests fail, by their ids.
         """
         packer = self._packer
         failures: dict[str, str] = {}

@@ -23,9 +23,8 @@ from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, STATE_TABLES, StepInput
 from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
-from .cpu_logprobs import LogprobInputs
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
-from .logprob_fields import prompt_fields, sampled_fields
+from .logprobs import LogprobInputs, prompt_fields, sampled_fields
 
 _INITIAL_BLOCKS = 16
 
@@ -55,7 +54,7 @@ class _Table:
 def _taken_in(
     known: dict[str, _Table], plan: StepPlan, whole: dict[int, Blocks], added: dict[int, Blocks]
 ) -> list[NDArray[np.int32]]:
-    """The tables of the plan's rows, after what it says of them.
+    """The tables of the plan's rows, updated by the plan.
 
     Raises:
         RuntimeError: it releases a request that has none.
@@ -73,13 +72,13 @@ def _taken_in(
 
 
 def _check_lengths(
-    plan: StepPlan, rows: Sequence[NDArray[np.int32]], tokens_an_entry: int, what: str
+    plan: StepPlan, rows: Sequence[NDArray[np.int32]], tokens_per_entry: int, what: str
 ) -> None:
     for request, start, num_tokens, ids in zip(
         plan.requests, plan.starts, plan.num_tokens, rows, strict=True
     ):
         needed = start + num_tokens
-        if len(ids) * tokens_an_entry < needed:
+        if len(ids) * tokens_per_entry < needed:
             # Unnoticed, its tokens would go to the null block, or the null slot.
             name = request.request_id
             raise ValueError(f"request {name}: {len(ids)} {what} for {needed} tokens")
@@ -99,7 +98,7 @@ class PackedStep:
     Attributes:
         num_sampled: how many of ``inputs.logits_to_keep`` are real.
         sampling: None if every sampled row is greedy.
-        logprobs: what is asked for.
+        logprobs: the requested log-probabilities.
         copies: (source, destination) block ids, to be copied before the step is computed.
     """
 

@@ -20,17 +20,17 @@ from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.matchers import ConstrainedRows, Masks, Matchers
 from .bases import LocalRunner
 from .cpu_edits import CpuEdits
-from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
 from .layout import StepShape
+from .logprobs import step_logprobs
 
 
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
     rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do.
-    ``failures``: why requests of the step cannot go on, by their ids."""
+    ``failures``: reasons why requests of the step fail, by their ids."""
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
@@ -38,11 +38,11 @@ class StepHandle:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-class _Unfinished(NamedTuple):
-    """A step whose constrained rows are still to be sampled."""
+class _Step(NamedTuple):
+    """A step whose graph has run."""
 
     handle: StepHandle
-    constrained: ConstrainedRows
+    plan: StepPlan | None
     packed: PackedStep
     logits: Tensor
     hidden: Tensor | None
@@ -73,7 +73,7 @@ class ModelRunner(LocalRunner):
         )
         self._edits = CpuEdits(keeps_rows=self._has_processed_logprobs)
         self._matchers = Matchers(self.grammars)
-        self._unfinished: _Unfinished | None = None
+        self._unfinished: _Step | None = None
         self._threads = threads
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -112,53 +112,43 @@ class ModelRunner(LocalRunner):
             else:
                 tokens = sample(logits, packed.sampling)
             constrained = None if plan is None else self._matchers.take(plan)
-            handle = StepHandle(tokens, constrained)
+            step = _Step(StepHandle(tokens, constrained), plan, packed, logits, hidden)
             if constrained is None:
-                self._finish(handle, plan, packed, logits, hidden)
+                self._finish(step)
             else:
-                self._unfinished = _Unfinished(handle, constrained, packed, logits, hidden)
-            return handle
+                self._unfinished = step
+            return step.handle
 
-    def _finish(
-        self,
-        handle: StepHandle,
-        plan: StepPlan | None,
-        packed: PackedStep,
-        logits: Tensor,
-        hidden: Tensor | None,
-        masks: Masks | None = None,
-    ) -> None:
-        """Sample the edited rows of a step; then all its tokens are there."""
+    def _finish(self, step: _Step, masks: Masks | None = None) -> None:
+        """Sample the edited rows of a step, then compute its log-probabilities."""
+        handle, plan, packed, logits, hidden = step
         tokens = handle.token_ids
         if plan is not None:
             ids, sampling = packed.inputs.input_ids, packed.sampling
             handle.failures = self._edits.apply(plan, ids, sampling, logits, tokens, masks)
         self._packer.remember(tokens.cpu().numpy())
-        handle.logprobs = self._logprobs(packed, logits, tokens, hidden)
 
-    def _sample_constrained(self) -> None:
-        """Sample the constrained rows of the last step, if it has any, when a runner on a GPU does:
-        a thread makes their masks since their last tokens were collected."""
-        step = self._unfinished
-        if step is None:
-            return
-        begin = time.perf_counter()
-        masks = self._matchers.masks(step.constrained)
-        self.mask_s += time.perf_counter() - begin
-        handle, constrained, packed, logits, hidden = step
-        with torch.inference_mode():
-            self._finish(handle, constrained.plan, packed, logits, hidden, masks)
-        self._unfinished = None
-
-    def _logprobs(
-        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
-    ) -> StepLogprobs | None:
         def sampled_logits(places: Tensor) -> Tensor:
             if self._has_processed_logprobs:
                 return processed_scores(self._edits.replaced(logits), packed.sampling, places)
             return logits[places]
 
-        return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)
+        handle.logprobs = step_logprobs(
+            packed.logprobs, self.captured, sampled_logits, tokens, hidden
+        )
+
+    def _sample_constrained(self) -> None:
+        """Sample the constrained rows of the last step, if it has any, when a runner on a GPU does:
+        a thread computes their masks since their last tokens were collected."""
+        step = self._unfinished
+        if step is None or step.handle.constrained is None:
+            return
+        begin = time.perf_counter()
+        masks = self._matchers.masks(step.handle.constrained)
+        self.mask_s += time.perf_counter() - begin
+        with torch.inference_mode():
+            self._finish(step, masks)
+        self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 

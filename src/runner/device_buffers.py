@@ -76,6 +76,11 @@ class StepBuffers:
         self.width, self.state_width = width, state_width
         self._views: dict[StepShape, tuple[dict[str, Tensor], StepInputs]] = {}
 
+    @property
+    def draws(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What samplers read and write per row: temperatures, seeds, positions, tokens."""
+        return self.temperatures, self.seeds, self.sample_positions, self.sampled
+
     def packed(self, shape: StepShape) -> dict[str, Tensor]:
         """The fields that the host sent of a step of this shape, by name."""
         return self._views_of(shape)[0]

@@ -25,13 +25,13 @@ NUM_FIELDS = 12
 _MAX_REASON = 300
 _NOTHING = LogitEdits()
 _NO_MASKS = np.empty((0, 0), np.int32)
-# A request, whether ``min_tokens`` still bans its ends, and the number of its mask if it has one
+# A request, whether ``min_tokens`` still bans its end tokens, and the number of its mask, if any
 _Edited = tuple[RequestInfo, bool, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class EditBatch:
-    """Edited rows. ``kernels.sampling.edit_kernels`` says what the arrays mean.
+    """Edited rows. ``kernels.sampling.edit_kernels`` defines the arrays.
 
     Attributes:
         requests: of the rows.
@@ -68,7 +68,7 @@ class EditBatch:
 
 @dataclass(frozen=True, slots=True)
 class _RowLists:
-    """What is listed of a request, the same for each token but for what ``min_tokens`` bans."""
+    """The arrays of a request: equal for each token, but that ``min_tokens`` bans end tokens."""
 
     penalties: IntArray
     bias: IntArray
@@ -105,10 +105,10 @@ def mask_of_ids(token_ids: Sequence[int], vocab_size: int) -> IntArray:
 
 
 class EditPacker:
-    """Finds the edited rows of plans. Where nobody asks, that takes one comparison.
+    """Finds the edited rows of plans. A plan without such requests costs one comparison.
 
     Attributes:
-        failures: why requests of the batch that was packed last cannot be edited, by their ids.
+        failures: reasons why requests of the batch packed last cannot be edited, by their ids.
     """
 
     def __init__(self) -> None:
@@ -117,17 +117,17 @@ class EditPacker:
         self._lists: dict[RequestInfo, _RowLists] = {}
         self.failures: dict[str, str] = {}
         self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch, list[IntArray | None]], ...] = ()
-        self._asks = LastTwoBatches[tuple[bool, bool]]()
+        self._found = LastTwoBatches[tuple[bool, bool]]()
 
     def look(self, plan: StepPlan) -> None:
-        """Set ``any_edited`` and ``any_history`` for this plan: whether rows may be edited, and
-        whether the history of one is needed, now or later."""
-        asks = self._asks.get(plan.requests)
-        if asks is None:
+        """Set ``any_edited`` and ``any_history`` for this plan: whether a row may be edited, and
+        whether an edit needs the history of a row, now or later."""
+        found = self._found.get(plan.requests)
+        if found is None:
             edits = [request.edits for request in plan.requests if request.edits is not None]
-            asks = bool(edits), any(each.needs_history for each in edits)
-            self._asks.put(plan.requests, asks)
-        self.any_edited, self.any_history = asks
+            found = bool(edits), any(each.needs_history for each in edits)
+            self._found.put(plan.requests, found)
+        self.any_edited, self.any_history = found
 
     def pack(
         self,
@@ -140,12 +140,12 @@ class EditPacker:
 
         Args:
             history_rows: where the history of each row of the plan is.
-            masks: of rows of the plan: the ids that they may sample. What ``allowed_token_ids``
-                leaves out is left out of them here.
+            masks: of rows of the plan: the ids that they may sample. Ids beyond
+                ``allowed_token_ids`` are removed from them here.
         """
         numbers = {} if masks is None else masks.numbers
         rows: list[tuple[int, int, int, int]] = []
-        who: list[_Edited] = []
+        edited: list[_Edited] = []
         for row, place in self._candidates(plan, masks):
             request = plan.requests[row]
             num_known = plan.starts[row] + plan.num_tokens[row]
@@ -153,21 +153,21 @@ class EditPacker:
             edits, mask = request.edits, numbers.get(row)
             if (edits is not None and edits.is_active(num_output)) or mask is not None:
                 rows.append((place, history_rows[row], request.num_prompt_tokens, num_known))
-                who.append((request, edits is not None and num_output < edits.min_tokens, mask))
+                edited.append((request, edits is not None and num_output < edits.min_tokens, mask))
         if not rows:
             return None
-        key = tuple(who)
+        key = tuple(edited)
         made = next((made for made in self._kept if made[0] == key), None)
         if made is None:
-            batch = self._pack_lists(who, vocab_size)
-            made = key, batch, [self._lists[request].allowed for request, _, _ in who]
+            batch = self._pack_lists(edited, vocab_size)
+            made = key, batch, [self._lists[request].allowed for request, _, _ in edited]
             self._kept = (made, *self._kept[:1])  # two: steps may alternate
         _, batch, all_allowed = made
         fields = batch.fields.copy()
         fields[:4] = np.array(rows, np.int32).T
         if masks is None:
             return replace(batch, fields=fields)
-        for (_, _, mask), allowed in zip(who, all_allowed, strict=True):
+        for (_, _, mask), allowed in zip(edited, all_allowed, strict=True):
             if mask is not None and allowed is not None:
                 masks.bits[mask] &= allowed
         return replace(batch, fields=fields, constrained=masks.bits)
@@ -188,20 +188,20 @@ class EditPacker:
             self.failures[request.request_id] = f"its logits cannot be edited: {error}"
             return _RowLists.of(_NOTHING, vocab_size)
 
-    def _pack_lists(self, who: Sequence[_Edited], vocab_size: int) -> EditBatch:
+    def _pack_lists(self, edited: Sequence[_Edited], vocab_size: int) -> EditBatch:
         """Everything but the first four fields."""
         known, self.failures = self._lists, {}
         self._lists = {
             request: known.get(request) or self._lists_of(request, vocab_size)
-            for request, _, _ in who
+            for request, _, _ in edited
         }
-        fields = np.zeros((NUM_FIELDS, len(who)), np.int32)
+        fields = np.zeros((NUM_FIELDS, len(edited)), np.int32)
         fields[7] = -1
         biases: list[IntArray] = []
         words: list[tuple[int, ...]] = []
         masks: list[IntArray] = []
         num_biases = 0
-        for i, (request, is_early, mask) in enumerate(who):
+        for i, (request, is_early, mask) in enumerate(edited):
             lists, edits = self._lists[request], request.edits or _NOTHING
             fields[4:7, i] = lists.penalties
             if mask is not None:
@@ -216,7 +216,7 @@ class EditPacker:
             words += edits.bad_words
         ends = np.cumsum([0, *map(len, words)], dtype=np.int32)
         return EditBatch(
-            tuple(request for request, _, _ in who),
+            tuple(request for request, _, _ in edited),
             fields,
             np.concatenate(biases, axis=1),
             ends,

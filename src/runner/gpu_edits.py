@@ -109,7 +109,7 @@ class GpuEdits:
         return self._packer.any_edited
 
     def keep_history(self, plan: StepPlan, shape: StepShape, history_rows: Sequence[int]) -> None:
-        """Take in the tokens of the step that runs, once its inputs are unpacked."""
+        """Append the tokens of the running step to the histories, once its inputs are unpacked."""
         if not self._packer.any_history:
             return
         b = self._buffers
@@ -146,7 +146,7 @@ class GpuEdits:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Why requests cannot go on, by their ids.
+            Reasons why requests fail, by their ids.
         """
         batch = masked = None
         failures: dict[str, str] = {}
@@ -188,8 +188,7 @@ class GpuEdits:
     ) -> None:
         """Sample rows, as :func:`_rows` gives them, from the step's logits behind masks, or from
         copies."""
-        b = self._buffers
-        own = (b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results)
+        own = (*self._buffers.draws, self._results)
 
         def rows(places: Tensor, numbers: Tensor) -> Rows:
             return Rows(places, numbers) if masks is None else Rows(places, None, numbers, masks)
@@ -231,15 +230,16 @@ class GpuEdits:
         self, batch: EditBatch, first: int, rows: Tensor, failures: dict[str, str]
     ) -> None:
         """Run the Python functions of rows ``first ..`` of a batch, one by one, on the host."""
-        for i, (request, row) in enumerate(zip(batch.requests[first:], rows, strict=False), first):
+        for i, request in enumerate(batch.requests[first : first + len(rows)]):
             if not has_processors(request):
                 continue
-            _, history_row, num_prompt, num_tokens = batch.fields[:4, i].tolist()
+            _, history_row, num_prompt, num_tokens = batch.fields[:4, first + i].tolist()
             output = self.history[history_row, num_prompt:num_tokens].tolist()
+            row = rows[i]
             row.copy_(process(request, row.cpu(), output, failures))
 
     def run_worst_case(self, shape: StepShape, logits: Tensor) -> None:
-        """Launch every kernel there is over as many rows as there can be."""
+        """Launch every kernel, over the largest number of rows."""
         self._keep_inputs(shape, shape.num_tokens)
         num_rows, num_words = min(self._buffers.num_rows, CHUNK), -(-logits.shape[1] // 32)
         fields = np.zeros((EDIT_FIELDS, num_rows), np.int32)

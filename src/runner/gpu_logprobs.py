@@ -14,10 +14,10 @@ from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS
 from ..kernels.sampling.logprobs import write_logprobs
-from ..kernels.sampling.processed import processed_scores
-from .logprob_fields import HostLogprobRows, IntArray
+from ..kernels.sampling.top_k_top_p import processed_scores
+from .logprobs import CHUNK_ROWS, HostLogprobRows
+from .pinned import IntArray
 
-CHUNK_ROWS = 256
 _PROCESSED_ROWS = 64
 
 
@@ -96,7 +96,7 @@ class GpuLogprobs:
             step: number in the ring.
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
             truncated: of those that use top_k, top_p or min_p, as of :func:`.sample_truncated`.
-            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
+            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprobs` says.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
                 ``hidden [T, H]``, the hidden states in front of the head.
         """

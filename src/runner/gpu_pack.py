@@ -14,7 +14,7 @@ from .block_tables import BlockTableStore
 from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
-from .logprob_fields import prompt_fields
+from .logprobs import prompt_fields
 from .pinned import IntArray, PinnedRing
 from .row_params import RowParams
 from .unpack_kernels import update_tables
@@ -23,10 +23,10 @@ _NONE = np.empty(0, np.int32)
 
 
 class StagedStep(NamedTuple):
-    """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
+    """The integers that the host sends of a step: in this order ``num_step`` that the kernels
     unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, ``num_logprobs`` of sampled
-    rows and ``num_prompt_logprobs`` of prompt positions whose log-probabilities are asked for
-    (:mod:`.logprob_fields`), and two for each of ``num_writes`` to the table store and of
+    rows and ``num_prompt_logprobs`` of prompt positions with requested log-probabilities
+    (:mod:`.logprobs`), and two for each of ``num_writes`` to the table store and of
     ``num_copies`` of blocks.
 
     Attributes:
@@ -76,7 +76,7 @@ class StagedStep(NamedTuple):
 
 
 class GpuStepPacker:
-    """Knows what the device knows already, and packs the rest.
+    """Tracks the tables on the device, and packs what changed.
 
     Args:
         num_rows: most requests of a step. width: most blocks of a request.
@@ -97,7 +97,7 @@ class GpuStepPacker:
         self.reset()
 
     def reset(self) -> None:
-        """A step failed: nothing is known of what the device holds."""
+        """A step failed: invalidate everything cached about the tables on the device."""
         self._tables = BlockTableStore(*self._size)
 
     @property

@@ -59,8 +59,7 @@ class GpuRunner(LocalRunner):
         self._device, self._transparent = captured.loaded.device, transparent
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
         num_staged = StepBuffers.elements_to_stage(num_tokens, num_rows, self._layout)
-        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
-        # and those of copied ones.
+        # Ids of new and copied blocks follow in the same buffer, which nearly always has room.
         num_staged += 2 * (num_tokens // self.block_size + 3 * num_rows)
         max_length = self._max_num_blocks * self.block_size
         self.buffers = b = StepBuffers(

@@ -1,7 +1,7 @@
-"""Samples the steps of a GPU runner: in the graph, and whatever a plan asks for behind it.
+"""Samples the steps of a GPU runner: in the graph, and behind it.
 
 Greedy rows and rows of plain temperature are sampled by the graph's last kernel. Behind the graph
-follow, in steps with rows that ask for them: rows that use top-k, top-p or min-p, edited rows,
+follow, in steps that have them: rows that use top-k, top-p or min-p, edited rows,
 constrained rows, log-probabilities. Only constrained rows wait, for masks that the host makes.
 """
 
@@ -42,7 +42,7 @@ class GpuStepHandle:
     Attributes:
         constrained: rows that are sampled when their masks are made; until then there is no
             ``event``, and no ``logprobs``.
-        failures: why requests of the step cannot go on, by their ids.
+        failures: reasons why requests of the step fail, by their ids.
     """
 
     token_ids: Tensor
@@ -62,12 +62,18 @@ class GpuStepHandle:
         return True
 
 
-class _Unfinished(NamedTuple):
-    """A step whose constrained rows are still to be sampled, with the arguments of ``_finish``."""
+class _Step(NamedTuple):
+    """A step whose graph is queued, with whole logits where these are needed.
+
+    Attributes:
+        plan: None on ranks that have none; they have nothing to edit.
+        truncated: of the rows that use top_k, top_p or min_p, as staged.
+        store_rows: as of :attr:`.gpu_pack.GpuStepPacker.store_rows`.
+    """
 
     handle: GpuStepHandle
+    plan: StepPlan | None
     staged: StagedStep
-    constrained: ConstrainedRows
     outputs: StepOutputs
     truncated: Tensor
     store_rows: list[int]
@@ -114,7 +120,7 @@ class GpuStepSampler:
             buffers, self._results, max_model_len, self._logprobs if processed_logprobs else None
         )
         self.matchers = Matchers(grammars, self.edits.masks.make_space)
-        self._unfinished: _Unfinished | None = None
+        self._unfinished: _Step | None = None
         self.mask_s = 0.0
 
     # A step, in this order --------------------------------------------------------------------
@@ -126,21 +132,12 @@ class GpuStepSampler:
         return self._ring.take()[0], is_edited
 
     def wait_for(self, result_row: int) -> None:
-        """Until nobody stores there any more, on ranks that have no plans."""
+        """Wait until no queued step stores there, on ranks that have no plans."""
         self._ring.wait_for(result_row)
 
     def sample(self, logits: Tensor) -> None:
         """Sample all rows, greedily or with their temperature; graphs capture this."""
-        b = self._buffers
-        sample_simple(
-            logits,
-            b.temperatures,
-            b.seeds,
-            b.sample_positions,
-            b.sampled,
-            self._results,
-            self._captured.vocab_shard,
-        )
+        sample_simple(logits, *self._buffers.draws, self._results, self._captured.vocab_shard)
 
     def sample_behind(
         self,
@@ -151,12 +148,7 @@ class GpuStepSampler:
         store_rows: list[int],
     ) -> GpuStepHandle:
         """Queue what follows the graph. Constrained rows are left to :meth:`sample_constrained`.
-
-        Args:
-            plan: None on ranks that have none; they have nothing to edit.
-            truncated: of the rows that use top_k, top_p or min_p, as staged.
-            store_rows: as of :attr:`.gpu_pack.GpuStepPacker.store_rows`.
-        """
+        Arguments as of :class:`_Step`."""
         logits, hidden = outputs
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
@@ -171,12 +163,11 @@ class GpuStepSampler:
             self._ring.tensor[staged.result_row, : staged.num_sampled], constrained
         )
         outputs = StepOutputs(logits, hidden)
+        step = _Step(handle, plan, staged, outputs, truncated, store_rows)
         if constrained is None:
-            self._finish(handle, staged, plan, outputs, truncated, store_rows)
+            self._finish(step)
         else:
-            self._unfinished = _Unfinished(
-                handle, staged, constrained, outputs, truncated, store_rows
-            )
+            self._unfinished = step
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         return handle
@@ -189,17 +180,17 @@ class GpuStepSampler:
     def sample_constrained(self) -> None:
         """Finish the step queued last, which has constrained rows.
 
-        A thread makes their masks since their last tokens were collected. This is called at the
-        beginning of the next ``dispatch``, while the step computes, or when it is itself collected:
-        no sooner, as one who is early waits. What is queued later finds their tokens on the device.
+        A thread computes their masks since their last tokens were collected. The next ``dispatch``
+        calls this at its beginning, while the step computes, or ``collect`` of the step: an earlier
+        call would wait. Steps queued later find the tokens on the device.
         """
-        if self._unfinished is None:
+        step = self._unfinished
+        if step is None or step.handle.constrained is None:
             return
-        handle, staged, constrained, outputs, truncated, store_rows = self._unfinished
         begin = time.perf_counter()
-        masks = self.matchers.masks(constrained)
+        masks = self.matchers.masks(step.handle.constrained)
         self.mask_s += time.perf_counter() - begin
-        self._finish(handle, staged, constrained.plan, outputs, truncated, store_rows, masks)
+        self._finish(step, masks)
         self._unfinished = None
 
     def results(self, handle: GpuStepHandle) -> StepResult:
@@ -221,25 +212,12 @@ class GpuStepSampler:
 
     def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
         """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
-        b = self._buffers
-        sample_truncated(
-            logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
-        )
+        sample_truncated(logits, truncated, *self._buffers.draws, self._results)
 
-    def _finish(
-        self,
-        handle: GpuStepHandle,
-        staged: StagedStep,
-        plan: StepPlan | None,
-        outputs: StepOutputs,
-        truncated: Tensor,
-        store_rows: list[int],
-        masks: Masks | None = None,
-    ) -> None:
-        """Queue what is left to do of a step behind its graph: the last of its work. All that it
-        reads stays as it is until the next step is sent."""
-        logits, hidden = outputs
-        # Other ranks have no plan, and nothing to edit.
+    def _finish(self, step: _Step, masks: Masks | None = None) -> None:
+        """Queue the rest of a step behind its graph. Its inputs stay unchanged until the next step
+        is sent."""
+        handle, plan, staged, (logits, hidden), truncated, store_rows = step
         if plan is not None and (staged.is_edited or masks):
             sampled = logits[: staged.num_sampled]
             handle.failures = self.edits.sample(plan, sampled, store_rows, masks)
@@ -267,7 +245,7 @@ class GpuStepSampler:
     # Warm-up ----------------------------------------------------------------------------------
 
     def run_worst_case(self, outputs: StepOutputs, shape: StepShape) -> None:
-        """Sample a blank step in every way there is, so that no step waits for the compiler."""
+        """Launch every sampling kernel on a blank step, so that no step waits for the compiler."""
         logits, hidden = outputs
         b = self._buffers
         self.sample(logits)

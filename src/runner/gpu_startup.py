@@ -39,7 +39,7 @@ def make_gpu_runner(
     """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
 
     Returns:
-        The runner, and the most tokens a request may have.
+        The runner, and the most tokens per request.
 
     Raises:
         InvalidInputError: the memory allowed does not hold it.
@@ -115,15 +115,15 @@ def make_gpu_runner(
 
 
 def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[StepShape]) -> None:
-    """Compile side by side what the largest step and steps of these shapes launch."""
+    """Compile in parallel the kernels that the largest step and steps of these shapes launch."""
     decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
     others = current_compilers()
     if others is not None and others.is_running:
-        # They begin with what is asked for, and are at it while more is found to be missing.
+        # They compile the first kernels while other missing ones are found.
         first = [*decode, *mixed]
     else:
-        # These have nearly all that takes long. Of the others little is missing then, which
-        # counts: a launch that is left out takes ten times as long as one that is not.
+        # These launch nearly all kernels that compile slowly. Few are missing then in other shapes:
+        # a launch that is left out takes ten times as long as one that is not.
         some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
         first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
     with runner.step_context():
@@ -132,7 +132,7 @@ def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[Ste
             for shape in first:
                 runner.run_blank(shape)
         if not built.num_compiled or len(first) == len(shapes):
-            return  # such a start has been here before: the others come from the disk, too
+            return  # an equal start has filled the disk cache, for the other shapes as well
         with parallel_build(device):
             for shape in shapes:
                 runner.run_blank(shape)

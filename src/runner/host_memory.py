@@ -1,7 +1,7 @@
-"""Available host memory: what the machine and a container's limits leave to this process.
+"""Available host memory, within the machine and the limits of a container.
 
-``/proc/meminfo`` tells of the whole machine. A container is held to the limits of its control group
-(cgroup, versions 1 and 2) and of every group around it, and is killed where it goes beyond one.
+``/proc/meminfo`` describes the whole machine. A container is held to the limits of its control
+group (cgroup, versions 1 and 2) and of every group around it, and is killed beyond one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FILES_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """The least that the machine and any control group around this process leave.
+    """The least that is available in the machine and in any control group around this process.
 
     Args:
         root: of the file system (tests give one of their own).

@@ -33,28 +33,28 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 
 def num_cpu_state_slots(config: EngineConfig, captured: CapturedModel) -> int:
-    """State slots on a CPU: :func:`state_slots_in` its cache's memory, or in all there is where a
-    number of blocks was asked for."""
+    """State slots on a CPU: :func:`state_slots_in` the memory of the cache, or in all memory if
+    ``num_blocks`` is set."""
     num_available = available_bytes()
     num_bytes = num_available if config.num_blocks else _cpu_cache_bytes(config, num_available)
     return state_slots_in(num_bytes, config, captured)
 
 
 def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel) -> int:
-    """State slots: as many as were asked for, or one more than two for each request that can run,
-    if half of ``num_bytes`` hold them; 0 of a model without recurrent layers.
+    """State slots: ``num_state_slots`` if set, or two per request that can run and one more, if
+    half of ``num_bytes`` holds them; 0 of a model without recurrent layers.
 
     Raises:
-        InvalidInputError: there is no room for one a request, and one more.
+        InvalidInputError: there is no room for one per request and one more.
     """
-    num_bytes_a_slot = bytes_per_slot(captured.loaded.recurrent, captured.loaded.device)
-    if not num_bytes_a_slot:
+    slot_bytes = bytes_per_slot(captured.loaded.recurrent, captured.loaded.device)
+    if not slot_bytes:
         return 0
-    num_fitting = num_bytes // num_bytes_a_slot - 1  # one is the null slot
+    num_fitting = num_bytes // slot_bytes - 1  # one is the null slot
     fewest = config.max_num_seqs + 1
     if num_fitting < (config.num_state_slots or fewest):
         sizes = (
-            f"of {num_bytes_a_slot / GIB:.4f} GiB do not fit the {max(0, num_bytes) / GIB:.1f} GiB "
+            f"of {slot_bytes / GIB:.4f} GiB do not fit the {max(0, num_bytes) / GIB:.1f} GiB "
             "there are for the cache"
         )
         if config.num_state_slots:
@@ -64,12 +64,12 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
     if config.num_state_slots:
         return config.num_state_slots
     # Those beyond the fewest hold checkpoints, which only prefix hits read.
-    wanted = fewest + config.max_num_seqs * config.enable_prefix_caching
-    return max(fewest, min(wanted, num_fitting // 2))
+    most = fewest + config.max_num_seqs * config.enable_prefix_caching
+    return max(fewest, min(most, num_fitting // 2))
 
 
 def _cpu_cache_bytes(config: EngineConfig, num_available: int) -> int:
-    """Memory for blocks and state slots, where no number of blocks was asked for."""
+    """Memory for blocks and state slots, if ``num_blocks`` is not set."""
     share = config.memory_utilization
     default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
     return default if share is None else int(share * num_available)
@@ -78,8 +78,8 @@ def _cpu_cache_bytes(config: EngineConfig, num_available: int) -> int:
 def num_cpu_blocks(
     config: EngineConfig, captured: CapturedModel, limit: int, num_state_slots: int
 ) -> int:
-    """Blocks of the KV cache on a CPU: as many as were asked for, or half of the memory, to 4 GiB,
-    without what the state slots take.
+    """Blocks of the KV cache on a CPU: ``num_blocks`` if set, or those that fit half of the memory,
+    at most 4 GiB, less the state slots.
 
     Raises:
         InvalidInputError: they do not fit the memory available.
@@ -91,8 +91,8 @@ def num_cpu_blocks(
     if config.num_blocks is None:
         num_bytes = _cpu_cache_bytes(config, num_available)
         return blocks_in(num_bytes - num_state_bytes, config, captured, limit)
-    num_bytes_a_block = _bytes_per_block(config, captured)
-    num_bytes = (config.num_blocks + 1) * num_bytes_a_block + num_state_bytes
+    block_bytes = _bytes_per_block(config, captured)
+    num_bytes = (config.num_blocks + 1) * block_bytes + num_state_bytes
     if num_bytes > num_available:
         sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
         raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
@@ -108,16 +108,16 @@ def blocks_in(
         InvalidInputError: not even one fits.
     """
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    num_bytes_a_block = _bytes_per_block(config, captured)
-    if not num_bytes_a_block:  # without attention, blocks only count tokens
+    block_bytes = _bytes_per_block(config, captured)
+    if not block_bytes:  # without attention, blocks only count tokens
         return num_useful
-    num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
+    num_blocks = num_bytes // block_bytes - 1  # one is the null block
     if num_blocks < 1:
         raise InvalidInputError(
             "memory_utilization",
             config.memory_utilization,
             f"leaves {max(0, num_bytes) / GIB:.2f} GiB for the KV cache, less than one block of "
-            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
+            f"{block_bytes / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
             "max_num_seqs, block_size or the model's size",
         )
     return min(num_blocks, num_useful)

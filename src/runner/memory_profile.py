@@ -15,7 +15,7 @@ from ..errors import InvalidInputError
 _DEFAULT_SHARE = 0.9
 # A captured graph holds its launches on the device, some hundred KB each; and allocations are
 # rounded up and fragment.
-_BYTES_A_GRAPH = 2 << 20
+_BYTES_PER_GRAPH = 2 << 20
 _SLACK_BYTES = 192 << 20
 _SETTINGS = (
     "memory_utilization, num_blocks, max_num_batched_tokens, max_num_seqs or graph_batch_sizes"
@@ -27,8 +27,8 @@ class MemoryProfile:
     """Bytes on a GPU before there are KV blocks.
 
     Attributes:
-        total: of the device. budget: what this process and all others there may use together.
-        taken: what is in use before the profile, by this process (weights) and by others.
+        total: of the device. budget: for this process and all others on the device together.
+        taken: in use before the profile, by this process (weights) and by others.
         weights: of them, the model's.
         activations: most a step takes beyond that, outside of captured graphs. graphs: estimate for
             those.
@@ -48,7 +48,7 @@ class MemoryProfile:
 
     @property
     def left_on_device(self) -> int:
-        """Beyond the budget, too: what a number of blocks that was asked for may take."""
+        """Of the device: ``num_blocks``, if set, may exceed the budget."""
         return self.total - self.taken - self.activations - self.graphs
 
 
@@ -60,7 +60,7 @@ def profile_memory(
     num_graphs: int,
 ) -> MemoryProfile:
     """Measure the memory of ``run_worst_case``: activations if there are no graphs, else a part of
-    the graphs' pool, which every step then runs in; ``run_beside`` is what one runs behind it.
+    the graphs' pool, which every step then runs in; ``run_beside`` runs outside of that pool.
 
     Raises:
         InvalidInputError: the step alone does not fit.
@@ -71,7 +71,7 @@ def profile_memory(
     before = torch.cuda.memory_allocated(device)
     with oom_as_input_error(config):
         # The first run loads and compiles kernels and makes the libraries' work spaces, which
-        # stay; the second shows what a step takes and gives back.
+        # stay; the second shows the bytes that a step takes and gives back.
         run_worst_case()
         peak = _peak_of(run_worst_case, device)
         beside = _growth_of(run_beside, device) if num_graphs else 0
@@ -84,7 +84,7 @@ def profile_memory(
         taken=num_total - num_free + lasting,
         weights=before,
         activations=beside if num_graphs else peak,
-        graphs=peak + num_graphs * _BYTES_A_GRAPH if num_graphs else 0,
+        graphs=peak + num_graphs * _BYTES_PER_GRAPH if num_graphs else 0,
     )
 
 
@@ -97,7 +97,7 @@ def _peak_of(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _growth_of(run: Callable[[], object], device: torch.device) -> int:
-    """By how much a run grows what is reserved."""
+    """Bytes by which a run grows the reserved memory."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""Pinned host memory: what the device copies from, and writes results to."""
+"""Pinned host memory, which the device copies from and writes results to."""
 
 from __future__ import annotations
 

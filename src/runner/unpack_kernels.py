@@ -1,6 +1,6 @@
-"""Kernels that turn what the host staged for a step into the inputs of the graph.
+"""Kernels that unpack the staged integers of a step into the inputs of the graph.
 
-The block tables of running requests stay on the device, one row of ``table_store`` a request, and
+The block tables of running requests stay on the device, one row of ``table_store`` per request, and
 only what changed is sent. Attention reads them there: ``table_rows`` names the row of each row of
 the step. Token ids that the previous step sampled are read where it left them: the host sends
 ``-(j + 1)`` for the j-th token that step sampled, and need not have seen it.

@@ -4,9 +4,8 @@ Read in this order: ``sampler`` (how a token is chosen, in torch), ``philox`` (r
 counter), ``gumbel`` (greedy and temperature sampling as kernels) with ``draw_functions``
 (device functions of all samplers), ``top_k_top_p`` and ``top_k_top_p_threshold`` (truncated
 sampling without a sort), ``edit_logits`` and ``edit_kernels`` (penalties, bias, masks and bad
-words, before any of that). ``logprob_rows`` says
-what a log-probability is, ``logprobs`` computes it in kernels, ``processed`` is for those of what a
-row is sampled from.
+words, before any of that). ``logprob_rows`` has
+the formula of a log-probability, ``logprobs`` computes it in kernels.
 
 May be imported by ``runner`` and ``compile``.
 """

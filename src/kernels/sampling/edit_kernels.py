@@ -29,7 +29,7 @@ _PROMPT = 1 << 30
 
 
 class StagedEdits(NamedTuple):
-    """What the host sends of the edited rows of a step, int32 on the device.
+    """The staged arrays of the edited rows of a step, int32 on the device.
 
     Attributes:
         fields: ``[EDIT_FIELDS, rows]``.
@@ -160,7 +160,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
         repetition, presence, frequency = _penalties(fields, row, num_rows)
         count = tl.load(counts + target, mask=mask, other=0)
         logit = _penalised(logit, count, repetition, presence, frequency, PROMPT)
-    # What the mask has banned stays so.
+    # Ids that the mask bans stay banned.
     is_kept = tl.load(out + target, mask=mask, other=0.0) != float("-inf")
     tl.store(out + target, logit, mask=mask & is_kept)
 

@@ -1,9 +1,9 @@
 """Greedy and temperature sampling by the Gumbel-max trick, as two kernels inside a CUDA graph.
 
 :mod:`.sampler` says how a token is chosen: first its group, then the token in the
-group. One kernel reads the logits and weighs every group, with one exponential a token and no
-random numbers, so that it waits for memory alone. The other, one program a row, draws a group, and
-a token of that group. A group is weighed in one fixed order whatever the batch; greedy rows take
+group. One kernel reads the logits and weighs every group, with one exponential per token and no
+random numbers, so that it is bound by memory. The other, one program per row, draws a group and a
+token of that group. A group is weighed in one fixed order whatever the batch; greedy rows take
 the same way without noise. Of equal scores the lowest id wins.
 """
 
@@ -29,7 +29,7 @@ from .draw_functions import (
 from .sampler import GROUP, VocabShard
 
 _STRETCH = 4096
-"""Tokens a program weighs."""
+"""Tokens per program of the first kernel."""
 
 
 _OF_ROWS = {
@@ -40,20 +40,10 @@ _OF_ROWS = {
 
 @triton.jit(**_OF_ROWS)
 def _weigh_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    places,
-    sources,
-    numbers,
-    masks,
-    temperatures,
-    weights,
-    logits_stride,
-    masks_stride,
-    num_groups,
-    VOCAB: tl.constexpr,
-    STRETCH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    logits, places, sources, numbers, masks, temperatures, weights,
+    logits_stride, masks_stride, num_groups,
+    VOCAB: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """The largest logit of each group, and the sum of exp((logit - largest) / temperature): a pair
     in ``weights [rows, num_groups, 2]``. Without ``places``, a row's place is its number."""
     stretch = tl.program_id(0)
@@ -116,27 +106,11 @@ def _choose_token(  # type: ignore[no-untyped-def]
 
 @triton.jit(**_OF_ROWS)
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    places,
-    sources,
-    numbers,
-    masks,
-    temperatures,
-    seeds,
-    positions,
-    weights,
-    sampled,
-    results,
-    result_row,
-    logits_stride,
-    masks_stride,
-    results_stride,
-    num_groups,
-    VOCAB: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    FIRST_ID: tl.constexpr,
-):
+    logits, places, sources, numbers, masks, temperatures, seeds, positions, weights,
+    sampled, results, result_row,
+    logits_stride, masks_stride, results_stride, num_groups,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, FIRST_ID: tl.constexpr,
+):  # fmt: skip
     """A token per row. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, weights
     ``[rows, num_groups, 2]``.
 
@@ -196,7 +170,7 @@ def sample_simple(
     shard: VocabShard | None = None,
     rows: Rows | None = None,
 ) -> None:
-    """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
+    """Write one token per row into ``sampled``; for rows without top_k, top_p and min_p.
 
     Args:
         logits: ``[S, V]``, any float dtype, rows contiguous, S at most 65,535.

@@ -24,7 +24,7 @@ ROW_WORDS = 2 + 2 * MAX_TOP
 likeliest tokens (-1: there is none), and the bits of theirs."""
 
 LOGPROB_FIELDS = 3
-"""int32 fields of a row that is asked for, each an array ``[n]``: place, token (-1: the one sampled
+"""int32 fields of a requested row, each an array ``[n]``: place, token (-1: the one sampled
 there), how many of the likeliest tokens."""
 
 _NEG_INF = float("-inf")
@@ -79,7 +79,7 @@ def _likeliest(padded: Tensor, count: int) -> Tensor:
     """The first ``count`` ids by logit downwards, then by id."""
     if not count:
         return torch.empty(0, dtype=torch.int64)
-    # Which of equal ones topk gives is not said; how large the last is, is.
+    # torch.topk does not define which of equal logits it returns; the last value is defined.
     last = padded.topk(count).values[-1]
     ids = (padded >= last).nonzero().flatten()
     return ids[padded[ids].sort(descending=True, stable=True).indices[:count]]

@@ -1,7 +1,7 @@
 """Log-probabilities as two kernels, without a second copy of the logits or a synchronisation.
 
-:mod:`.logprob_rows` says what is computed. The first kernel reads a row once and tells of every
-group of ids its largest logit, its sum of exp(logit - largest), and how many of its tokens come
+:mod:`.logprob_rows` has the formula. The first kernel reads a row once and stores of every group
+of ids its largest logit, its sum of exp(logit - largest), and how many of its tokens come
 before the given one. The second, one program per row, joins the groups. The k likeliest tokens lie
 in the k groups whose largest logits come first, in the same order: so k groups are chosen, then k
 tokens among their 256 k logits. All takes one fixed order, so the bits of a row do not depend on
@@ -22,7 +22,7 @@ from .sampler import GROUP
 _STRETCH = 4096
 _NOWHERE = tl.constexpr(1 << 22)
 """Number of a group beyond all vocabularies, whose ids are still int32."""
-# Fields begin anywhere in what a step stages, a chunk's rows behind any number of others.
+# Fields begin at any word of the staged step, rows of a chunk behind any number of others.
 _ANYWHERE = ["places", "tokens", "num_top", "rows"]
 
 
@@ -119,8 +119,7 @@ def write_logprobs(logits: Tensor, fields: Tensor, sampled: Tensor, rows: Tensor
         logits: ``[N, V]``, any float dtype, rows contiguous.
         fields: int32 ``[LOGPROB_FIELDS, n]``, n at most 65,535; each of the three contiguous.
         sampled: int64 ``[>= N]``.
-        rows: int32 ``[n, ROW_WORDS]``, written; what is beyond the number of the likeliest that
-            were asked for is not.
+        rows: int32 ``[n, ROW_WORDS]``, written up to the requested number of the likeliest.
     """
     places, tokens, num_top = fields
     num_rows, vocab_size = len(rows), logits.shape[1]

@@ -3,7 +3,7 @@
 Random rows draw twice, a group of :data:`GROUP` consecutive ids by the sum of its probabilities,
 then a token of it by its own: together, a sample of the softmax. Either draw is by the Gumbel-max
 trick: the largest log-probability + Gumbel noise wins. So random numbers and their logarithms,
-which cost more than reading the logits, are wanted for few tokens, not for all of the vocabulary.
+which cost more than reading the logits, are computed for few tokens, not for all of the vocabulary.
 Noise comes from Philox keyed by the request's seed, with the position and the id of the group or
 token as counter, so neither the batch nor the order of anything matters.
 """
@@ -139,7 +139,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
-    """Choose one token a row.
+    """Choose one token per row.
 
     In vLLM's order: temperature; min_p drops what is less likely than min_p times the likeliest;
     top_k keeps the k likeliest of the rest (ties to the lowest ids), top_p the smallest set of

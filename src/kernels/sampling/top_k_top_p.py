@@ -1,12 +1,14 @@
-"""Sampling with top-k, top-p and min-p as a kernel without a sort or a synchronisation.
+"""Top-k, top-p and min-p as kernels without a sort or a synchronisation: sampling, and the scores
+that a row is sampled from ("processed" log-probabilities).
 
-One program a row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
+One program per row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
 drawn, then a token of the group, as :mod:`.sampler` says. Passes take fixed tiles
 in a fixed order, so the bits of a row do not depend on the batch.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +35,7 @@ from .top_k_top_p_threshold import (
 # The quickest on an H100 (docs/notes/sampling.md).
 _TILE = 4096
 _NUM_WARPS = 32
+_LOOKUP = 1024
 TRUNCATED_FIELDS = 1 + CUT_FIELDS
 """int32 fields of a row to sample, each an array ``[S]``: its place, then ``CUT_FIELDS``."""
 
@@ -69,7 +72,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         seed = tl.load(seeds + place)
         position = tl.load(positions + place)
         num_seen = limit * 0
-        # Of each group, a row a tile: the weight of what is kept, and the number at ``limit``.
+        # Of each group, a row per tile: the weight of what is kept, and the number at ``limit``.
         tiles = tl.arange(0, NUM_TILES)[:, None]
         groups = tiles * (TILE // GROUP) + tl.arange(0, TILE // GROUP)[None, :]
         weights = groups.to(tl.float32) * 0.0
@@ -135,3 +138,65 @@ def sample_truncated(
         GROUP=GROUP,
         num_warps=num_warps,
     )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_truncated"],
+    do_not_specialize_on_alignment=["places", "truncated", "sources"],
+)
+def _processed_kernel(  # type: ignore[no-untyped-def]
+    logits, places, sources, truncated, temperatures, scores, logits_stride, num_truncated,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, LOOKUP: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[n, VOCAB]`` of some rows of logits: (logit - largest) / temperature, -inf where
+    top_k, top_p or min_p drop the token; of a greedy row with temperature 1, and all kept.
+    Grid: ``(n,)``."""
+    row = tl.program_id(0)
+    place = tl.load(places + row)
+    own = place * 0 - 1  # of a row that is not among the truncated ones
+    for first in range(0, num_truncated, LOOKUP):
+        at = first + tl.arange(0, LOOKUP)
+        is_own = tl.load(truncated + at, mask=at < num_truncated, other=-1) == place
+        own += tl.sum(tl.where(is_own, at + 1, 0), 0)
+    temperature = tl.load(temperatures + place)
+    temperature = tl.where(temperature > 0.0, temperature, 1.0)
+    base = logits + source_of(sources, row, place) * logits_stride
+    top = largest_logit(base, None, VOCAB, TILE)
+    cuts = truncated + num_truncated
+    limit, num_at_threshold, is_tied = find_threshold(
+        base, None, top, temperature, cuts, own, num_truncated, VOCAB, VOCAB, TILE
+    )
+    num_seen = limit * 0
+    for first in range(0, VOCAB, TILE):
+        ids = first + tl.arange(0, TILE)
+        key = token_keys(base, None, first, top, temperature, VOCAB, TILE)
+        is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
+        score = tl.where(is_kept, -key.to(tl.float32, bitcast=True), float("-inf"))
+        tl.store(scores + row.to(tl.int64) * VOCAB + ids, score, mask=ids < VOCAB)
+
+
+def processed_scores(
+    logits: Tensor,
+    places: Tensor,
+    truncated: Tensor,
+    temperatures: Tensor,
+    sources: Tensor | None = None,
+) -> Tensor:
+    """float32 ``[n, V]``, of the rows of a step at ``places [n]``, int32.
+
+    Args:
+        logits: ``[N, V]``. sources: int32 ``[n]``, their rows of the logits; None: the places.
+        truncated: int32, what ``TRUNCATED_FIELDS`` lists of the m rows that use top_k, top_p or
+            min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
+    """
+    num_rows, vocab_size = len(places), logits.shape[1]
+    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    _processed_kernel[(num_rows,)](
+        logits, places, sources, truncated, temperatures, scores, logits.stride(0),
+        len(truncated) // TRUNCATED_FIELDS,
+        VOCAB=vocab_size,
+        TILE=_TILE,
+        LOOKUP=_LOOKUP,
+        num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return scores

@@ -16,8 +16,8 @@ import triton.language as tl
 from .draw_functions import allowed
 
 CUT_FIELDS = 3
-"""int32 fields that say what a row keeps, each an array ``[S]``: top_k (0 or less: all), bits of
-the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
+"""int32 fields that define the kept tokens of a row, each an array ``[S]``: top_k (0 or less: all),
+bits of the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
 
 _LARGEST_KEY = tl.constexpr(0x7F7FFFFF)
 _NO_KEY = tl.constexpr(0x7F800000)

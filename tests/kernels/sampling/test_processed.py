@@ -8,7 +8,7 @@ import torch
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.kernels.sampling.sampler import SamplingInputs, processed_scores
 
-processed = pytest.importorskip("pagespec.kernels.sampling.processed")
+processed = pytest.importorskip("pagespec.kernels.sampling.top_k_top_p")
 row_params = pytest.importorskip("pagespec.runner.row_params")
 
 PARAMS = [

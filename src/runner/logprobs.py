@@ -1,19 +1,27 @@
-"""What a step's rows ask of log-probabilities, as integers; and the rows that came of it."""
+"""Log-probabilities of a step: its requested rows as integers, the computed rows, and their
+computation on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ..compile.captured_model import CapturedModel
+from ..compile.step_inputs import MIN_SIZE
+from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS, logprob_rows
+from .pinned import IntArray
 
-IntArray = NDArray[np.int32]
-
+CHUNK_ROWS = 256
+"""Prompt positions whose logits exist at a time."""
 _NONE = np.empty((LOGPROB_FIELDS, 0), np.int32)
 _SAMPLED_TOKEN = -1
 
@@ -32,12 +40,12 @@ def sampled_fields(requests: Sequence[RequestInfo]) -> IntArray:
 def prompt_fields(plan: StepPlan) -> IntArray:
     """``[LOGPROB_FIELDS, P]`` of a plan, in the order of ``StepLogprobs.prompt``; the places are
     tokens of the step."""
-    asking = [row for row, info in enumerate(plan.requests) if info.prompt_token_ids is not None]
-    if not asking:
+    scored = [row for row, info in enumerate(plan.requests) if info.prompt_token_ids is not None]
+    if not scored:
         return _NONE
     firsts = np.cumsum([0, *plan.num_tokens])
     parts = [_NONE]
-    for row in asking:
+    for row in scored:
         info, start = plan.requests[row], plan.starts[row]
         count = info.num_prompt_rows(start, plan.num_tokens[row])
         if count and info.prompt_token_ids is not None:
@@ -74,3 +82,50 @@ class HostLogprobRows:
         words, first = self._words[index], 2 + MAX_TOP
         ids = [i for i in words[2 : 2 + num_top].tolist() if i >= 0]  # a vocabulary may have fewer
         return *own, ids, words[first : first + len(ids)].view(np.float32).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobInputs:
+    """``sampled``, ``prompt``: as of :func:`sampled_fields` and :func:`prompt_fields`."""
+
+    sampled: IntArray
+    prompt: IntArray
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sampled.size and not self.prompt.size
+
+
+def step_logprobs(
+    inputs: LogprobInputs,
+    captured: CapturedModel,
+    sampled_logits: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    hidden: Tensor | None,
+) -> StepLogprobs | None:
+    """The requested log-probabilities of a step; None if there are none.
+
+    Args:
+        sampled_logits: logits ``[n, V]`` of some of the sampled rows, by place.
+        tokens: int64 ``[S]``, sampled. hidden: ``[T, H]``, in front of the head.
+    """
+    if inputs.is_empty:
+        return None
+    places, _, num_top = torch.from_numpy(inputs.sampled.astype(np.int64))
+    sampled = logprob_rows(sampled_logits(places), tokens[places], num_top)
+    prompt = torch.empty(0, ROW_WORDS, dtype=torch.int32)
+    if inputs.prompt.size:
+        prompt = _prompt_rows(inputs.prompt, captured, hidden)
+    return StepLogprobs(HostLogprobRows(sampled.numpy()), HostLogprobRows(prompt.numpy()))
+
+
+def _prompt_rows(fields: IntArray, captured: CapturedModel, hidden: Tensor | None) -> Tensor:
+    if captured.head is None or hidden is None:
+        raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
+    rows = []
+    for part in torch.from_numpy(fields.astype(np.int64)).split(CHUNK_ROWS, dim=1):
+        at, targets, num_top = part
+        padded = at if len(at) >= MIN_SIZE else at.repeat(MIN_SIZE)
+        logits = captured.whole_logits(captured.head(hidden[padded]))
+        rows.append(logprob_rows(logits[: len(at)], targets, num_top))
+    return torch.cat(rows)
