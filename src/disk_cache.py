@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -41,20 +43,25 @@ def write_whole(file: Path, content: bytes) -> None:
     Path(work.name).replace(file)
 
 
-def write_sealed(file: Path, key: str, body: bytes) -> None:
-    """:func:`write_whole`, behind a line with the digest of key and body."""
-    write_whole(file, _digest(key, body) + b"\n" + body)
+def write_json(folder: Path, key: str, data: object) -> None:
+    """:func:`write_whole` of ``KEY.json``: a line with the digest of key and body, and the body.
+
+    Raises:
+        OSError: as of :func:`write_whole`.
+    """
+    body = json.dumps(data, separators=(",", ":")).encode()
+    write_whole(folder / f"{key}.json", _digest(key, body) + b"\n" + body)
 
 
-def read_sealed(file: Path, key: str) -> bytes:
-    """What was written to ``file`` under this key.
+def read_json(folder: Path, key: str) -> Any:
+    """The data that :func:`write_json` wrote. Owner and digest are checked before it is parsed.
 
     Raises:
         PermissionError: another user could have written the file.
         ValueError: the file is damaged, or of another key.
         OSError: it cannot be read; FileNotFoundError if there is none.
     """
-    with file.open("rb") as opened:
+    with (folder / f"{key}.json").open("rb") as opened:
         status = os.fstat(opened.fileno())
         is_ours = not hasattr(os, "getuid") or status.st_uid == os.getuid()
         if not is_ours or status.st_mode & _WRITABLE_BY_OTHERS:
@@ -62,7 +69,7 @@ def read_sealed(file: Path, key: str) -> bytes:
         digest, _, body = opened.read().partition(b"\n")
     if digest != _digest(key, body):
         raise ValueError("it is damaged")
-    return body
+    return json.loads(body)
 
 
 def _digest(key: str, body: bytes) -> bytes:

@@ -26,7 +26,7 @@ from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from ..kernels.native.library import library
 from ..kernels.sampling.sampler import VocabShard
-from .capture.traced import Source, Traced
+from .capture.graph_json import Source, Traced
 from .fx.products import library_matmuls
 from .fx.weights import ModuleNames, WeightMap, WeightRecord
 from .inductor.regions import compile_regions

@@ -13,7 +13,6 @@ embedding, is in the record.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -27,19 +26,20 @@ from typing import Any
 import torch
 import transformers
 
-from ..disk_cache import read_sealed, write_sealed
+from ..disk_cache import read_json, write_json
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.recurrent.spec import RecurrentSpec
-from .capture.graph_file import read_graph
+from .capture.graph_cache import read_graph
+from .capture.graph_json import Traced
 from .capture.process_key import (
+    NoName,
+    code_of_classes,
     code_of_file,
     code_of_module,
     digest_of,
     file_of_module,
-    modules_of,
     process_parts,
 )
-from .capture.traced import Traced
 from .load.end_tokens import warn_of_dropped
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
@@ -55,18 +55,15 @@ from .step_fields import FIELDS, Field, input_keys
 
 logger = logging.getLogger("pagespec")
 
-_VERSION = 5
-_OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
-# What the graph depends on besides, which is restored by the key that it had.
-_TRACED_WITH = (
-    "step_inputs.py",
-    "../kernels/custom_op.py",
-    "../kernels/ops.py",
-    "../kernels/recurrent/ops.py",
-)
+_VERSION = 6
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"
+# Attributes of a loaded model that are plain data.
+_PLAIN = (
+    *("model_type", "vocab_size", "max_position_embeddings", "quantization", "default_sampling"),
+    *("ignored_settings", "dropped_eos_token_ids"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +103,14 @@ class StartRecord:
         self._quantization = quantization
         # As it is before anything of the model is imported.
         self._key = digest_of(_parts(self._source, dtype, quantization, device, input_keys(fields)))
-        self._file = folder / f"{self._key}.json"
+        self._folder = folder
 
     def restore(self) -> Restored | None:
         """The model as it was started before; None if it was not, or anything has changed."""
         if self._key is None:
             return None
         try:
-            noted = json.loads(read_sealed(self._file, self._key))
+            noted = read_json(self._folder, self._key)
             _check_code(noted["code"])
             return self._restored(noted)
         except FileNotFoundError:
@@ -129,20 +126,14 @@ class StartRecord:
         tensors = read_tensors(self._source, noted["tensors"], self._device)
         traced = read_graph(self._graphs, noted["graph"], tensors, is_symbolic=self._is_compiled)
         tree: Any = TensorTree(noted["architecture"], tensors.items())
-        nothing: Any = None
         source = ModelSource(self._name, str(self._source))
+        config: Any = None
         loaded = LoadedModel(
             tree,
-            nothing,
+            config,
             self._tokenizer(noted["tokenizer"]),
             frozenset(noted["eos_token_ids"]),
-            noted["vocab_size"],
-            noted["max_position_embeddings"],
-            model_type=noted["model_type"],
-            quantization=noted["quantization"],
-            default_sampling=noted["default_sampling"],
-            ignored_settings=noted["ignored_settings"],
-            dropped_eos_token_ids=noted["dropped_eos_token_ids"],
+            **{name: noted[name] for name in _PLAIN},
             names=partial(source.weight_names, self._quantization),
         )
         # As loading does, which this start goes without.
@@ -165,7 +156,6 @@ class StartRecord:
         if self._key is None:
             return None
         module = loaded.module
-        code = sorted(modules_of({type(part) for part in module.modules()}))
         try:
             if longest_context(loaded.config) is None:
                 raise NotRestorable("its longest context is the caller's")
@@ -173,26 +163,15 @@ class StartRecord:
             differing = weights_differ(module, loaded.quantized, self._source, self._quantization)
             if differing is not None:
                 raise NotRestorable(f"{differing} is not what its files have")
-            return {
-                "architecture": loaded.architecture,
-                "model_type": loaded.model_type,
+            return {name: getattr(loaded, name) for name in ("architecture", *_PLAIN)} | {
                 "eos_token_ids": sorted(loaded.eos_token_ids),
-                "dropped_eos_token_ids": loaded.dropped_eos_token_ids,
-                "vocab_size": loaded.vocab_size,
-                "max_position_embeddings": loaded.max_position_embeddings,
                 "tokenizer": self._describe_tokenizer(loaded.tokenizer),
                 "specs": [asdict(spec) for spec in specs],
                 "recurrent": [asdict(spec) for spec in loaded.recurrent],
-                "quantization": loaded.quantization,
-                "default_sampling": loaded.default_sampling,
-                "ignored_settings": loaded.ignored_settings,
                 "tensors": tensors,
-                "code": [
-                    [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]
-                    for name in code
-                ],
+                "code": code_of_classes({type(part) for part in module.modules()}),
             }
-        except (NotRestorable, OSError) as error:
+        except (NotRestorable, NoName, OSError) as error:
             logger.info("the start of %s is not kept: %s", self._source, error)
             return None
 
@@ -200,10 +179,13 @@ class StartRecord:
         """Keep what :meth:`describe` has returned, with the key of the model's graph."""
         if self._key is None or described is None or graph_key is None:
             return
-        body = json.dumps(described | {"graph": graph_key}, separators=(",", ":")).encode()
         try:
-            write_sealed(self._file, self._key, body)
-            _forget_oldest(self._file.parent)
+            write_json(self._folder, self._key, described | {"graph": graph_key})
+            # A folder that was moved or changed leaves a record that is never read again.
+            records = self._folder.glob("*.json")
+            newest = sorted(records, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+            for file in newest[_MAX_RECORDS:]:
+                file.unlink(missing_ok=True)
         except OSError as error:
             logger.info("the start of %s is not kept: %s", self._source, error)
 
@@ -223,13 +205,6 @@ def _spec(noted: dict[str, Any]) -> AttentionSpec:
     return AttentionSpec(**{**noted, "alibi_slopes": tuple(noted["alibi_slopes"])})
 
 
-def _forget_oldest(folder: Path) -> None:
-    """A folder that was moved or changed leaves a record that nothing asks for any more."""
-    records = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
-    for file in records[:-_MAX_RECORDS]:
-        file.unlink(missing_ok=True)
-
-
 def may_restore() -> bool:
     """Whether the process can have told transformers nothing about models yet."""
     return _REGISTRY not in sys.modules
@@ -243,11 +218,6 @@ def _parts(
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         status = entry.stat()
         yield entry.name, status.st_size, status.st_mtime_ns, entry.is_file()
-    home = Path(__file__).parent
-    own = [file for name in _OWN_FOLDERS for file in sorted((home / name).glob("*.py"))]
-    own += [Path(__file__), home / "start_tensors.py"]
-    own += [home / name for name in _TRACED_WITH]
-    yield [(file.name, code_of_file(str(file))) for file in own]
 
 
 def _check_code(noted: Sequence[Sequence[Any]]) -> None:
@@ -255,8 +225,7 @@ def _check_code(noted: Sequence[Sequence[Any]]) -> None:
     for name, file, of_file, of_module in noted:
         is_same = code_of_file(file) == of_file
         if is_same and name in sys.modules:
-            now = code_of_module(name)
-            is_same = file_of_module(name) == file and now is not None and now == of_module
+            is_same = file_of_module(name) == file and code_of_module(name) == of_module
         if not is_same:
             raise NotRestorable(f"{name} has changed")
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
 from pagespec.compile import start_record
+from pagespec.compile.capture import process_key
 from pagespec.compile.capture.results import _PRIMES
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.gguf_blocks import _file_beside
@@ -279,7 +280,10 @@ def test_the_code_of_all_rooms_that_load_probe_and_trace_counts() -> None:
         if edge.target.startswith("compile.")
     }
     folders = {name for name in begun | reached if MODULES[f"compile.{name}"]}
-    assert folders == set(start_record._OWN_FOLDERS)
+    patterns = process_key.OWN_CODE
+    assert folders == {part.split("/")[0] for part in patterns if part.endswith("/*.py")}
+    home = Path(start_record.__file__).parent
+    assert all([*home.glob(pattern)] for pattern in patterns)
 
 
 def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:

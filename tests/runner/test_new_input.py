@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pagespec.compile import captured_model as capture_module
-from pagespec.compile import start_record
-from pagespec.compile.capture import graph_key, process_key
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import example
@@ -311,29 +309,6 @@ def test_a_pass_reads_an_input_that_the_model_does_not(tmp_path: Path, monkeypat
         logits_of(captured, PLANS)
         assert [seen[0] for seen in SEEN] == [[3, 1]] * 2
         assert [seen[5] for seen in SEEN] == [[0], [7]]
-
-
-def test_a_start_record_follows_all_code_that_its_graph_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: set[Path] = set()
-
-    def code_of_file(file: str) -> str | None:
-        read.add(Path(file).resolve())
-        return process_key.code_of_file(file)
-
-    monkeypatch.setattr(start_record, "code_of_file", code_of_file)
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path)
-    StartRecord(
-        tmp_path,
-        tmp_path,
-        find_source(tmp_path),
-        dtype="auto",
-        device=torch.device("cpu"),
-        is_compiled=False,
-    )
-    home = Path(graph_key.__file__).parent
-    assert {(home / name).resolve() for name in graph_key._OWN_SOURCES} <= read
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ from ..step_inputs import (
     dynamic_dims,
     example_inputs,
 )
-from .traced import DYNAMO_SETTINGS, Source, Traced
+from .graph_json import Source, Traced
+from .process_key import DYNAMO_SETTINGS
 
 
 class _Captured(BaseException):

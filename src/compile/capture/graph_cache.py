@@ -1,25 +1,34 @@
 """The on-disk cache of traced graphs: a model that was traced once starts without Dynamo.
 
-One file a graph (:mod:`.graph_file`), named by all that the graph depends on (:mod:`.graph_key`).
+The key of a graph is a digest of everything that tracing depends on. That is more than versions and
+the config. A program may replace methods of a model's classes, or functions of its module, before
+it makes an engine. So their compiled code as it is in this process is part of the key.
+
+Dynamo is imported only where a graph is traced.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from ...disk_cache import read_json, write_json
 from ...kernels.attention.spec import AttentionSpec
+from ..fx.nodes import PLAIN
 from ..model.loaded import LoadedModel, named_tensors
-from ..step_fields import FIELDS, Field
-from .dynamo import trace
-from .few_layers import trace_layers
-from .graph_file import read_graph, write_graph
-from .graph_json import NotSerializable
-from .graph_key import graph_key
-from .traced import Traced
+from ..step_fields import FIELDS, Field, input_keys
+from .graph_json import NotSerializable, Traced, decode, encode
+from .process_key import Code, code_of_classes, digest_of, globals_of_classes, process_parts
 
 logger = logging.getLogger("pagespec")
+
+_VERSION = 3
+# Where a model came from, and what is set anew for each trace.
+_NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 
 
 class GraphCache:
@@ -31,7 +40,7 @@ class GraphCache:
         before_trace: called before a model is traced, which takes seconds.
 
     Attributes:
-        key: of the graph that was asked for last; None if it is not kept.
+        key: of the graph that :meth:`get` returned last; None if it is not kept.
     """
 
     def __init__(self, folder: Path, before_trace: Callable[[], None] | None = None) -> None:
@@ -49,31 +58,102 @@ class GraphCache:
         """
         # Before tracing, which leaves its traces in Dynamo's settings.
         key = graph_key(loaded, specs, fields)
-        if key is not None and (kept := self._load(key, loaded)) is not None:
-            self.key = key
-            return kept, False
+        tensors = dict(named_tensors(loaded.module))
+        if key is not None:
+            try:
+                kept = read_graph(self.folder, key, tensors)
+                self.key = key
+                return kept, False
+            except FileNotFoundError:
+                pass
+            # Whatever is wrong with the file or this torch, tracing will do.
+            except Exception as error:
+                logger.info("cached graph %s is not used: %s", key, error)
         if self._before_trace is not None:
             self._before_trace()
+        from .dynamo import trace
+        from .few_layers import trace_layers
+
         traced = trace_layers(loaded, specs, fields) or trace(loaded, specs, fields)
-        if key is not None and self._save(key, loaded, traced):
-            self.key = key
+        if key is not None:
+            # As no pass has touched it. A graph that cannot be kept costs only the cache.
+            try:
+                write_json(self.folder, key, encode(traced, tensors))
+                self.key = key
+            except (NotSerializable, OSError) as error:
+                logger.info("the graph of %s is not kept: %s", loaded.architecture, error)
         return traced, True
 
-    def _load(self, key: str, loaded: LoadedModel) -> Traced | None:
-        try:
-            return read_graph(self.folder, key, dict(named_tensors(loaded.module)))
-        except FileNotFoundError:
-            return None
-        # Whatever is wrong with the file or this torch, tracing will do.
-        except Exception as error:
-            logger.info("cached graph %s is not used: %s", key, error)
-            return None
 
-    def _save(self, key: str, loaded: LoadedModel, traced: Traced) -> bool:
-        """Keep a graph that no pass has touched. What cannot be kept costs only the cache."""
-        try:
-            write_graph(self.folder, key, traced, named_tensors(loaded.module))
-        except (NotSerializable, OSError) as error:
-            logger.info("the graph of %s is not kept: %s", loaded.architecture, error)
-            return False
-        return True
+def read_graph(
+    folder: Path, key: str, constants: dict[str, Tensor], *, is_symbolic: bool = True
+) -> Traced:
+    """Read a graph, as of :func:`.decode`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Exception: of any kind, if it is damaged.
+    """
+    return decode(read_json(folder, key), constants, is_symbolic=is_symbolic)
+
+
+def graph_key(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+) -> str | None:
+    """A name for the graph that tracing would give now; None if it depends on what cannot be
+    named."""
+    return digest_of(_parts(loaded, specs, fields))
+
+
+def _parts(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field]
+) -> Iterator[object]:
+    module = loaded.module
+    yield _VERSION, loaded.dtype, input_keys(fields)
+    yield from process_parts(loaded.device)
+    yield [repr(spec) for spec in (*specs, *loaded.recurrent)]
+    first: dict[int, int] = {}
+    for number, (name, tensor) in enumerate(named_tensors(module)):
+        same = first.setdefault(id(tensor), number)
+        yield name, same, list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device
+        yield type(tensor).__name__, tensor.requires_grad
+    code = Code()
+    for name, part in module.named_modules():
+        yield name, type(part).__module__, type(part).__qualname__, part.training
+        yield from _attributes(part, code)
+    classes = {type(part) for part in module.modules()}
+    yield code_of_classes(classes), globals_of_classes(classes)
+
+
+def _attributes(part: nn.Module, code: Code) -> Iterator[object]:
+    """What was set on one module, apart from tensors and modules."""
+    for name, value in sorted(vars(part).items()):
+        if name in _NO_MATTER:
+            continue
+        if _is_config(value):
+            yield name, _config(value)
+        elif callable(value) and not isinstance(value, (nn.Module, type)):
+            yield name, list(code.of(value))
+        elif name.endswith("_hooks"):
+            yield name, [list(code.of(hook)) for hook in value.values()]
+        elif _is_plain(value):
+            yield name, value
+
+
+def _is_config(value: object) -> bool:
+    # With the class comes generation, which a restored start goes without.
+    from transformers import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
+
+
+def _config(value: object) -> object:
+    if not _is_config(value):
+        return value
+    return {n: _config(v) for n, v in sorted(vars(value).items()) if n not in _NO_MATTER}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, torch.dtype, torch.device))

@@ -1,4 +1,4 @@
-"""Serialises a traced graph as JSON and reads it back, without Dynamo and without pickle.
+"""``Traced``, the result of a trace, and its form as JSON, without Dynamo and without pickle.
 
 Kept are the nodes, what Dynamo recorded about each result (shape, strides, dtype, device, which
 results share memory), the symbols of the sizes, and where each input comes from. The names of the
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,35 @@ from ...kernels import ops  # noqa: F401 - graphs call them by name
 from ...kernels.recurrent import ops as recurrent_ops  # noqa: F401 - as these
 from ..fx.nodes import PLAIN, example
 from .results import NotSerializable, ResultReader
-from .traced import Traced
+
+Source = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Traced:
+    """A graph as Dynamo gave it.
+
+    Attributes:
+        gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
+        constants: placeholder name to the parameter or buffer of the model it stands for.
+        sources: name of every other placeholder to where its value is found at each step:
+            ``("input", field)``, ``("cache", call, which)``, ``("state", call)``,
+            ``("size", field, dim)`` or ``("interval",)``.
+    """
+
+    gm: GraphModule
+    constants: dict[str, Tensor]
+    sources: dict[str, Source]
+
+    def arguments(self) -> list[Source]:
+        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
+        tensor)``."""
+        names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
+        return [
+            ("constant", self.constants[name]) if name in self.constants else self.sources[name]
+            for name in names
+        ]
+
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
@@ -29,40 +58,42 @@ _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
 _REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
 
 
-def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
-    """JSON data of ``traced``, before any pass; ``names`` are of the constants, by their id.
+def encode(traced: Traced, constants: dict[str, Tensor]) -> dict[str, Any]:
+    """JSON data of ``traced``, before any pass, over the model's parameters and buffers by name.
 
     Raises:
         NotSerializable: something in the graph has no form in a file.
     """
     from .meta_json import ResultEncoder
 
-    encoder = ResultEncoder()
+    # Of the names of a tied tensor, the first.
+    names = {id(tensor): name for name, tensor in reversed(constants.items())}
+    results = ResultEncoder()
     numbers: dict[Node, int] = {}
+
+    def of_node(value: Any) -> Any:
+        return ["node", numbers[value]] if isinstance(value, Node) else None
+
     nodes = []
     for number, node in enumerate(traced.gm.graph.nodes):
         numbers[node] = number
-        entry: list[Any] = [node.op, node.name]
-        if node.op == "placeholder":
-            if node.name in traced.constants:
-                name = names.get(id(traced.constants[node.name]))
-                entry += [node.target, ["constant", name]]
-                if name is None:
-                    raise NotSerializable(f"{node.name} is no parameter or buffer")
-                encoder.constant(example(node), name)
-            else:
-                entry += [node.target, list(traced.sources[node.name])]
+        target = _target_name(node.target) if node.op == "call_function" else node.target
+        if node.name in traced.constants:
+            name = names.get(id(traced.constants[node.name]))
+            if name is None:
+                raise NotSerializable(f"{node.name} is no parameter or buffer")
+            results.constants[id(example(node))] = name
+            rest: list[Any] = ["constant", name]
+        elif node.op == "placeholder":
+            rest = list(traced.sources[node.name])
         elif node.op in ("call_function", "call_method", "output"):
-            entry += [
-                _target_name(node.target) if node.op == "call_function" else node.target,
-                _argument_data(node.args, numbers),
-                _argument_data(node.kwargs, numbers),
-            ]
+            rest = [_data(part, of_node) for part in (node.args, node.kwargs)]
         else:
             raise NotSerializable(f"{node.op} {node.target}")
         has_value = "example_value" in node.meta
-        nodes.append([*entry, encoder.value(example(node)) if has_value else None])
-    return {"symbols": encoder.symbols(), "nodes": nodes}
+        value = [_data(example(node), results.data)] if has_value else []
+        nodes.append([node.op, node.name, target, rest, value])
+    return {"symbols": results.symbols(), "nodes": nodes}
 
 
 def decode(
@@ -79,80 +110,77 @@ def decode(
     Raises:
         Exception: of any kind, if ``data`` is not what :func:`encode` returned.
     """
+    reader = ResultReader
+    if is_symbolic:
+        from .meta_json import ResultDecoder as reader  # type: ignore[assignment]
     nodes: list[Node] = []
     found = Traced(GraphModule({}, Graph()), {}, {})
     graph = found.gm.graph
     # What Dynamo records are normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        reader = _symbolic_reader() if is_symbolic else ResultReader
         results = reader(data["symbols"], constants)
-        for op, name, target, *rest, value in data["nodes"]:
+        for op, name, target, rest, value in data["nodes"]:
             if op == "placeholder":
                 node = graph.create_node(op, target, (), {}, name)
-                (source,) = rest
-                if source[0] == "constant":
-                    found.constants[node.name] = constants[source[1]]
+                if rest[0] == "constant":
+                    found.constants[node.name] = constants[rest[1]]
                 else:
-                    found.sources[node.name] = tuple(source)
+                    found.sources[node.name] = tuple(rest)
             else:
-                args, kwargs = (_argument(part, nodes) for part in rest)
+                args, kwargs = (_value(part, lambda _, number: nodes[number]) for part in rest)
                 function = _target(target) if op == "call_function" else target
                 node = graph.create_node(op, function, args, kwargs, name)
-            if value is not None:
-                node.meta["example_value"] = results.value(value)
+            for part in value:
+                node.meta["example_value"] = _value(part, results.value)
             nodes.append(node)
     graph.lint()
     return found
 
 
-def _symbolic_reader() -> type[ResultReader]:
-    from .meta_json import ResultDecoder
-
-    return ResultDecoder
-
-
-def _argument_data(value: Any, numbers: dict[Node, int]) -> Any:
-
-    def of(part: Any) -> Any:
-        return _argument_data(part, numbers)
-
+def _data(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """JSON data of a value; ``leaf`` returns that of nodes or of results, else None."""
+    found = leaf(value)
+    if found is not None:
+        return found
     if type(value) in PLAIN:
         return value
-    if isinstance(value, Node):
-        return ["node", numbers[value]]
-    if isinstance(value, tuple):
-        return ["tuple", *map(of, value)]
-    if isinstance(value, list):
-        return ["list", *map(of, value)]
+
+    def of(*parts: Any) -> list[Any]:
+        return [_data(part, leaf) for part in parts]
+
+    if isinstance(value, (tuple, list)):
+        # A tuple with names for its parts (of topk, sort) is read by number in a graph.
+        return ["tuple" if isinstance(value, tuple) else "list", *of(*value)]
     if isinstance(value, dict):
-        return ["dict", *([key, of(part)] for key, part in value.items())]
+        return ["dict", *([key, *of(part)] for key, part in value.items())]
     if isinstance(value, slice):
-        return ["slice", *map(of, (value.start, value.stop, value.step))]
+        return ["slice", *of(value.start, value.stop, value.step)]
     if value is Ellipsis:
         return ["..."]
     if isinstance(value, torch.device):
         return ["device", str(value)]
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return ["torch", str(value).removeprefix("torch.")]
-    raise NotSerializable(f"argument {value!r}")
+    raise NotSerializable(f"value {value!r}")
 
 
-def _argument(value: Any, nodes: Sequence[Node]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, *parts = value
-    if kind == "node":
-        return nodes[parts[0]]
+def _value(data: Any, leaf: Callable[..., Any]) -> Any:
+    """The inverse; ``leaf`` makes what has another kind, of that and its parts."""
+    if not isinstance(data, list):
+        return data
+    kind, *parts = data
+    if kind in ("tuple", "list", "slice"):
+        values = [_value(part, leaf) for part in parts]
+        return values if kind == "list" else tuple(values) if kind == "tuple" else slice(*values)
     if kind == "dict":
-        return {key: _argument(part, nodes) for key, part in parts}
+        return {key: _value(part, leaf) for key, part in parts}
     if kind == "...":
         return ...
     if kind == "device":
         return torch.device(parts[0])
     if kind == "torch":
         return getattr(torch, parts[0])
-    make: Any = {"tuple": tuple, "list": list, "slice": lambda part: slice(*part)}[kind]
-    return make([_argument(part, nodes) for part in parts])
+    return leaf(kind, *parts)
 
 
 def _target_name(target: Any) -> list[str]:
@@ -167,12 +195,11 @@ def _target_name(target: Any) -> list[str]:
         except RuntimeError as error:
             raise NotSerializable(f"call of {target}") from error
     try:
-        is_found = _target(name) is target
-    except (AttributeError, ImportError, KeyError) as error:
-        raise NotSerializable(f"call of {target}") from error
-    if not is_found:
-        raise NotSerializable(f"call of {target}")
-    return name
+        if _target(name) is target:
+            return name
+    except (AttributeError, ImportError, KeyError):
+        pass
+    raise NotSerializable(f"call of {target}")
 
 
 def _target(name: list[str]) -> Callable[..., Any]:

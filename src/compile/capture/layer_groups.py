@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ...kernels.recurrent.spec import RecurrentSpec
 from ..fx.nodes import calls_op, recurrent_interval
-from .traced import Traced
+from .graph_json import Traced
 
 Key = tuple[str, int, str | int]
 """Within a group: ``("parameter", layer, name)``, ``("cache", call, which)`` or ``("state", call,

@@ -21,7 +21,6 @@ from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 
 from ..fx.fake_tensors import expressions
-from ..fx.nodes import PLAIN
 from .results import NotSerializable, ResultReader
 
 _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
@@ -49,34 +48,29 @@ class _ShapeEnv(ShapeEnv):
 
 
 class ResultEncoder:
-    """What Dynamo recorded about results, as JSON data. One for a graph, in its order."""
+    """What Dynamo recorded about results, as JSON data. One for a graph, in its order.
+
+    Attributes:
+        constants: names of parameters and buffers, by the id of the fake tensors of them.
+    """
 
     def __init__(self) -> None:
-        self._constants: dict[int, str] = {}
+        self.constants: dict[int, str] = {}
         # Ids stay taken: the graph holds the tensors.
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, tuple[int, torch.dtype]] = {}
         self._hints: dict[sympy.Symbol, int] = {}
         self._shape_env: ShapeEnv | None = None
 
-    def constant(self, fake: Any, name: str) -> None:
-        """Say that ``fake`` stands for the parameter or buffer ``name``."""
-        self._constants[id(fake)] = name
-
-    def value(self, value: Any) -> Any:
-        """Of one result: a fake tensor, a size, or several in a tuple or list."""
+    def data(self, value: Any) -> Any:
+        """Of a fake tensor, a size or a shape; else None."""
         if isinstance(value, FakeTensor):
             return self._tensor(value)
         if isinstance(value, torch.SymInt):
             return ["size", self._size(value)]
         if isinstance(value, torch.Size):
             return ["shape", *map(self._size, value)]
-        if isinstance(value, (tuple, list)):
-            # A tuple with names for its parts (of topk, sort) is read by number in a graph.
-            return [("list", "tuple")[isinstance(value, tuple)], *map(self.value, value)]
-        if type(value) in PLAIN:
-            return ["plain", value]
-        raise NotSerializable(f"result {value!r}")
+        return None
 
     def _tensor(self, fake: FakeTensor) -> Any:
         if id(fake) in self._tensors:
@@ -88,8 +82,8 @@ class ResultEncoder:
         base, base_dtype = self._storages.setdefault(storage, (number, fake.dtype))
         if base_dtype != fake.dtype:
             raise NotSerializable(f"one memory read as two dtypes: {fake!r}")
-        if id(fake) in self._constants:
-            return ["constant", self._constants[id(fake)]]
+        if id(fake) in self.constants:
+            return ["constant", self.constants[id(fake)]]
         offset = self._size(fake.storage_offset())
         if base == number and offset != 0:
             raise NotSerializable(f"a part of a tensor that is not there: {fake!r}")
@@ -140,6 +134,8 @@ class ResultEncoder:
 class ResultDecoder(ResultReader):
     """The inverse, with new symbols and in a mode of its own."""
 
+    _operations = _SYMPY
+
     def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
         # As Dynamo's own for a full graph.
         env: Any = _ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
@@ -166,13 +162,6 @@ class ResultDecoder(ResultReader):
     def _new_size(self, size: Any) -> Any:
         env: Any = self._mode.shape_env
         return env.create_symintnode(self._expression(size), hint=None)
-
-    def _expression(self, value: Any) -> Any:
-        if isinstance(value, int):
-            return sympy.Integer(value)
-        if isinstance(value, str):
-            return self._symbols[value]
-        return _SYMPY[value[0]](*map(self._expression, value[1:]))
 
 
 def _contiguous(shape: Iterable[Any]) -> tuple[Any, ...]:

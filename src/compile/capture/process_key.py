@@ -1,4 +1,5 @@
-"""What the process adds to a key: versions, settings, environment, and code as it would run."""
+"""What the process adds to the key of a graph or a start record: versions, settings, environment,
+the code of this package, and code as it would run."""
 
 from __future__ import annotations
 
@@ -18,24 +19,40 @@ import torch
 import transformers
 
 from ..fx.nodes import PLAIN
-from .traced import DYNAMO_SETTINGS
 
+# Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,
+# whatever Dynamo saw at the same line for another model.
+DYNAMO_SETTINGS = {
+    "specialize_int": True,
+    "specialize_float": True,
+    "automatic_dynamic_shapes": False,
+}
+# Of this package, what loads, probes and traces; below ``compile``.
+OWN_CODE = (
+    *("capture/*.py", "fx/*.py", "load/*.py", "model/*.py", "probe/*.py"),
+    *("start_record.py", "start_tensors.py", "step_inputs.py"),
+    *("../kernels/custom_op.py", "../kernels/ops.py", "../kernels/recurrent/ops.py"),
+)
 # They change what Dynamo traces, or whether it does.
 _ENVIRONMENT = ("TORCHDYNAMO", "TORCH_COMPILE")
 
 
 def digest_of(parts: Iterable[object]) -> str | None:
     """A name for these parts; None if one of them has no text of its own."""
-    digest = hashlib.sha256()
     try:
-        for part in parts:
-            digest.update(json.dumps(part, default=_text).encode() + b"\n")
-    except _NoName:
+        return _digest(parts)
+    except NoName:
         return None
+
+
+def _digest(parts: Iterable[object]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part, default=_text).encode() + b"\n")
     return digest.hexdigest()[:32]
 
 
-class _NoName(Exception):
+class NoName(Exception):
     """Raised for a value that has no text of its own."""
 
 
@@ -44,11 +61,11 @@ def _text(value: object) -> object:
         return str(value)
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    raise _NoName
+    raise NoName
 
 
 def process_parts(device: torch.device) -> Iterator[object]:
-    """All but code that what is found out about a model on ``device`` depends on."""
+    """What the probe and the trace of any model on ``device`` depend on."""
     yield platform.python_version(), torch.__version__, transformers.__version__
     yield torch.get_default_dtype(), device, torch.is_autocast_enabled(device.type)
     if device.type == "cuda":
@@ -58,6 +75,9 @@ def process_parts(device: torch.device) -> Iterator[object]:
     yield [find_spec(name) is not None for name in ("kernels", "causal_conv1d", "mamba_ssm")]
     yield sorted((k, v) for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))
     yield _dynamo_settings()
+    home = Path(__file__).parents[1]
+    own = [file for pattern in OWN_CODE for file in sorted(home.glob(pattern))]
+    yield [(file.name, code_of_file(str(file))) for file in own]
 
 
 def _dynamo_settings() -> list[str]:
@@ -74,26 +94,6 @@ class Code:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-
-    def of_classes(self, classes: set[type]) -> Iterator[object]:
-        """Of classes and what they inherit, and of the classes' modules' globals."""
-        found = {base for cls in classes for base in cls.__mro__ if is_foreign(base.__module__)}
-        files: set[str] = set()
-        for base in sorted(found, key=lambda base: (base.__module__, base.__qualname__)):
-            yield base.__module__, base.__qualname__
-            files.add(str(sys.modules[base.__module__].__file__))
-            for name, value in sorted(vars(base).items()):
-                yield name, list(self.of(value))
-        for home in sorted({cls.__module__ for cls in classes & found}):
-            for name, value in sorted(vars(sys.modules[home]).items()):
-                origin = sys.modules.get(getattr(value, "__module__", None) or "")
-                if isinstance(value, PLAIN) and not name.startswith("__"):
-                    yield name, value
-                elif isinstance(origin, ModuleType) and is_foreign(origin.__name__):
-                    yield name, list(self.of(value))
-                    files.add(str(getattr(origin, "__file__", None)))
-        for file in sorted(files):
-            yield Path(file).name, code_of_file(file)
 
     def of_module(self, module: ModuleType) -> Iterator[object]:
         """Of all functions in a module's globals, and of the classes that are its own. Other values
@@ -154,10 +154,14 @@ def _code(code: CodeType) -> object:
     return hashlib.sha256(code.co_code).hexdigest(), code.co_names, code.co_varnames, constants
 
 
-def modules_of(classes: set[type]) -> set[str]:
-    """Modules of Python whose code decides what ``classes`` compute: their own, those of what they
-    inherit, and those that the values in their own come from. Versions cover torch's and
-    Python's."""
+def code_of_classes(classes: set[type]) -> list[list[str | None]]:
+    """Of each module whose code decides what ``classes`` compute: its name, its file, and digests
+    of the file and of the module as it is now. These are the modules of the classes, of what those
+    inherit, and of the values in the former. Versions cover torch's and Python's.
+
+    Raises:
+        NoName: a value in a module has no text of its own.
+    """
     found = {base for cls in classes for base in cls.__mro__ if is_foreign(base.__module__)}
     names = {base.__module__ for base in found}
     for home in {cls.__module__ for cls in classes & found}:
@@ -165,7 +169,21 @@ def modules_of(classes: set[type]) -> set[str]:
             origin = getattr(value, "__module__", None) or ""
             if origin in sys.modules and is_foreign(origin):
                 names.add(origin)
-    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    return [
+        [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]
+        for name in sorted(names)
+        if name.partition(".")[0] not in sys.stdlib_module_names
+    ]
+
+
+def globals_of_classes(classes: set[type]) -> list[object]:
+    """Plain values in the globals of the modules of ``classes``."""
+    return [
+        [name, value]
+        for home in sorted({cls.__module__ for cls in classes if is_foreign(cls.__module__)})
+        for name, value in sorted(vars(sys.modules[home]).items())
+        if isinstance(value, PLAIN) and not name.startswith("__")
+    ]
 
 
 def file_of_module(name: str) -> str:
@@ -179,7 +197,11 @@ def code_of_file(file: str) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def code_of_module(name: str) -> str | None:
+def code_of_module(name: str) -> str:
     """A digest of the functions of an imported module as they are now, which need not be what its
-    file says."""
-    return digest_of(Code().of_module(sys.modules[name]))
+    file says.
+
+    Raises:
+        NoName: a value in it has no text of its own.
+    """
+    return _digest(Code().of_module(sys.modules[name]))

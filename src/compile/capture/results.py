@@ -8,7 +8,7 @@ large prime, which no size of a model is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class ResultReader:
         constants: the model's parameters and buffers by name.
     """
 
+    _operations: Mapping[str, Callable[..., Any]] = _OPERATIONS
+
     def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
         self._constants = constants
         self._tensors: list[Tensor] = []
@@ -55,27 +57,23 @@ class ResultReader:
         self._symbols: dict[str, Any] = {}
         self._make_symbols(symbols)
 
-    def value(self, value: list[Any]) -> Any:
-        """Of what :meth:`ResultEncoder.value` returned, in the same order."""
-        kind, *parts = value
-        if kind == "tensor":
-            self._tensors.append(self._tensor(*parts))
-            return self._tensors[-1]
-        if kind == "constant":
-            fake = self._of_constant(self._constants[parts[0]])
-            self._tensors.append(fake)
-            self._recipes.append(parts[0])
-            return fake
+    def value(self, kind: str, *parts: Any) -> Any:
+        """Of what :meth:`.ResultEncoder.data` returned, in the same order."""
         if kind == "same":
             return self._tensors[parts[0]]
         if kind == "size":
             return self._size(parts[0])
         if kind == "shape":
             return torch.Size([self._size(part) for part in parts])
-        if kind == "plain":
-            return parts[0]
-        make: Any = {"tuple": tuple, "list": list}[kind]
-        return make([self.value(part) for part in parts])
+        if kind == "tensor":
+            fake = self._tensor(*parts)
+        elif kind == "constant":
+            fake = self._of_constant(self._constants[parts[0]])
+            self._recipes.append(parts[0])
+        else:
+            raise ValueError(f"a result of kind {kind!r}")
+        self._tensors.append(fake)
+        return fake
 
     def _tensor(self, base: int, *parts: Any) -> Tensor:
         whole = self._tensors[base] if base < len(self._tensors) else None
@@ -134,9 +132,12 @@ class ResultReader:
             self._symbols[name] = _PRIMES[number]
 
     def _new_size(self, size: Any) -> Any:
+        return self._expression(size)
+
+    def _expression(self, size: Any) -> Any:
         if isinstance(size, list):
-            return _OPERATIONS[size[0]](*map(self._size, size[1:]))
-        return self._symbols[size]
+            return self._operations[size[0]](*map(self._expression, size[1:]))
+        return self._symbols[size] if isinstance(size, str) else size
 
     def _of_constant(self, constant: Tensor) -> Tensor:
         return meta_of(constant)

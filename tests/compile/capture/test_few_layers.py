@@ -15,12 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from pagespec.compile.capture import few_layers, graph_cache
+from pagespec.compile.capture import dynamo, few_layers
 from pagespec.compile.capture.dynamo import trace
 from pagespec.compile.capture.few_layers import find_groups, trace_layers
 from pagespec.compile.capture.graph_cache import GraphCache
-from pagespec.compile.capture.graph_json import decode, encode
-from pagespec.compile.capture.traced import Traced
+from pagespec.compile.capture.graph_json import Traced, decode, encode
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
@@ -86,8 +85,8 @@ def test_the_graph_is_that_of_all_layers(arch: str) -> None:
     assert made is not None
     assert [name for name, _ in loaded.module.named_parameters()] == before
     assert description(made) == description(trace(loaded, specs))
-    names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
-    again = decode(encode(made, names), dict(named_tensors(loaded.module)))
+    tensors = dict(named_tensors(loaded.module))
+    again = decode(encode(made, tensors), tensors)
     assert description(again) == description(made)
 
 
@@ -194,7 +193,7 @@ def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return trace(loaded, specs, fields)
 
     monkeypatch.setattr(few_layers, "trace", traced)
-    monkeypatch.setattr(graph_cache, "trace", traced)
+    monkeypatch.setattr(dynamo, "trace", traced)
     begun: list[str] = []
     cache = GraphCache(tmp_path, before_trace=lambda: begun.append(f"after {len(depths)}"))
     assert capture_model(*probed(), graph_cache=cache).num_captures == 1

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama import modeling_llama
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile.capture import graph_cache as cache_module
+from pagespec.compile.capture import dynamo as dynamo_module
+from pagespec.compile.capture import process_key
 from pagespec.compile.capture.dynamo import trace
-from pagespec.compile.capture.graph_cache import GraphCache
-from pagespec.compile.capture.graph_json import NotSerializable, decode, encode
-from pagespec.compile.capture.graph_key import graph_key
-from pagespec.compile.capture.traced import Traced
+from pagespec.compile.capture.graph_cache import GraphCache, graph_key
+from pagespec.compile.capture.graph_json import NotSerializable, Traced, decode, encode
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
@@ -95,8 +94,7 @@ def test_the_graph_comes_back_and_computes_the_same(
 ) -> None:
     loaded, specs = probed(arch, **OVERRIDES.get(arch, {}))
     traced = trace(loaded, specs)
-    names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
-    data = json.loads(json.dumps(encode(traced, names)))
+    data = json.loads(json.dumps(encode(traced, dict(named_tensors(loaded.module)))))
     again = decode(data, dict(named_tensors(loaded.module)))
     assert description(again.gm) == description(traced.gm)
     assert again.sources == traced.sources
@@ -105,10 +103,10 @@ def test_the_graph_comes_back_and_computes_the_same(
     }
 
     cache = GraphCache(tmp_path)
-    monkeypatch.setattr(cache_module, "trace", lambda *_: traced)
+    monkeypatch.setattr(dynamo_module, "trace", lambda *_: traced)
     first = capture_model(loaded, specs, graph_cache=cache)
     assert first.num_captures == 1
-    monkeypatch.setattr(cache_module, "trace", no_tracing)
+    monkeypatch.setattr(dynamo_module, "trace", no_tracing)
     monkeypatch.setattr(torch, "compile", no_tracing)
     loaded, specs = probed(arch, **OVERRIDES.get(arch, {}))  # the same weights in other places
     second = capture_model(loaded, specs, graph_cache=cache)
@@ -163,6 +161,21 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Probed:
     return probed()
 
 
+def _own_code(monkeypatch: pytest.MonkeyPatch) -> Probed:
+    read = process_key.code_of_file
+
+    def changed(file: str) -> str | None:
+        return "another" if file.endswith("kernels/ops.py") else read(file)
+
+    monkeypatch.setattr(process_key, "code_of_file", changed)
+    return probed()
+
+
+def _global_value(monkeypatch: pytest.MonkeyPatch) -> Probed:
+    monkeypatch.setattr(modeling_llama, "SCALE", 2.0, raising=False)
+    return probed()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -176,6 +189,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Probed:
         _tied,
         _other_spec,
         _environment,
+        _own_code,
+        _global_value,
     ],
 )
 def test_the_key_follows_what_tracing_depends_on(
@@ -250,9 +265,8 @@ def test_what_has_no_form_in_a_file_is_not_kept(
     twice = torch._dynamo.allow_in_graph(lambda x: 2.0 * x)
     monkeypatch.setattr(norm, "forward", lambda _, x: twice(x))
     traced = trace(loaded, specs)
-    names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
     with pytest.raises(NotSerializable, match="call of"):
-        encode(traced, names)
+        encode(traced, dict(named_tensors(loaded.module)))
     assert capture_model(loaded, specs, graph_cache=GraphCache(tmp_path)).num_captures == 1
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from pagespec.compile.capture.traced import Traced
+from pagespec.compile.capture.graph_json import Traced
 from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import calls, calls_op, is_linear, last_dim_slice
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
