@@ -10,17 +10,45 @@ The graph around the regions is run as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
-from ..fx.nodes import example, is_in_place, only_user, written_nodes
+from ..fx.fake_tensors import memory_of
+from ..fx.nodes import calls, example, is_in_place, is_ours, only_user, written_nodes
 from .compile_region import Compiler, inductor, is_on_cpu
-from .node_kinds import COPIES, is_copy, is_opaque, is_tensor, is_view
+
+_MATMULS = frozenset(
+    {
+        torch.nn.functional.linear,
+        torch._C._nn.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        operator.matmul,
+        "matmul",
+        "mm",
+        "bmm",
+    }
+)
+_MATMUL_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
+# They make no new tensor: not worth a compiled region of their own.
+_VIEWS = frozenset(
+    {
+        "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk",
+        "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
+    }
+)  # fmt: skip
+_MAYBE_COPIES = ("reshape", "flatten", "contiguous")
+# They move numbers: one kernel each, compiled or not.
+COPIES = frozenset({torch.nn.functional.embedding, operator.getitem, *_MAYBE_COPIES})
 
 
 @dataclass(slots=True)
@@ -142,20 +170,12 @@ def _signature(region: Region) -> tuple[object, ...]:
             return of_size(value)
         return repr(value)
 
-    def of_argument(value: object) -> object:
-        if isinstance(value, Node):
-            return ("n", numbers[value])
-        if isinstance(value, (tuple, list)):
-            return (type(value).__name__, *(of_argument(part) for part in value))
-        if isinstance(value, dict):
-            return tuple((key, of_argument(part)) for key, part in value.items())
-        if isinstance(value, slice):
-            return ("slice", *(of_argument(p) for p in (value.start, value.stop, value.step)))
-        return repr(value)
+    def of_node(node: Node) -> str:
+        return f"%{numbers[node]}"
 
     inputs = tuple(of_value(example(node)) for node in region.inputs)
     body = tuple(
-        (node.op, str(node.target), of_argument(node.args), of_argument(node.kwargs))
+        (node.op, str(node.target), repr(map_arg((node.args, node.kwargs), of_node)))
         for node in region.nodes
     )
     return inputs, body, tuple(numbers[node] for node in outputs)
@@ -240,3 +260,58 @@ def _replace(graph: Graph, region: Region, function: Callable[..., Any], number:
         after = node
     for node in reversed(region.nodes):
         graph.erase_node(node)
+
+
+def is_opaque(node: Node) -> bool:
+    """Is ``node`` a call that Inductor would only pass on: a matmul, a kernel of ours, or one that
+    reads or makes complex numbers, of which torch's own kernels run either way?"""
+    values = map(example, (node, *node.all_input_nodes))
+    if any(isinstance(value, Tensor) and value.is_complex() for value in values):
+        return True
+    if node.op == "call_method":
+        return node.target in _MATMULS
+    if node.op != "call_function":
+        return node.op in ("call_module", "get_attr")
+    if node.target in _MATMULS:
+        return True
+    name = getattr(node.target, "__name__", "")
+    if any(part in name for part in _MATMUL_NAMES):
+        return True
+    return is_ours(node)
+
+
+def is_view(node: Node) -> bool:
+    """Does ``node`` compute nothing: a view of its argument, a part of it, a size?"""
+    if calls(node, *_VIEWS):
+        return not is_copy(node)
+    if node.target is operator.getitem:
+        index = node.args[1]
+        # Indexing by a tensor makes a new one.
+        return not any(isinstance(part, Node) and is_tensor(part) for part in _flat(index))
+    # Arithmetic on sizes.
+    return not is_tensor(node) and isinstance(example(node), (int, torch.SymInt))
+
+
+def is_copy(node: Node) -> bool:
+    """Is ``node``, by name a view, a copy, as no strides over its argument give its result?"""
+    if not calls(node, *_MAYBE_COPIES):
+        return False
+    source, result = example(node.args[0]), example(node)  # type: ignore[arg-type]
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return False
+    return memory_of(source) != memory_of(result)
+
+
+def _flat(value: object) -> Iterator[object]:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, slice):
+        yield from _flat((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def is_tensor(node: Node) -> bool:
+    """Is the result of ``node`` one tensor?"""
+    return isinstance(example(node), Tensor)

@@ -8,7 +8,7 @@ import torch
 from pagespec import LLM
 from pagespec.compile import captured_model
 from pagespec.compile.fx.nodes import is_ours
-from pagespec.compile.inductor.node_kinds import is_opaque
+from pagespec.compile.inductor.regions import is_opaque
 from pagespec.compile.passes import gpu_passes
 from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
 from tests.support.models import tiny_model
