@@ -129,11 +129,6 @@ def _weight_map(loaded: LoadedModel, record: WeightRecord) -> WeightMap:
     return WeightMap(loaded.module, record, loaded.cuts, names)
 
 
-def _has_latent_attention(device: torch.device, attention: AttentionBackend | None) -> bool:
-    """Whether the backend has attention over latent vectors: on a GPU Triton has."""
-    return device.type == "cpu" or (attention is not None and attention.name == "triton")
-
-
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
     """How a graph is captured.
@@ -190,11 +185,12 @@ def capture_model(
         UnsupportedModelError: ``forward`` does not trace into one graph.
     """
     compile, attention, fields = options.compile, options.attention, options.fields
+    is_on_cpu = loaded.device.type == "cpu"
     if compile not in COMPILE_MODES:
         raise InvalidInputError("compile", compile, f"must be one of {COMPILE_MODES}")
     if (
         compile == "inductor"
-        and loaded.device.type == "cpu"
+        and is_on_cpu
         and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
@@ -232,13 +228,14 @@ def capture_model(
         is_native=options.is_native and bool(loaded.quantized) and library() is not None,
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
-        caches_latents=options.mla_latent_cache and _has_latent_attention(loaded.device, attention),
+        # Attention over latent vectors: on a GPU, of Triton alone.
+        caches_latents=options.mla_latent_cache
+        and (is_on_cpu or (attention is not None and attention.name == "triton")),
         sources=traced.sources,
         fields=fields,
     )
     loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():
-        is_on_cpu = loaded.device.type == "cpu"
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         if options.transparent and not is_on_cpu:

@@ -119,9 +119,8 @@ def inputs_of_groups(
     Raises:
         LayersDiffer: the groups that are compared have others than each other.
     """
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
+    # Of the names of a tied tensor, the first.
+    names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     found: dict[Node, tuple[int, Key]] = {}
     for node in traced.gm.graph.find_nodes(op="placeholder"):
         kind, *numbers = traced.sources.get(node.name, ("",))

@@ -90,7 +90,7 @@ def _dynamo_settings() -> list[str]:
 
 
 class Code:
-    """Functions as this process would run them. Each is told once."""
+    """Functions as this process would run them. Each occurs once."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
