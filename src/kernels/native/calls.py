@@ -25,8 +25,8 @@ DIM_UNIT = 16
 Format = Literal["int4", "int4_float32", "int8"]
 _FORMATS: dict[Format, int] = {"int4": 0, "int4_float32": 1, "int8": 2}
 _ALIGNMENT = 64
-# What a row rounded to 8 bits takes: its values, and three numbers a group.
-_BYTES_A_GROUP = GROUP + 12
+# Of a row rounded to 8 bits: its values, and three float32 per group.
+_BYTES_PER_GROUP = GROUP + 12
 
 
 class TableWidth(int):
@@ -34,7 +34,7 @@ class TableWidth(int):
 
 
 class Recorder(Protocol):
-    """What a thread's calls are told to while they are recorded (:mod:`.replay`)."""
+    """Receives the calls of a thread while they are recorded (:mod:`.replay`)."""
 
     def add(self, name: str, arguments: tuple[Any, ...]) -> None:
         """A call was made."""
@@ -43,7 +43,7 @@ class Recorder(Protocol):
         """Memory for a result."""
 
     def refuse(self) -> None:
-        """A tensor had to be copied by torch, of which a recording would know nothing."""
+        """A tensor had to be copied by torch, which a recording does not contain."""
 
 
 class _Recording(threading.local):
@@ -54,6 +54,8 @@ recording = _Recording()
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call a kernel with these arguments and, behind them, the number of threads."""
+    arguments = *arguments, torch.get_num_threads()
     kernels = library()
     if kernels is None:
         raise RuntimeError("the native kernels are not there")
@@ -136,25 +138,14 @@ def linear(
     num_inputs = x.shape[-1]
     num_rows = x.numel() // num_inputs
     out = _empty((*x.shape[:-1], num_outputs))
-    scratch = _empty((num_rows * (num_inputs // GROUP) * _BYTES_A_GROUP,), torch.uint8)
+    scratch = _empty((num_rows * (num_inputs // GROUP) * _BYTES_PER_GROUP,), torch.uint8)
     num_real = None
     if query_starts is not None:
         num_real = query_starts.data_ptr() + 4 * (query_starts.shape[0] - 1)
     _call(
-        "linear",
-        x.data_ptr(),
-        num_rows,
-        num_real,
-        num_inputs,
-        num_outputs,
-        _FORMATS[format],
-        values.data_ptr(),
-        numbers.data_ptr(),
-        _address(bias),
-        out.data_ptr(),
-        scratch.data_ptr(),
-        torch.get_num_threads(),
-    )
+        "linear", x.data_ptr(), num_rows, num_real, num_inputs, num_outputs, _FORMATS[format],
+        values.data_ptr(), numbers.data_ptr(), _address(bias), out.data_ptr(), scratch.data_ptr(),
+    )  # fmt: skip
     return out
 
 
@@ -177,29 +168,12 @@ def attention(
     _, block_size, kv_heads, value_dim = v_cache.shape
     out = _empty((num_tokens, q_heads, value_dim))
     _call(
-        "attention",
-        query.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        query_starts.data_ptr(),
-        context_lens.data_ptr(),
-        block_tables.data_ptr(),
-        table_rows.data_ptr(),
-        _address(sinks),
-        num_tokens,
-        context_lens.shape[0],
-        TableWidth(block_tables.shape[1]),
-        block_size,
-        q_heads,
-        kv_heads,
-        dim,
-        value_dim,
-        window,
-        scale,
-        softcap,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        "attention", query.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        query_starts.data_ptr(), context_lens.data_ptr(), block_tables.data_ptr(),
+        table_rows.data_ptr(), _address(sinks), num_tokens, context_lens.shape[0],
+        TableWidth(block_tables.shape[1]), block_size, q_heads, kv_heads, dim, value_dim, window,
+        scale, softcap, out.data_ptr(),
+    )  # fmt: skip
     return out
 
 
@@ -223,18 +197,9 @@ def _norm(
     hidden = x if residual is None else _empty(x.shape)
     width = x.shape[-1]
     _call(
-        "rms_norm",
-        x.data_ptr(),
-        _address(residual),
-        weight.data_ptr(),
-        _shift(form),
-        eps,
-        x.numel() // width,
-        width,
-        hidden.data_ptr(),
-        normed.data_ptr(),
-        torch.get_num_threads(),
-    )
+        "rms_norm", x.data_ptr(), _address(residual), weight.data_ptr(), _shift(form), eps,
+        x.numel() // width, width, hidden.data_ptr(), normed.data_ptr(),
+    )  # fmt: skip
     return normed, hidden
 
 
@@ -248,17 +213,9 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     gate, up = _as_rows(gate), _as_rows(up)
     out = _empty(shape)
     _call(
-        "gated_activation",
-        gate.data_ptr(),
-        gate.stride(-2),
-        up.data_ptr(),
-        up.stride(-2),
-        int(kind != "silu"),
-        gate.numel() // width,
-        width,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        "gated_activation", gate.data_ptr(), gate.stride(-2), up.data_ptr(), up.stride(-2),
+        int(kind != "silu"), gate.numel() // width, width, out.data_ptr(),
+    )  # fmt: skip
     return out
 
 
@@ -278,30 +235,10 @@ def norm_rope_store(
     num_tokens, q_heads, dim = query.shape
     rotated = _empty((num_tokens, q_heads, dim))
     _call(
-        "rope_store",
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.shape[-1],
-        rotary_dim,
-        _address(q_weight),
-        _address(k_weight),
-        _shift(form),
-        eps,
-        slot_mapping.data_ptr(),
-        num_tokens,
-        q_heads,
-        key.shape[1],
-        dim,
-        value.shape[2],
-        rotated.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        torch.get_num_threads(),
-    )
+        "rope_store", query.data_ptr(), key.data_ptr(), value.data_ptr(), *query.stride()[:2],
+        *key.stride()[:2], *value.stride()[:2], cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
+        rotary_dim, _address(q_weight), _address(k_weight), _shift(form), eps,
+        slot_mapping.data_ptr(), num_tokens, q_heads, key.shape[1], dim, value.shape[2],
+        rotated.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+    )  # fmt: skip
     return rotated

@@ -85,7 +85,7 @@ def _processor_flags() -> tuple[str, ...] | None:
 
 
 def _processor_features() -> set[str]:
-    """As Linux names them; none where it does not tell."""
+    """As Linux names them; none where it lists none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -150,7 +150,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def _is_private(file: Path) -> bool:
-    """Is it there, and can nobody else have written it?"""
+    """Whether it exists and only this user can have written it."""
     try:
         status = file.stat()
     except FileNotFoundError:
