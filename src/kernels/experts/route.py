@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from ..device import as_rows, overlap_options
-from ..fused.rounding import EMULATE, rounded
+from ..fused.rounding import exp, rounded
 from ..jit.parallel_build import may_skip_launches
 
 MAX_EXPERTS = 1024
@@ -49,12 +48,7 @@ def exact_sum(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def softmax(x):  # type: ignore[no-untyped-def]
     """Of each row ``[T, E]`` of float32, whose sum has no order (:func:`exact_sum`)."""
-    x = x - tl.max(x, 1)[:, None]
-    # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
-    if EMULATE:
-        x = tl.exp(x)
-    else:
-        x = libdevice.exp(x)
+    x = exp(x - tl.max(x, 1)[:, None])
     return tl.div_rn(x, exact_sum(x)[:, None] + tl.zeros_like(x))
 
 

@@ -1,4 +1,5 @@
-"""Device functions that round as PyTorch does, shared by kernels that must give equal bits."""
+"""Device functions as accurate as PyTorch's, and rounded as there, shared by kernels that must give
+equal bits."""
 
 from __future__ import annotations
 
@@ -12,25 +13,27 @@ EMULATE = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
+def exp(x):  # type: ignore[no-untyped-def]
+    """That of CUDA's library, as torch calls it: ``tl.exp`` is the fast one of the hardware. The
+    interpreter has no other."""
+    if EMULATE:
+        y = tl.exp(x)
+    else:
+        y = libdevice.exp(x)
+    return y
+
+
+@triton.jit
 def silu(x):  # type: ignore[no-untyped-def]
     """silu of float32, not rounded yet: the same for an activation of its own and for one that a
     matmul applies, so that both give the same bits."""
-    # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
-    if EMULATE:
-        e = tl.exp(-x)
-    else:
-        e = libdevice.exp(-x)
-    return tl.div_rn(x, e + 1.0)
+    return tl.div_rn(x, exp(-x) + 1.0)
 
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
     """sigmoid of float32, not rounded yet, as torch's CUDA kernel: ``1 / (1 + exp(-x))``."""
-    if EMULATE:
-        e = tl.exp(-x)
-    else:
-        e = libdevice.exp(-x)
-    return tl.div_rn(1.0, e + 1.0)
+    return tl.div_rn(1.0, exp(-x) + 1.0)
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def _launch(
     strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
     layout = spec.record_layout(num_keys, num_values, key.dtype, value.dtype)
     if states.shape[2] != layout.record:
-        found = f"slots of {states.shape[2]} numbers a record"
+        found = f"slots of {states.shape[2]} elements per record"
         raise ValueError(f"{found} for inputs of {key.dtype} and {value.dtype}: {layout.record}")
     places = {name.upper(): place for name, place in layout._asdict().items()}
     sizes: dict[str, Any] = {

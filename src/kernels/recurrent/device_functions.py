@@ -11,17 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ..fused.rounding import EMULATE, rounded
-
-
-@triton.jit
-def exp(x):  # type: ignore[no-untyped-def]
-    # tl.exp is the fast one of the hardware. The interpreter has only that.
-    if EMULATE:
-        y = tl.exp(x)
-    else:
-        y = libdevice.exp(x)
-    return y
+from ..fused.rounding import EMULATE, exp, rounded
 
 
 @triton.jit
@@ -33,7 +23,7 @@ def step_size(dt, bias, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: i
         if EMULATE:
             soft = tl.log(1.0 + tl.exp(dt.to(tl.float64))).to(tl.float32)
         else:
-            soft = libdevice.log1p(libdevice.exp(dt))
+            soft = libdevice.log1p(exp(dt))
         dt = rounded(tl.where(dt > 20.0, dt, soft), DTYPE)
     return dt
 
@@ -283,7 +273,7 @@ def load_rows(x, tokens, stride, kept, offsets, index, first, last, mask):  # ty
 
 @triton.jit
 def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
-    """As :func:`load_rows`, of one number a position, as float32; zeros behind."""
+    """As :func:`load_rows`, of one number per position, as float32; zeros behind."""
     inside = (index >= first) & (index < last)
     new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
     return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)

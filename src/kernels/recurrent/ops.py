@@ -50,7 +50,7 @@ def short_conv(
         states: ``[num_slots + 1, K - 1, C]`` in x's dtype: the last inputs.
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         state_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
-            ``state_tables`` of each row. interval: positions an entry.
+            ``state_tables`` of each row. interval: positions per entry.
         activation: a key of ``ACTIVATIONS``, or "" for none.
 
     Returns:

@@ -3,7 +3,7 @@
 A program computes a tile of channels for a part of a row's tokens. That of a row's first part is
 the only one that reads the row's state, so it also writes the states of the whole row: no program
 reads what another writes. Taps are added in order, products and sums not contracted, so a token's
-bits do not follow its place, nor the size of a tile, which is another for steps of a token a row.
+bits do not follow its place, nor the size of a tile, which is another for steps of a token per row.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fused.rounding import rounded, silu
+from ..fused.rounding import exp, rounded, silu
 from .cpu import result_type
-from .device_functions import exp, first_slot, step_size, zero_padding
+from .device_functions import first_slot, step_size, zero_padding
 from .walk import StepRows
 
 # Channels of a program, which is one warp: two threads share the state of one. Of 16, 32 and 64 the
