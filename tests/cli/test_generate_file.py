@@ -50,7 +50,7 @@ def test_ctrl_c_keeps_the_rows_so_far(desk: Desk, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FakeLLM, "stop_after", 2)
     result = desk.run_file()
     assert result.exit_code == 130
-    assert "goes on from here" in result.stderr
+    assert "run the same command to continue" in result.stderr
     assert [row["text"] for row in desk.rows()] == ["P0", "P1"]
 
 

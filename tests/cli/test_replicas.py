@@ -243,7 +243,7 @@ def test_ctrl_c_ends_the_replicas_and_keeps_the_rows(job: Job) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "goes on from here" in said
+    assert "run the same command to continue" in said
     assert "Traceback" not in said
     _assert_gone(replicas)
     kept = (job.folder / "interrupted.jsonl").read_bytes()
