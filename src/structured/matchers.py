@@ -297,7 +297,7 @@ class Matchers:
             request = plan.requests[row]
             if not (text.failure or is_allowed[i]):
                 text.failure = (
-                    f"token {sampled[i]} violates it: other parameters ban every token it allows"
+                    f"token {sampled[i]} is not allowed: other parameters ban all allowed tokens"
                 )
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"

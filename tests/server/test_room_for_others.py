@@ -100,7 +100,8 @@ def test_a_flood_leaves_room_for_others(has_keys: bool) -> None:
         refused = next(a.result() for a in flood if a.result().status_code == 429)
         assert refused.headers["retry-after"] == "1"
         said = refused.json()["error"]["message"]
-        assert f"the last {KEPT} of max_num_requests = {LIMIT} are for clients with fewer" in said
+        kept = f"the last {KEPT} of max_num_requests = {LIMIT} are reserved for clients with fewer"
+        assert kept in said
         assert statuses(server.send("one")) == {200: 1}
 
 
