@@ -1,0 +1,200 @@
+"""Rules of graphs: what they match, where the replacement stands, and what they leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node, symbolic_trace
+
+from pagespec.compile.fx.nodes import example
+from pagespec.compile.fx.pass_context import PassContext
+from pagespec.compile.fx.rules import (
+    Cast,
+    Match,
+    Rest,
+    Rule,
+    Value,
+    call,
+    one_of,
+    product,
+    same_dtype,
+    same_shape,
+    values,
+)
+
+
+def fused(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x) * y
+
+
+def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.sin(x), torch.cos(y)
+
+
+RELU_MUL = Rule(
+    product(call("relu", args=values("x")), Value("y")),
+    lambda m: m.call(fused, m["x"], m["y"]),
+    guards=(same_shape("x", "y"), same_dtype("x", "y")),
+)
+
+
+def graph_of(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
+    """The graph of a function, each node with the value that it has for ``inputs``."""
+    gm = symbolic_trace(function)
+
+    class Record(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> object:
+            # Views and writes in place change what was recorded; shapes and dtypes are kept.
+            result = super().run_node(n)
+            n.meta["example_value"] = result
+            return result
+
+    Record(gm).run(*(tensor.clone() for tensor in inputs))
+    return gm
+
+
+def rewritten(function: Callable[..., object], rule: Rule, *inputs: Tensor) -> tuple[int, list]:
+    """The number of rewrites and the targets left; the results are compared."""
+    gm = graph_of(function, *inputs)
+    expected = gm(*(tensor.clone() for tensor in inputs))
+    count = rule(gm, PassContext(nn.Module(), {}))
+    gm.graph.lint()
+    gm.recompile()
+    torch.testing.assert_close(gm(*(tensor.clone() for tensor in inputs)), expected)
+    assert all(example(node) is not None for node in gm.graph.nodes if node.op == "call_function")
+    return count, [node.target for node in gm.graph.nodes if node.op.startswith("call")]
+
+
+X, Y = torch.randn(3, 4), torch.randn(3, 4)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, y: torch.relu(x) * y, lambda x, y: y * torch.relu(x)]
+)
+def test_a_product_matches_in_either_order(function: Callable[..., object]) -> None:
+    assert rewritten(function, RELU_MUL, X, Y) == (1, [fused])
+
+
+def _shared(x: Tensor, y: Tensor) -> Tensor:
+    a = torch.relu(x)
+    return a * y + a
+
+
+def _source_written(x: Tensor, y: Tensor) -> Tensor:
+    a = torch.relu(x)
+    x.add_(1)
+    return a * y
+
+
+def _view_of_source_written(x: Tensor, y: Tensor) -> Tensor:
+    a = torch.relu(x)
+    y.view(-1).mul_(2)
+    return a * y
+
+
+def _inner_written(x: Tensor, y: Tensor) -> Tensor:
+    a = torch.relu(x)
+    a.add_(1)
+    return a * y
+
+
+def _no_node(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x) * 2.0 + y
+
+
+@pytest.mark.parametrize(
+    "function", [_shared, _source_written, _view_of_source_written, _inner_written, _no_node]
+)
+def test_near_misses_are_left(function: Callable[..., object]) -> None:
+    count, targets = rewritten(function, RELU_MUL, X, Y)
+    assert count == 0
+    assert fused not in targets
+
+
+@pytest.mark.parametrize("y", [torch.randn(4), Y.double()], ids=["broadcast", "dtype"])
+def test_a_guard_refuses_shapes_and_dtypes(y: Tensor) -> None:
+    assert rewritten(lambda x, y: torch.relu(x) * y, RELU_MUL, X, y)[0] == 0
+
+
+def test_a_result_that_is_written_later_is_still_replaced() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.relu(x) * y
+        out.add_(1)
+        return out
+
+    assert rewritten(function, RELU_MUL, X, Y)[0] == 1
+
+
+def test_every_match_is_rewritten_even_of_a_rewritten_source() -> None:
+    count, targets = rewritten(lambda x, y: torch.relu(torch.relu(x) * y) * y, RELU_MUL, X, Y)
+    assert (count, targets) == (2, [fused, fused])
+
+
+def test_a_shared_node_stays_for_others() -> None:
+    rule = Rule(
+        product(call("relu", args=values("x"), is_shared=True), Value("y")),
+        RELU_MUL.replace,
+    )
+    count, targets = rewritten(_shared, rule, X, Y)
+    assert (count, targets[0], targets[1]) == (1, torch.relu, fused)
+
+
+def test_alternatives_are_tried_until_the_guards_hold() -> None:
+    source = one_of(call("reshape", args=(Value("source"), Rest("sizes"))), Value("source"))
+
+    def doubled(source: Tensor) -> Tensor:
+        return source * 2
+
+    rule = Rule(
+        product(source, 2),  # type: ignore[arg-type]
+        lambda m: m.call(doubled, m["source"]),
+        guards=(lambda m: m["source"].meta["example_value"].dim() == 1,),
+    )
+    # The reshape is looked through only where its source passes the guard.
+    assert rewritten(lambda x: x.reshape(-1) * 2, rule, X)[1] == ["reshape", doubled]
+    count, targets = rewritten(lambda x: x.reshape(-1) * 2, rule, X[0])
+    assert (count, targets) == (1, [doubled])
+
+
+def test_one_name_is_one_value() -> None:
+    rule = Rule(
+        call("add", args=(call("relu", args=values("x")), Value("x"))),
+        lambda m: m.call(fused, m["x"], m["x"]),
+    )
+    gm = graph_of(lambda x, y: torch.relu(x) + y, X, Y)
+    assert rule(gm, PassContext(nn.Module(), {})) == 0
+    gm = graph_of(lambda x, y: torch.relu(x) + x, X, Y)
+    assert rule(gm, PassContext(nn.Module(), {})) == 1
+
+
+def test_casts_are_found_by_what_they_do() -> None:
+    rule = Rule(
+        Cast(call("relu", args=values("x"))), lambda m: m.call(torch.nn.functional.silu, m["x"])
+    )
+    for cast in (lambda x: torch.relu(x).bfloat16(), lambda x: torch.relu(x).to(torch.float64)):
+        assert rule(graph_of(cast, X), PassContext(nn.Module(), {})) == 1
+    to_device = graph_of(lambda x: torch.relu(x).neg(), X)
+    assert rule(to_device, PassContext(nn.Module(), {})) == 0
+
+
+def test_several_results_have_a_record_each() -> None:
+    def pair(m: Match) -> dict[Node, Node]:
+        made = m.call(both, m["x"], m["y"])
+        return m.results(made, m["sin"], m["cos"])
+
+    rule = Rule(
+        call("add", args=(call("sin", args=values("x"), name="sin", is_shared=True),
+                          call("cos", args=values("y"), name="cos", is_shared=True))),
+        pair,
+        at="sin",
+    )  # fmt: skip
+    gm = graph_of(lambda x, y: torch.sin(x) + torch.cos(y), X, Y)
+    assert rule(gm, PassContext(nn.Module(), {})) == 1
+    gm.graph.lint()
+    gm.recompile()
+    torch.testing.assert_close(gm(X, Y), torch.sin(X) + torch.cos(Y))
+    parts = [node for node in gm.graph.nodes if node.name.startswith("getitem")]
+    assert [example(node) is not None for node in parts] == [True, True]
