@@ -220,12 +220,13 @@ def example(node: Node) -> object:
     return node.meta.get("example_value")
 
 
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+"""The functions that :func:`is_linear` takes for one."""
 
 
 def is_linear(node: Node) -> bool:
     """Is ``node`` a call of ``torch.nn.functional.linear``?"""
-    return calls_function(node, *_LINEAR)
+    return calls_function(node, *LINEAR)
 
 
 def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
