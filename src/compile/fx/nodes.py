@@ -21,7 +21,8 @@ PLAIN = (type(None), bool, int, float, str)
 RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
 """Our operators that read and write the states of requests."""
 
-_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "type_as"})
+CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "type_as"})
+"""Methods that may convert to another dtype."""
 _VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split",
@@ -124,7 +125,7 @@ def only_user(node: Node) -> Node | None:
 
 def cast_source(node: object) -> Node | None:
     """What ``node`` converts to another dtype, if that is all it does."""
-    if not calls(node, *_CASTS) or node.op != "call_method":
+    if not calls(node, *CASTS) or node.op != "call_method":
         return None
     source = node.args[0]
     before, after = tensor_of(source), tensor_of(node)
@@ -194,7 +195,7 @@ def is_in_place(node: Node) -> bool:
 
 def _is_view(node: Node) -> bool:
     # Conversions and contiguous() return their argument itself when there is nothing to do.
-    if calls(node, *_VIEWS, *_CASTS, "contiguous", "detach"):
+    if calls(node, *_VIEWS, *CASTS, "contiguous", "detach"):
         return True
     if not calls(node, "getitem"):
         return False

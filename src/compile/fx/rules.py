@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .nodes import calls, cast_source, dtype_of, example, shape_of, written_nodes
+from .nodes import CASTS, calls, cast_source, dtype_of, example, shape_of, written_nodes
 from .pass_context import PassContext
 
 
@@ -60,6 +60,10 @@ class Pattern:
     """A pattern of one value: a node or another argument of a call."""
 
     __slots__ = ()
+
+    def heads(self) -> set[Any]:
+        """Targets, or their names, of the calls that may match: all others are passed over."""
+        raise TypeError(f"a {type(self).__name__} cannot be the root of a rule")
 
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         raise NotImplementedError
@@ -113,6 +117,9 @@ class Call(Pattern):
     commutes: bool = False
     is_shared: bool = False
 
+    def heads(self) -> set[Any]:
+        return set(self.targets)
+
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         if not isinstance(value, Node) or not self._calls(value):
             return
@@ -142,6 +149,9 @@ class Cast(Pattern):
     name: str = ""
     is_shared: bool = False
 
+    def heads(self) -> set[Any]:
+        return set(CASTS)
+
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         source = cast_source(value)
         if source is None or (bound.nodes and not self.is_shared and len(value.users) != 1):
@@ -156,6 +166,9 @@ class OneOf(Pattern):
     """The first of several spellings with which the whole match and its guards hold."""
 
     patterns: tuple[Pattern, ...]
+
+    def heads(self) -> set[Any]:
+        return set().union(*(pattern.heads() for pattern in self.patterns))
 
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         for pattern in self.patterns:
@@ -245,7 +258,11 @@ class Rule:
         graph, count = gm.graph, 0
         written: set[Node] | None = None
         erased: set[Node] = set()
+        heads = self.pattern.heads()
         for node in list(graph.nodes):
+            target = node.target
+            if target not in heads and getattr(target, "__name__", None) not in heads:
+                continue
             if node in erased:
                 continue
             for bound in self.pattern.match(node, _Bound({}, ())):
