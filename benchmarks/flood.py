@@ -226,7 +226,7 @@ def main() -> None:
     if options.what == "http":
         http(options.flood, options.places)
         return
-    from pagespec.compile.load.embedded import embedded_model_path
+    from pagespec.model_name import embedded_model_path
 
     gaps(options.model or str(embedded_model_path()), options.prompt_tokens)
 

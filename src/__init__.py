@@ -19,7 +19,7 @@ _MODULES = {
     "engine.outputs": "RequestOutput CompletionOutput RequestMetrics Logprob ScoreOutput",
     "errors": "PagespecError InvalidInputError UnsupportedModelError EngineError RequestError "
     "EngineBusyError EngineStoppedError",
-    "compile.load.embedded": "embedded_model_path",
+    "model_name": "embedded_model_path",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -27,7 +27,6 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from .aio.async_llm import AsyncLLM
-    from .compile.load.embedded import embedded_model_path
     from .engine.outputs import (
         CompletionOutput,
         Logprob,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .model_name import embedded_model_path
 
 
 def __getattr__(name: str) -> Any:

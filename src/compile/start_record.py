@@ -40,7 +40,7 @@ from .capture.process_key import (
     file_of_module,
     process_parts,
 )
-from .load.end_tokens import warn_of_dropped
+from .load.generation_config import warn_of_dropped
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
 from .model.loaded import LoadedModel, TensorTree, longest_context
@@ -206,7 +206,7 @@ def _spec(noted: dict[str, Any]) -> AttentionSpec:
 
 
 def may_restore() -> bool:
-    """Whether the process can have told transformers nothing about models yet."""
+    """Whether no model can have been registered with transformers in this process yet."""
     return _REGISTRY not in sys.modules
 
 

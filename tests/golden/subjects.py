@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from pagespec import LLM
-from pagespec.compile.load.embedded import embedded_model_path
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_with_reach
 from pagespec.compile.probe.thresholds import ReachPlan
+from pagespec.model_name import embedded_model_path
 from pagespec.verify import GateSize
 from tests.golden.harness import (
     MAX_RELATIVE_ERROR,

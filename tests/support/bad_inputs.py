@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from pagespec import LLM, PagespecError, SamplingParams
-from pagespec.compile.load.embedded import embedded_model_path
+from pagespec.model_name import embedded_model_path
 from tests.support.models import tiny_model
 
 GOOD = [5, 6, 7]

@@ -17,7 +17,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import Shard
-from .refusal import as_input_error, asks_to_run_code, code_not_run
+from .checkpoint import as_input_error, asks_to_run_code, code_not_run
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -26,15 +26,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
     is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
-
-
-def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """What :func:`auto_class` builds; None if it is not known before."""
-    try:
-        kind = auto_class(config)._model_mapping[type(config)]
-    except KeyError:
-        return None
-    return kind if isinstance(kind, type) else None
 
 
 def skeleton_of(config: PreTrainedConfig, kind: Any = None, **options: Any) -> PreTrainedModel:
@@ -73,7 +64,15 @@ def build_module(
         try:
             if is_dummy:
                 return _dummy(config, dtype, device)
-            return _read(source, name, config, dtype, device, shard)
+            return read_weights(
+                auto_class(config),
+                source,
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,  # left out, transformers asks on the terminal
+                **_placement(device, shard),
+            )
         except ValueError as error:
             if asks_to_run_code(error):
                 raise code_not_run(name, "class") from error
@@ -96,27 +95,20 @@ def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -
     return module
 
 
-def _read(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Shard,
-) -> PreTrainedModel:
-    # With accelerate, the weights go straight from the file to the device.
+def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
+    """With accelerate, weights go straight from the file to a GPU; and of several ranks each reads
+    the slices of transformers' plan alone."""
     has_accelerate = importlib.util.find_spec("accelerate") is not None
-    is_direct = device.type == "cuda" and has_accelerate
-    return read_weights(
-        auto_class(config),
-        source,
-        name,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=False,  # left out, transformers asks on the terminal
-        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
-        **_distributed(shard, has_accelerate),
-    )
+    if shard.num_ranks == 1:
+        is_direct = device.type == "cuda" and has_accelerate
+        return {"device_map": {"": device} if is_direct else None}
+    if not has_accelerate:
+        raise InvalidInputError(
+            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
+        )
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}
 
 
 def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
@@ -147,16 +139,3 @@ def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> Pr
                 "model", name, f"must have all weights; {len(keys)} {what}: {first}"
             )
     return module
-
-
-def _distributed(shard: Shard, has_accelerate: bool) -> dict[str, Any]:
-    """What makes transformers read the slices of its plan alone."""
-    if shard.num_ranks == 1:
-        return {}
-    if not has_accelerate:
-        raise InvalidInputError(
-            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
-        )
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from contextlib import suppress
@@ -15,8 +16,8 @@ import xxhash
 
 from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
+from .checkpoint import as_input_error, cause
 from .gguf_check import check_read_whole
-from .refusal import as_input_error, cause
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
@@ -24,14 +25,6 @@ _HASH_CHUNK_BYTES = 1 << 22
 _MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
 _CONVERSION_VERSION = 3
-
-
-def _content_hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -50,8 +43,10 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
             tensors or settings of it; or its tokenizer is of no known kind.
     """
     path = path.resolve()
+    with path.open("rb") as file:
+        content: Any = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
     key = (
-        f"{path.stem}-{path.stat().st_size}-{_content_hash(path)}"
+        f"{path.stem}-{path.stat().st_size}-{content.hexdigest()}"
         f"-transformers{transformers.__version__}-v{_CONVERSION_VERSION}"
     )
     target = cache_root(cache_dir) / "gguf" / key

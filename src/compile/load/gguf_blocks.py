@@ -107,12 +107,13 @@ def read_blocks(path: Path, module: nn.Module) -> dict[str, QuantizedWeight | No
     Args:
         module: made from the file, in float32.
     """
-    from gguf import GGUFReader
     from gguf.quants import dequantize
+
+    from .gguf_vocabulary import open_gguf
 
     by_row: dict[bytes, Any] = {}  # tensors that are kept, by each of their rows
     others: set[bytes] = set()
-    for tensor in GGUFReader(path).tensors:
+    for tensor in open_gguf(path).tensors:
         kind = tensor.tensor_type
         if tensor.data.ndim != 2 or kind.name in _PLAIN:
             continue

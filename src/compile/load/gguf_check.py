@@ -1,7 +1,7 @@
 """Finds what transformers would leave out of a GGUF file, so that such a file is refused.
 
-Its reader skips tensors whose names it does not know, and keys that its table has not, without a
-word; what it then makes is another model.
+Its reader silently skips tensors of unknown names, and keys that its table lacks. The result is
+another model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UnsupportedModelError
-from .gguf_reader import open_gguf, read_values
+from .gguf_vocabulary import open_gguf, read_values
 
 _NO_SCALING = ("none", "linear")  # linear acts by its factor
 _ABOUT_TRAINING = ("original_context_length", "finetuned")
@@ -28,7 +28,7 @@ def check_read_whole(path: Path, config: Any, module: Any) -> None:
 
     Raises:
         UnsupportedModelError: names them.
-        NotImplementedError: transformers does not know the tensors of the architecture.
+        NotImplementedError: transformers has no table of the architecture's tensors.
     """
     reader = open_gguf(path)
     dropped = [*_dropped_tensors(reader, config, module), *_dropped_keys(reader, config)]
@@ -40,15 +40,22 @@ def check_read_whole(path: Path, config: Any, module: Any) -> None:
         )
 
 
-def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+def processor_of(reader: Any, config: Any) -> Any:
+    """What in transformers converts the tensors of the file's architecture.
+
+    Args:
+        reader: of :func:`open_gguf`.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     [architecture] = read_values(reader, "general.architecture")
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+
+
+def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    processor = processor_of(reader, config)
     left = reader.tensors
     # transformers makes a map for each module inside, each as slow as that of the whole: SmolLM2's
     # 397 take 2 s and more. Two have nearly always all names.

@@ -29,7 +29,6 @@ from .gguf_expressions import PRE_TOKENIZERS
 from .gguf_vocabulary import TokenType, Vocabulary
 
 _SPACE = "▁"  # stands for a space in the tokens of SentencePiece
-_MODELS = ("gemma4", "gpt2", "llama")
 _SPECIAL = (TokenType.UNKNOWN, TokenType.CONTROL)
 _ATOMIC = (*_SPECIAL, TokenType.USER_DEFINED)
 # Their special tokens swallow the white space behind them, but for these.
@@ -46,12 +45,12 @@ def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
         UnsupportedModelError: ``tokenizer.ggml.model`` or ``.pre`` is not known, or no fast
             tokenizer has the same meaning as the file's scores.
     """
-    model = vocabulary.model
-    if model not in _MODELS:
+    build = _MODELS.get(vocabulary.model)
+    if build is None:
         raise UnsupportedModelError(
-            f"{vocabulary.file}: tokenizer.ggml.model is {model!r}; supported: {list(_MODELS)}"
+            f"{vocabulary.file}: tokenizer.ggml.model is {vocabulary.model!r}; supported: "
+            f"{list(_MODELS)}"
         )
-    build = {"gemma4": _gemma4, "gpt2": _byte_level, "llama": _sentencepiece}[model]
     backend, adds_bos = build(vocabulary)
     backend.add_tokens([*_added_tokens(vocabulary)])
     ids = vocabulary.ids
@@ -123,7 +122,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
             f"{vocabulary.file}: tokenizer.ggml.pre is {vocabulary.pre!r}; supported: "
             f"{sorted(PRE_TOKENIZERS)}"
         )
-    token_ids = _token_ids(vocabulary)
+    token_ids = vocabulary.token_ids
     merges = _merges(vocabulary, token_ids)
     backend = Tokenizer(models.BPE(token_ids, merges, ignore_merges=known.ignores_merges))
     cut = [pre_tokenizers.Split(Regex(text), "isolated") for text in known.expressions]
@@ -134,10 +133,6 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     if own_texts:
         backend.decoder = decoders.Sequence([*own_texts, decoders.ByteLevel()])
     return backend, known.adds_bos
-
-
-def _token_ids(vocabulary: Vocabulary) -> dict[str, int]:
-    return {text: token_id for token_id, text in enumerate(vocabulary.tokens)}
 
 
 def _merges(vocabulary: Vocabulary, token_ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -172,29 +167,27 @@ def _own_texts(vocabulary: Vocabulary) -> Iterator[Any]:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    token_ids = _token_ids(vocabulary)
-    merges = [*_ranked_merges(vocabulary, token_ids)]
-    return _marking_spaces(vocabulary, token_ids, merges, vocabulary.adds_space is not False), True
+    merges = [*_ranked_merges(vocabulary, vocabulary.token_ids)]
+    return _marking_spaces(vocabulary, merges, vocabulary.adds_space is not False), True
 
 
 def _gemma4(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    token_ids = _token_ids(vocabulary)
-    backend = _marking_spaces(vocabulary, token_ids, _merges(vocabulary, token_ids), False)
+    backend = _marking_spaces(vocabulary, _merges(vocabulary, vocabulary.token_ids), False)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
     return backend, True
 
 
+_MODELS = {"gemma4": _gemma4, "gpt2": _byte_level, "llama": _sentencepiece}
+"""By ``tokenizer.ggml.model``: the tokenizer, and whether a text begins with the BOS token."""
+
+
 def _marking_spaces(
-    vocabulary: Vocabulary,
-    token_ids: dict[str, int],
-    merges: list[tuple[str, str]],
-    adds_space: bool,
+    vocabulary: Vocabulary, merges: list[tuple[str, str]], adds_space: bool
 ) -> Tokenizer:
     """A BPE whose tokens have a mark for a space, and tokens for the bytes of other characters."""
     unknown = vocabulary.tokens[vocabulary.ids["unk"]] if "unk" in vocabulary.ids else None
-    backend = Tokenizer(
-        models.BPE(token_ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    settings = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocabulary.token_ids, merges, **settings))
     # Of each text between two atomic tokens.
     spaces: list[Any] = [normalizers.Prepend(_SPACE)] if adds_space else []
     backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: what its ``tokenizer.*`` keys say, checked.
+"""The keys of a GGUF file, and the vocabulary that its ``tokenizer.*`` keys describe, checked.
 
 Types of tokens, and which tokens end an answer, are as llama.cpp has them. It corrects what old
 files say by the text of some tokens, and so does this.
@@ -7,14 +7,16 @@ files say by the text of some tokens, and so does this.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...errors import InvalidInputError, UnsupportedModelError
-from .gguf_reader import open_gguf, read_values
 
 logger = logging.getLogger("pagespec")
 
@@ -37,9 +39,6 @@ _ID_KEYS = {
 }
 _SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where a file with the model "llama" names none
 
-_PAD = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")
-_REPOSITORY = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")
-_FILE = ("<|file_sep|>",)
 # Tokens that end an answer, by their text.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -47,7 +46,7 @@ _ENDS = (
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-# Of code that is to be filled in: no ends, but control tokens whatever the file says.
+# Of code that is to be filled in: control tokens whatever the file says. The last three are ends.
 _FILL_IN = {
     "fim_pre": (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
@@ -61,9 +60,9 @@ _FILL_IN = {
         "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
         "<|code_middle|>", "<|middle|>",
     ),
-    "fim_pad": _PAD,
-    "fim_rep": _REPOSITORY,
-    "fim_sep": _FILE,
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
 # Where a vocabulary has one of each, "<|end|>" ends a message and the answer goes on.
 _GOES_ON = (("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>"))
@@ -113,9 +112,61 @@ class Vocabulary:
     templates: dict[str, str] = field(default_factory=dict)
     suppressed: list[int] = field(default_factory=list)
 
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """By text."""
+        return {text: token_id for token_id, text in enumerate(self.tokens)}
+
     def of_type(self, *types: TokenType) -> Iterator[int]:
         """Ids of the tokens of these types."""
         return (token_id for token_id, kind in enumerate(self.types) if kind in types)
+
+
+def open_gguf(path: Path) -> Any:
+    """A ``gguf.GGUFReader`` that reads a list such as the vocabulary in milliseconds, not seconds.
+
+    Tensors are mapped into memory, so those that are not looked at are not read.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    class Reader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            order: Any = ">" if self.byte_order == "S" else "<"
+            data: Any = self.data.view(np.ndarray)
+            item_type, num_items = struct.unpack_from(f"{order}IQ", data, orig_offs)
+            kind, begin = GGUFValueType(item_type), orig_offs + struct.calcsize("<IQ")
+            scalar, end = self.gguf_scalar_to_np.get(kind), begin
+            if scalar is not None:
+                dtype = np.dtype(scalar).newbyteorder(order)
+                parts = [np.frombuffer(data, dtype, num_items, begin)]
+                end += parts[0].nbytes
+            elif kind == GGUFValueType.STRING:
+                unpack, parts = struct.Struct(f"{order}Q").unpack_from, []
+                for _ in range(num_items):
+                    (length,) = unpack(data, end)
+                    parts.append(data[end + 8 : end + 8 + length])
+                    end += 8 + length
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, kind]
+
+    return Reader(path)
+
+
+def read_values(reader: Any, key: str) -> list[Any]:
+    """The values of a key, of a list those of all its items; none if the file lacks the key.
+
+    Args:
+        reader: of :func:`open_gguf`.
+
+    Raises:
+        UnicodeDecodeError: the file is damaged there.
+    """
+    field = reader.fields.get(key)
+    found = [] if field is None else field.contents()
+    return found if isinstance(found, list) else [found]
 
 
 def read_vocabulary(path: Path) -> Vocabulary | None:
@@ -220,11 +271,11 @@ def _control_ids(ids: dict[str, int], ids_of: dict[str, int]) -> set[int]:
 
 def _end_ids(ids: dict[str, int], ids_of: dict[str, int]) -> frozenset[int]:
     found = {ids_of[text] for text in _ENDS if text in ids_of}
-    for name, texts in (("fim_pad", _PAD), ("fim_rep", _REPOSITORY), ("fim_sep", _FILE)):
+    for name in ("fim_pad", "fim_rep", "fim_sep"):
         if name in ids:
             found.add(ids[name])
         else:
-            found.update(ids_of[text] for text in texts if text in ids_of)
+            found.update(ids_of[text] for text in _FILL_IN[name] if text in ids_of)
     found.update(ids[name] for name in ("eos", "eot", "eom") if name in ids)
     if all(any(text in ids_of for text in texts) for texts in _GOES_ON):
         found.discard(ids_of.get("<|end|>", -1))

@@ -18,8 +18,8 @@ from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Cut
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module
-from .default_sampling import default_sampling, ignored_settings
-from .end_tokens import end_tokens, warn_of_dropped
+from .checkpoint import as_input_error, asks_to_run_code, cause, code_not_run
+from .generation_config import default_sampling, end_tokens, ignored_settings, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
     check_capability,
@@ -29,7 +29,6 @@ from .quantized_load import (
     quantize_module,
     stays_quantised,
 )
-from .refusal import as_input_error, asks_to_run_code, cause, code_not_run
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
 

@@ -1,8 +1,8 @@
 """``Scheme``: a format in which a checkpoint holds its linear layers quantised.
 
 A scheme is matched by the config of a checkpoint, names the tensors of a layer, and reads them into
-a :class:`.QuantizedWeight`. Whatever a config asks for that is not known here is refused by name: a
-scale or a permutation that is not heeded makes other tokens, not an error.
+a :class:`.QuantizedWeight`. Settings of a config that are not supported are refused by name: an
+ignored scale or permutation changes tokens and raises no error.
 
 Imports nothing of transformers: a restored start goes without it.
 """

@@ -2,7 +2,7 @@
 
 The module is built plain: its quantised layers have stand-ins for weights, and the weights are
 returned beside it, read layer by layer. The whole model is never held in float32, and transformers'
-own quantiser, which would put other modules in place of the layers, is not asked.
+own quantiser, which replaces the layers by other modules, is not used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.arch import Arch
@@ -29,7 +31,6 @@ from ..model.linear_weights import check_readers
 from ..model.loaded import Shard
 from .build_module import read_weights, skeleton_of
 from .checkpoint import Checkpoint, files_of
-from .checkpoint_names import CheckpointNames
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,7 +46,7 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def stays_quantised(config: PreTrainedConfig) -> bool:
-    """Whether the config asks for weights that are held quantised, or refused; not for those that
+    """Whether weights stay quantised by the config, or are refused; False for weights that
     transformers expands as it reads them."""
     method = (quantization_of(config) or {}).get("quant_method")
     return method is not None and method not in _EXPANDED_BY_TRANSFORMERS
@@ -169,7 +170,7 @@ def load_quantized(
 def quantize_module(
     module: PreTrainedModel,
 ) -> tuple[dict[str, QuantizedWeight], str]:
-    """Makes FP8 of the linear layers of a module that nobody else holds, one after the other, and
+    """Quantises the linear layers of a module without other owners to FP8, one after the other, and
     puts stand-ins into it; the weights by parameter name, and the name of the scheme.
 
     Raises:
@@ -263,3 +264,41 @@ def _plain_tensors(
             raise InvalidInputError("model", key, limit)
         state[key] = tensor
     return state
+
+
+class CheckpointNames:
+    """Which parameter of a module a tensor of its checkpoint becomes, by transformers' own table.
+
+    Some checkpoints have other names than the module, from before their model was part of
+    transformers, or of another class of it; ``from_pretrained`` renames as it loads.
+
+    Args:
+        module: may be on the meta device.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        transforms = get_model_conversion_mapping(module)
+        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
+        self._prefix = module.base_model_prefix
+        self._known = module.state_dict()
+
+    def parameter(self, name: str) -> str | None:
+        """What the tensor of this name in a checkpoint becomes as it is; None if it is merged with
+        others, split or turned, or is none of the module's."""
+        found, pattern, _ = self.match(name)
+        return found if pattern is None else None
+
+    def match(self, name: str) -> tuple[str | None, str | None, WeightConverter | None]:
+        """The parameter that the tensor becomes or is a part of, the first one where it becomes
+        several; the pattern that its name matches, and the conversion of that, if there is one.
+        None if it is none of the module's."""
+        found, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._known
+        )
+        if found not in self._known and name in self._known:
+            found, pattern = rename_source_key(name, [], [], self._prefix, self._known)
+        if found not in self._known:
+            return None, None, None
+        return found, pattern, None if pattern is None else self._by_pattern[pattern]

@@ -1,4 +1,4 @@
-"""Finds where a model's files are: a folder, a hub id, or the conversion of a GGUF file."""
+"""Where a model's files are: a folder, a hub id, or the conversion of a GGUF file."""
 
 from __future__ import annotations
 
@@ -47,11 +47,6 @@ def find_source(
     name = path_of(model)
     if name is None:
         raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
-    return ModelSource(name, _resolved(name, cache_dir))
-
-
-def _resolved(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
-    """A folder or a hub id that transformers reads."""
     if not check_model_path(name) or not name.endswith(".gguf"):
-        return name
-    return str(converted_folder(Path(name), cache_dir))
+        return ModelSource(name, name)
+    return ModelSource(name, str(converted_folder(Path(name), cache_dir)))

@@ -8,35 +8,114 @@ latter give is summed over the ranks. Attention follows by itself: models view b
     x ──► gate, up [columns r] ─────────────────────► down [rows r] ─► all_reduce ──► + x
     x ──► head [tokens r] ──► logits of rank r
 
-The plan (``model.tp_plan``) names a style per module or parameter (:mod:`.parallel_styles`). There
-is no code of any model here, and no process group is needed to trace the result.
+The plan (``model.tp_plan``) names a :class:`Style` per module or parameter: how it is sliced, and
+what its forward does. The class of a style is put in front of a module's own class: its forward
+ends in a collective. No code here is of one model, and no process group is needed to trace the
+result.
 """
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels import ops
 from ...kernels.sampling.sampler import GROUP
 from ..fx.weights import Cut
 from ..model.loaded import Shard
-from .parallel_styles import (
-    GATHERED,
-    REPLICATED,
-    STYLES,
-    ColumnParallelGathered,
-    RowParallel,
-    RowParallelSplit,
-    Slices,
-    Style,
-)
 
+
+class Reduced:
+    """A module whose result is a part of a sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return ops.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
+
+
+class RowParallel:
+    """A linear layer over this rank's slice of the inputs."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = ops.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class RowParallelSplit(RowParallel):
+    """The same, given all inputs."""
+
+    pagespec_begin: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.narrow(-1, self.pagespec_begin, self.weight.shape[1]))
+
+
+class ColumnParallelGathered:
+    """A linear layer that computes its slice of the outputs and gives all of them."""
+
+    pagespec_sizes: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.all_gather(super().forward(x), self.pagespec_sizes)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Where a parameter is cut: along ``dim``, in each of ``num_groups`` equal stretches of it."""
+
+    dim: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the parameters of a module are cut, and the class that is put in front of its own."""
+
+    along: Literal["outputs", "inputs"] | None = None
+    forward: type | None = None
+    num_groups: int = 1
+
+    def cut(self, name: str, parameter: Tensor) -> Slices | None:
+        if self.along == "outputs":
+            return Slices(max(parameter.dim() - 2, 0), self.num_groups)
+        # A bias is added once, behind the sum.
+        if self.along is None or name == "bias":
+            return None
+        return Slices(parameter.dim() - 1, self.num_groups)
+
+
+GATHERED = Style("outputs", ColumnParallelGathered)
+SPLIT = Style("inputs", RowParallelSplit)
+REPLICATED = Style()
+STYLES = {
+    "colwise": Style("outputs"),
+    "rowwise": Style("inputs", RowParallel),
+    "packed_colwise": Style("outputs", num_groups=2),
+    "packed_rowwise": Style("inputs", RowParallel, num_groups=2),
+    "colwise_gather_output": GATHERED,
+    "colwise_rep": GATHERED,
+    "rowwise_split_input": SPLIT,
+    "rowwise_rep": SPLIT,
+    "moe_tp_experts": Style(forward=Reduced),
+    "all_reduce": Style(forward=Reduced),
+    # Whole on every rank. In training these reduce gradients; a lookup is no work worth sharing.
+    "replicated_with_grad_allreduce": REPLICATED,
+    "mla_kv_a_proj": REPLICATED,
+    "embedding_rowwise": REPLICATED,
+    "embedding_colwise": REPLICATED,
+    "replicate": REPLICATED,
+    "local_params": REPLICATED,
+}
 # What it remembers of a model it has distributed; it is none of its own any more.
 _LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
 # Layers whose outputs are heads, by the names that all models of transformers give them.
@@ -114,8 +193,8 @@ def shard_model(
         STYLES.get(style, REPLICATED).forward for name, style in plan.items() if name not in of_head
     ):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for "
-            "its layers"
+            f"{type(model).__name__}: transformers {transformers.__version__} has no "
+            "tensor-parallel plan for its layers"
         )
     sharder = _Sharder(model, plan, shard, {} if cuts is None else cuts)
     for name, module in list(model.named_modules()):
@@ -233,7 +312,3 @@ def _gathered(parameter: Tensor) -> Tensor:
     """The whole of a parameter."""
     whole = getattr(parameter, "full_tensor", None)
     return parameter if whole is None else whole()
-
-
-def _version() -> str:
-    return str(sys.modules["transformers"].__version__)

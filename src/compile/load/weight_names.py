@@ -9,7 +9,7 @@ name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -30,8 +30,13 @@ from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Changes, Cut, Region, check_value, refused
 from ..model.loaded import named_tensors
 from .checkpoint import Checkpoint, files_of
-from .checkpoint_names import CheckpointNames
-from .quantized_load import described, linears_of, quantization_of, stays_quantised
+from .quantized_load import (
+    CheckpointNames,
+    described,
+    linears_of,
+    quantization_of,
+    stays_quantised,
+)
 
 
 class FolderNames:
@@ -249,36 +254,21 @@ class _Merged:
     def of(cls, name: str, shape: Sequence[int]) -> _Merged:
         return cls(shape, [(name, Region.whole("", shape))])
 
-    def unsqueezed(self, dim: int) -> _Merged:
-        def inserted(values: Sequence[Any], value: Any) -> tuple[Any, ...]:
-            return (*values[:dim], value, *values[dim:])
-
+    def rearranged(self, turn: Callable[[Sequence[Any], Any], tuple[Any, ...]]) -> _Merged:
+        """With other dimensions: ``turn`` of what each has, and of what a new one gets."""
         regions = [
-            (
-                name,
-                replace(
-                    r,
-                    begin=inserted(r.begin, 0),
-                    sizes=inserted(r.sizes, 1),
-                    dims=inserted(r.dims, None),
-                ),
-            )
-            for name, r in self.regions
+            (n, replace(r, begin=turn(r.begin, 0), sizes=turn(r.sizes, 1), dims=turn(r.dims, None)))
+            for n, r in self.regions
         ]
-        return _Merged(inserted(self.shape, 1), regions)
+        return _Merged(turn(self.shape, 1), regions)
+
+    def unsqueezed(self, dim: int) -> _Merged:
+        return self.rearranged(lambda values, new: (*values[:dim], new, *values[dim:]))
 
     def transposed(self, dim0: int, dim1: int) -> _Merged:
         order = list(range(len(self.shape)))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-
-        def turned(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[place] for place in order)
-
-        regions = [
-            (n, replace(r, begin=turned(r.begin), sizes=turned(r.sizes), dims=turned(r.dims)))
-            for n, r in self.regions
-        ]
-        return _Merged(turned(self.shape), regions)
+        return self.rearranged(lambda values, _: tuple(values[place] for place in order))
 
     def chunks(self, count: int, dim: int) -> list[_Merged]:
         size = -(-self.shape[dim] // count)

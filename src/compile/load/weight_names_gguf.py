@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
     Qwen2MoeTensorProcessor,
     TensorProcessor,
     get_gguf_hf_weights_map,
@@ -27,7 +26,8 @@ from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Changes, Region, check_value, refused
 from .build_module import skeleton_of
 from .gguf_blocks import blocks_of
-from .gguf_reader import open_gguf, read_values
+from .gguf_check import processor_of
+from .gguf_vocabulary import open_gguf
 from .weight_names import aliases_of
 
 _EXPERTS = {"gate": 0, "up": 1, "down": 0}
@@ -49,10 +49,7 @@ class GgufNames:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = AutoConfig.from_pretrained(files, trust_remote_code=False)
         skeleton = skeleton_of(config)
-        kind = TENSOR_PROCESSORS.get(
-            read_values(reader, "general.architecture")[0], TensorProcessor
-        )
-        self._processor: TensorProcessor = kind(config=config.to_dict())
+        self._processor: TensorProcessor = processor_of(reader, config)
         self._parameters: dict[str, str] = get_gguf_hf_weights_map(skeleton, self._processor)
         self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
         self._aliases = aliases_of(skeleton)

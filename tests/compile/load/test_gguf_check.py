@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFEndian, GGUFReader, GGUFWriter
 
 from pagespec.compile.load import gguf
+from pagespec.compile.load.gguf_vocabulary import open_gguf, read_values
 from pagespec.compile.load.load import load_model
 from pagespec.errors import UnsupportedModelError
 from tests.support.gguf_models import MODELS, write_whole
@@ -87,3 +89,28 @@ def test_a_conversion_made_without_the_check_is_not_used(tmp_path: Path) -> None
         load_model(path, cache_dir=tmp_path)
     with pytest.raises(UnsupportedModelError, match=BIAS):
         load_model(path, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("endian", [GGUFEndian.LITTLE, GGUFEndian.BIG])
+def test_keys_are_those_that_the_library_reads(tmp_path: Path, endian: GGUFEndian) -> None:
+    path = tmp_path / "a.gguf"
+    writer = GGUFWriter(path, "llama", endianess=endian)
+    writer.add_string("one", "é▁")
+    writer.add_float32("half", 0.5)
+    for name, values in {
+        "texts": ["", "é▁", "a" * 300] * 400,
+        "numbers": [*range(-5, 2000)],
+        "scores": [0.5, -1.25] * 800,
+        "switches": [True, False, True],
+    }.items():
+        writer.add_array(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader, own = GGUFReader(path), open_gguf(path)
+    assert own.fields.keys() == reader.fields.keys()
+    for key, field in reader.fields.items():
+        value = field.contents()
+        assert read_values(own, key) == (value if isinstance(value, list) else [value])
+    assert read_values(own, "missing") == []

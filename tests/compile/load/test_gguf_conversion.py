@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagespec.compile.load.embedded import embedded_model_path
 from pagespec.compile.load.load import load_model
+from pagespec.model_name import embedded_model_path
 from tests.support.gguf_models import VOCAB, write_whole
 
 BYTES = json.loads((Path(__file__).parent / "gguf_tokenizers.json").read_text())["vocabularies"][

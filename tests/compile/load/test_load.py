@@ -14,12 +14,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pagespec.compile.load import build_module
-from pagespec.compile.load.embedded import embedded_model_path
 from pagespec.compile.load.gguf import converted_folder
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import longest_context
 from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.model_name import embedded_model_path
 from tests.coverage.tiny_config import tiny_config
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -220,7 +220,7 @@ def test_gguf_is_converted_once() -> None:
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['gguf'] = None\n"
-        "from pagespec.compile.load.embedded import embedded_model_path\n"
+        "from pagespec.model_name import embedded_model_path\n"
         "from pagespec.compile.load.gguf import converted_folder\n"
         f"converted_folder(embedded_model_path(), {str(tmp_path)!r})"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagespec.compile.load import parallel_styles
+from pagespec.compile.load import tensor_parallel
 from pagespec.compile.load.tensor_parallel import shard_model, vocab_sizes
 from pagespec.compile.model.loaded import Shard
 from pagespec.errors import InvalidInputError, UnsupportedModelError
@@ -164,18 +164,18 @@ def test_tokens_of_a_head_are_shared_in_whole_groups() -> None:
 
 
 def _plant_bias_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = parallel_styles.Style(parallel_styles._rows, parallel_styles.Reduced)
-    monkeypatch.setitem(parallel_styles.STYLES, "rowwise", style)
+    style = tensor_parallel.Style("inputs", tensor_parallel.Reduced)
+    monkeypatch.setitem(tensor_parallel.STYLES, "rowwise", style)
 
 
 def _plant_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = parallel_styles.Style(parallel_styles._columns)
-    monkeypatch.setitem(parallel_styles.STYLES, "packed_colwise", style)
+    style = tensor_parallel.Style("outputs")
+    monkeypatch.setitem(tensor_parallel.STYLES, "packed_colwise", style)
 
 
 def _plant_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = parallel_styles.Style(parallel_styles._rows, type("_Summand", (), {}))
-    monkeypatch.setitem(parallel_styles.STYLES, "rowwise", style)
+    style = tensor_parallel.Style("inputs", type("_Summand", (), {}))
+    monkeypatch.setitem(tensor_parallel.STYLES, "rowwise", style)
 
 
 @pytest.mark.parametrize(

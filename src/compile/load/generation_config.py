@@ -1,10 +1,11 @@
-"""What a model's generation config asks of sampling, by the names of ``SamplingParams``."""
+"""Sampling defaults of a model's generation config, by the names of ``SamplingParams``, and the
+tokens that end generation."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInputError
@@ -15,14 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagespec")
 
-_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+_THEIR_NAMES = {"max_tokens": "max_new_tokens"}
 
 # What else changes the tokens that `generate` returns, and its value that does not.
 _IGNORED: dict[str, object] = {
@@ -62,7 +57,7 @@ def default_sampling(config: Any) -> dict[str, Any]:
         config: a ``GenerationConfig`` or None.
     """
     given = {} if config is None else config.to_diff_dict()
-    found = {name: given.get(theirs) for theirs, name in _NAMES.items()}
+    found = {name: given.get(_THEIR_NAMES.get(name, name)) for name in _NAMES}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -109,36 +104,66 @@ def chosen_sampling(
     Args:
         source: "auto" for the model's own, "vllm" for none, or a folder.
         config: of the folder.
-        is_reported: whether it is logged.
+        is_reported: whether it is logged, and what is ignored of it.
     """
     if source == "vllm":
         return {}
     found, ignored = loaded.default_sampling, loaded.ignored_settings
-    if config is not None:
+    if config is None:
+        source = "the model"
+    else:
         found = default_sampling(config)
         ignored = ignored_settings(config, loaded.max_position_embeddings)
-    if is_reported:
-        _report("the model" if config is None else source, found, ignored)
+    if found and is_reported:
+        text = ", ".join(f"{name}={value}" for name, value in found.items())
+        logger.info("default sampling parameters, by the generation config of %s: %s", source, text)
+    if ignored and is_reported:
+        text = ", ".join(ignored)
+        logger.warning(
+            "generation config of %s: ignored, though generate would heed it: %s", source, text
+        )
     return found
 
 
-def _report(source: str, found: dict[str, Any], ignored: Sequence[str]) -> None:
-    """Log what requests get from a generation config, and what is ignored of it.
+def end_tokens(
+    generation_config: Any, text_config: Any, vocab_size: int
+) -> tuple[frozenset[int], list[int]]:
+    """Those of the generation config or, if none of its ids is in the vocabulary, of the config.
 
     Args:
-        source: what has the config: "the model", or a folder.
-        found: of :func:`default_sampling`.
-        ignored: of :func:`ignored_settings`.
+        generation_config: may be None.
+        vocab_size: rows of the LM head.
+
+    Returns:
+        The ids, and those that are named and not in the vocabulary, sorted.
+
+    Raises:
+        InvalidInputError: a value is no integer, and no list of integers.
     """
-    if found:
-        logger.info(
-            "default sampling parameters, by the generation config of %s: %s",
-            source,
-            ", ".join(f"{name}={value}" for name, value in found.items()),
-        )
-    if ignored:
+    found: set[int] = set()
+    dropped: set[int] = set()
+    for config in (generation_config, text_config):
+        named = _listed(getattr(config, "eos_token_id", None))
+        found.update(token_id for token_id in named if 0 <= token_id < vocab_size)
+        dropped |= named - found
+        if found:
+            break
+    return frozenset(found), sorted(dropped)
+
+
+def warn_of_dropped(model: str | None, token_ids: Collection[int], vocab_size: int) -> None:
+    """Logs a warning that names the ids :func:`end_tokens` has dropped, if any."""
+    if token_ids:
         logger.warning(
-            "generation config of %s: ignored, though generate would heed it: %s",
-            source,
-            ", ".join(ignored),
+            "eos_token_id of %s: %s ignored, the vocabulary has %d tokens",
+            model or "the model",
+            ", ".join(map(str, token_ids)),
+            vocab_size,
         )
+
+
+def _listed(value: Any) -> set[int]:
+    ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise InvalidInputError("eos_token_id", value, "must be a token id, or a list of them")
+    return set(ids)
