@@ -99,13 +99,12 @@ class CapturedModel:
         self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
     ) -> StepOutputs:
         from .capture.dynamo import forward
-        from .model.attention import ATTENTION_NAME, attention_implementation
-        from .model.eager_head import EagerHead
-        from .model.forward import PackedForward
+        from .model.attention import attention_implementation
+        from .model.forward import EagerHead, PackedForward
 
         module, head = self.loaded.module, self.head
         with (
-            attention_implementation(module, ATTENTION_NAME),
+            attention_implementation(module),
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
@@ -201,7 +200,7 @@ def capture_model(
     if communicator is not None:
         captured.communicator = communicator
     if compile == "eager":
-        from .model.eager_head import EagerHead
+        from .model.forward import EagerHead
 
         if loaded.module.base_model is not loaded.module:
             captured.head = EagerHead(loaded.module)

@@ -20,7 +20,7 @@ from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import example, recurrent_interval
 from ..kv_cache import allocate_kv_caches
-from ..model.attention import ATTENTION_NAME, attention_implementation
+from ..model.attention import attention_implementation
 from ..model.current_step import ModelStep, current
 from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
@@ -91,7 +91,7 @@ def trace(
         with (
             torch.inference_mode(),
             _plain_buffers(module),
-            attention_implementation(module, ATTENTION_NAME),
+            attention_implementation(module),
             torch._dynamo.config.patch(DYNAMO_SETTINGS),
         ):
             torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches, states)

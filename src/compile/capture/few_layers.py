@@ -24,7 +24,7 @@ from torch.fx import Interpreter
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches
-from ..model.attention import ATTENTION_NAME, attention_implementation
+from ..model.attention import attention_implementation
 from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, LayerList, find_layers, layer_forms
 from ..model.linear_weights import expanded_linears
@@ -135,7 +135,7 @@ def _computes_the_same(
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
     before, after = (allocate_states(loaded.recurrent, 2, _INTERVAL, device) for _ in range(2))
     with torch.inference_mode(), expanded_linears(loaded):
-        with attention_implementation(module, ATTENTION_NAME):
+        with attention_implementation(module):
             logits = forward(PackedForward(module), specs, inputs, given, before)[0]
         run = Interpreter(traced.gm).run
         again = BoundGraph(run, traced.arguments(), made, after)(inputs).logits

@@ -1,11 +1,11 @@
-"""How a module is called, and what stands for its attention, recurrences and indexers.
+"""How a module is called, and which functions stand for its attention, recurrences and indexers.
 
-Read in this order: ``loaded`` (what an engine knows of a model), ``forward`` (how it is told
-positions), ``current_step`` (the step whose pass a thread is in), ``attention``, ``recurrent`` and
-``indexers`` with ``index_scores`` (the functions that it calls in place of its own),
-``plain_attention`` with ``plain_scores`` (models that write attention out), ``local_calls`` (the
-same of one token alone), ``linear_weights`` (a module whose weights are held quantised), ``layers``
-(which are alike), ``eager_head`` (the head of a module that runs as it is).
+Read in this order: ``loaded`` (what an engine knows of a model), ``current_step`` (the step of a
+thread, and the functions over its caches), ``forward`` (how a module is given positions),
+``attention`` (has a model call other functions than its own) with ``recurrent``, ``indexers`` and
+``plain_attention`` (how each kind is found and replaced), ``scores`` (reads how a part of a model
+computes scores), ``local_calls`` (functions that mix no tokens), ``linear_weights`` (a module whose
+weights are held quantised), ``layers`` (which are alike).
 
 Imports ``compile.fx`` and ``kernels``. Imported by the other rooms of ``compile``, and for
 ``loaded`` by ``build`` and ``distributed``.

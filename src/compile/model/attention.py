@@ -1,107 +1,64 @@
-"""The attention function a Hugging Face model calls: store the new KV, then attend over pages.
+"""Has a Hugging Face model call other functions in place of its attention, its recurrences and its
+indexers, and follow the positions of packed tokens.
 
-It is registered with transformers' ``AttentionInterface``. What changes from step to step it finds
-in :data:`.current_step.current`, set around the call of the model's ``forward``: many models hand
-no keyword arguments down. In a trace these are plain inputs of the graph all the same. What never
-changes is an :class:`AttentionSpec`.
+Two names are registered with transformers' ``AttentionInterface``, for good; both stand for the
+attention function of the thread. Transformers makes masks for the second one alone: making them
+reads positions, which a trace cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from ...kernels import ops
-from .current_step import current
+from .current_step import ON_CACHES, Functions, Scope, current
 from .forward import positions_inside
-from .indexers import IndexFunction, choose_on_caches, indexers_replaced
+from .indexers import indexers_replaced
 from .plain_attention import plain_attention_replaced
-from .recurrent import RecurrentFunction, recurrences_replaced, run_on_states
+from .recurrent import recurrences_replaced
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
-ATTENTION_NAME = "pagespec"
+_NAME, _NAME_WITH_MASKS = "pagespec", "pagespec_masks"
 
 
-def paged_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 (models may pass it by name)
-    *,
-    s_aux: Tensor | None = None,
-    indices: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention contract: ``query [1, Hq, T, Dk]``, ``key [1, Hkv, T, Dk]``,
-    ``value [1, Hkv, T, Dv]`` to ``([1, T, Hq, Dv], None)``.
-
-    Scale, mask, softcap and slopes come from the spec, which the probe took from the same arguments
-    and from the model's mask; the remaining keyword arguments were vetted there.
-    """
-    assert current.step is not None
-    inputs, kv_caches, specs = current.step.inputs, current.step.kv_caches, current.step.specs
-    turns = current.step.turns
-    call: int = module.pagespec_call  # type: ignore[assignment]
-    if hasattr(module, "pagespec_calls"):
-        turn = turns.get(call, 0)
-        turns[call] = turn + 1
-        calls: Any = module.pagespec_calls
-        call = calls[turn]
-    spec = specs[call]
-    k_cache, v_cache = kv_caches[call][:2]
-    ops.kv_store(
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        k_cache,
-        v_cache,
-        inputs.slot_mapping,
-    )
-    out = ops.paged_attention(
-        query.squeeze(0).transpose(0, 1),
-        k_cache,
-        v_cache,
-        inputs.query_starts,
-        inputs.context_lens,
-        inputs.block_tables,
-        inputs.table_rows,
-        spec.scale,
-        spec.window,
-        spec.softcap,
-        s_aux if spec.has_sinks else None,
-        spec.chunk,
-        spec.alibi_slopes or None,
-        None if indices is None else indices.squeeze(0),
-    )
-    return out.unsqueeze(0), None
+def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return current.functions.attention(*args, **kwargs)
 
 
-AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
+    """A mask of one element where a model needs a tensor and the function reads none."""
+    mask = current.functions.mask
+    if mask is None:
+        return torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
+    return mask(*args, **kwargs)
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionInterface.register(_NAME_WITH_MASKS, _attention)
+AttentionMaskInterface.register(_NAME_WITH_MASKS, _mask)
 
 
 def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
     """Every distinct config object that a module of the model holds."""
-    found: dict[int, PreTrainedConfig] = {}
-    for submodule in module.modules():
-        config = getattr(submodule, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-    return list(found.values())
+    configs = (getattr(part, "config", None) for part in module.modules())
+    return list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
 
 
 @contextmanager
 def attention_implementation(
-    module: PreTrainedModel,
-    name: str,
-    recurrence: RecurrentFunction = run_on_states,
-    choose: IndexFunction = choose_on_caches,
+    module: PreTrainedModel, functions: Functions = ON_CACHES
 ) -> Iterator[None]:
-    """Have ``module`` call the attention function ``name``, ``recurrence`` for each recurrence and
-    ``choose`` for each indexer inside the block; restore all after.
+    """Have ``module`` call these functions in this thread inside the block; restore all after.
 
     The model may be the caller's own, and goes back to what it was.
 
@@ -109,25 +66,19 @@ def attention_implementation(
         UnsupportedModelError: the model does not take it, nor is its attention plainly a softmax.
     """
     configs = _configs(module)
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    try:
-        module.set_attn_implementation(name)
-        # Layers may hold copies of the config, which transformers does not know of.
-        taken = {type(config) for config in configs if config._attn_implementation == name}
+    with Scope() as scope:
         for config in configs:
-            if type(config) in taken:
-                config._attn_implementation_internal = name
-        others = [config for config in configs if config._attn_implementation != name]
-        takers = [config for config in configs if config._attn_implementation == name]
-        with ExitStack() as stack:
-            if others:
-                stack.enter_context(plain_attention_replaced(module, name, takers))
-                for config in others:
-                    config._attn_implementation_internal = name
-            stack.enter_context(positions_inside(module))
-            stack.enter_context(recurrences_replaced(module, recurrence))
-            stack.enter_context(indexers_replaced(module, name, configs, choose))
-            yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+            scope.implementation([config], config._attn_implementation_internal)
+        module.set_attn_implementation(_NAME)
+        # Layers may hold copies of the config, which transformers does not know of.
+        taken = {type(config) for config in configs if config._attn_implementation == _NAME}
+        takers = [config for config in configs if type(config) in taken]
+        needs_masks = functions.mask is not None
+        if len(takers) < len(configs):
+            needs_masks |= scope.enter_context(plain_attention_replaced(module, takers))
+        scope.enter_context(positions_inside(module))
+        scope.enter_context(recurrences_replaced(module))
+        needs_masks |= scope.enter_context(indexers_replaced(module, configs, _NAME_WITH_MASKS))
+        scope.set(current, "functions", functions)
+        scope.implementation(configs, _NAME_WITH_MASKS if needs_masks else _NAME)
+        yield

@@ -1,37 +1,30 @@
-"""Calls a model's ``forward`` on packed tokens, with as little asked of its arguments as possible.
+"""Calls a model's ``forward`` on packed tokens; few arguments of it are required.
 
-Positions are handed to ``forward``, or, where it counts them itself, to the modules inside that
-look them up. A module inside that counts tokens behind those in a cache is given one that says how
-many these are. The probe finds out whether positions are followed.
+``forward`` gets the positions, or, where it counts them itself, the modules inside that look them
+up. A module that counts tokens from the length of its cache gets a cache of the right length. The
+probe checks that positions are followed.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .current_step import Scope, current
+
 CACHE_NAMES = "cache", "past_key_values"
 """What arguments for transformers' cache are called: since 5.24, and before."""
 
 
-class _Current(threading.local):
-    """The positions ``[1, T]`` of the pass that a thread is in."""
-
-    position_ids: Tensor | None = None
-
-
-_current = _Current()
-
-
 class PackedForward:
-    """From ids and positions ``[1, T]``, and the rows wanted ``[S]``, to logits ``[1, S, V]``."""
+    """From ids and positions ``[1, T]``, and the rows to keep ``[S]``, to logits ``[1, S, V]``."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
@@ -60,26 +53,62 @@ class PackedForward:
     def _output(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
         if self._has_positions:
             options["position_ids"] = position_ids
-        _current.position_ids = position_ids
+        current.position_ids = position_ids
         try:
             return self._module(input_ids=input_ids, **options)
         finally:
-            _current.position_ids = None
+            current.position_ids = None
+
+
+class EagerHead:
+    """From hidden states to logits: a module's own ``forward``, with its layers left out.
+
+    Args:
+        module: a causal language model whose ``forward`` calls its ``base_model`` once.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module = module
+        self._base: Any = module.base_model
+        self._output: Any = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, the base model's output is kept; :attr:`hidden` is of the last."""
+
+        def keep(_module: object, _arguments: object, output: Any) -> None:
+            self._output = output
+
+        with Scope() as scope:
+            scope.hook(self._base, after=keep)
+            yield
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states ``[1, T, H]`` of the last step."""
+        found: Tensor = self._output.last_hidden_state
+        return found
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Logits ``[R, V]`` of hidden states ``[R, H]``."""
+        given = replace(self._output, last_hidden_state=rows.unsqueeze(0))
+        with Scope() as scope:
+            scope.set(self._base, "forward", lambda *_, **__: given)
+            logits: Tensor = self._module(input_ids=rows.new_zeros(1, len(rows)).long()).logits
+        return logits[0]
 
 
 @contextmanager
 def positions_inside(module: PreTrainedModel) -> Iterator[None]:
-    """In the block, a model whose ``forward`` takes no positions has them looked up as
-    :class:`PackedForward` is told, and parts that count tokens count them so."""
-    with ExitStack() as stack:
+    """In the block, a model whose ``forward`` takes no positions looks up those given to
+    :class:`PackedForward`, and parts that count tokens count them so."""
+    with Scope() as scope:
         for part in module.modules():
             if _counts_tokens(part):
-                part.forward = _counting(part)  # type: ignore[method-assign]
-                stack.callback(vars(part).pop, "forward")
+                scope.set(part, "forward", _counting(part))
         if "position_ids" not in inspect.signature(type(module).forward).parameters:
             for part in _lookups(module):
-                part.forward = _told(part)  # type: ignore[method-assign]
-                stack.callback(vars(part).pop, "forward")
+                scope.set(part, "forward", _with_positions(part))
         yield
 
 
@@ -116,7 +145,7 @@ class _Before:
     before it in the pass: counted on from there, each token gets its position."""
 
     def get_seq_length(self, *_: Any) -> Tensor:
-        positions = _current.position_ids
+        positions = current.position_ids
         assert positions is not None
         return positions[0] - torch.arange(positions.shape[1], device=positions.device)
 
@@ -135,14 +164,14 @@ def _lookups(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _told(part: nn.Module) -> Callable[..., Any]:
+def _with_positions(part: nn.Module) -> Callable[..., Any]:
     """Its ``forward``, with the positions of the pass in place of its own."""
     forward = part.forward
     place = list(inspect.signature(forward).parameters).index("position_ids")
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def with_positions(*args: Any, **kwargs: Any) -> Any:
         own = args[place] if place < len(args) else kwargs.get("position_ids")
-        positions = _current.position_ids
+        positions = current.position_ids
         assert positions is not None
         # What counts for itself counts for all texts of a batch at once.
         if own is None or own.dim() == 1:
@@ -151,4 +180,4 @@ def _told(part: nn.Module) -> Callable[..., Any]:
             return forward(*args[:place], positions, *args[place + 1 :], **kwargs)
         return forward(*args, **{**kwargs, "position_ids": positions})
 
-    return told
+    return with_positions

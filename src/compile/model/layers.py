@@ -23,7 +23,7 @@ from ..fx.nodes import PLAIN
 
 # With fewer there is nothing to gain.
 FEWEST_LAYERS = 6
-# A layer's number and its call's, which are what tells it from others.
+# The numbers of a layer and of its calls, by which alone equal layers differ.
 _NUMBERS = frozenset({"layer_idx", "pagespec_call", "pagespec_calls", "pagespec_index_call"})
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN = (*PLAIN, torch.dtype, torch.device)
@@ -97,4 +97,4 @@ def _value(value: Any) -> Any:
         return functools.partial, *map(_value, (value.func, value.args, value.keywords))
     if isinstance(value, _SHARED):
         return id(value)
-    return object()  # like no other: hooks, and what is not known here
+    return object()  # equal to no other: hooks, and values of other types

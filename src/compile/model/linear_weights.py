@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...errors import InvalidInputError, PagespecError, UnsupportedModelError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
@@ -24,7 +24,7 @@ from ..fx.stand_in import is_stand_in
 from .attention import attention_implementation
 from .forward import PackedForward
 from .loaded import LoadedModel
-from .local_calls import local_attention, local_recurrence
+from .local_calls import LOCAL
 
 _TRANSPOSES = (
     Tensor.T.__get__,  # type: ignore[attr-defined]
@@ -36,7 +36,6 @@ _TRANSPOSES = (
     Tensor.permute,
     torch.permute,
 )
-_NAME = "pagespec_readers"
 _NUM_TOKENS = 4
 
 
@@ -117,9 +116,9 @@ def check_readers(skeleton: PreTrainedModel, layers: Iterable[str], *, is_made: 
     before any is read from a file.
 
     Args:
-        skeleton: on the meta device. Where what it does depends on what it computes, nothing may be
+        skeleton: on the meta device. Where its control flow depends on values, nothing may be
             found; :func:`expanded_linears` will.
-        is_made: the caller asked for what is to be quantised; else it is the checkpoint that is.
+        is_made: the loader is to quantise the layers; else the checkpoint has them quantised.
 
     Raises:
         InvalidInputError, UnsupportedModelError: it does.
@@ -130,23 +129,11 @@ def check_readers(skeleton: PreTrainedModel, layers: Iterable[str], *, is_made: 
     mode = _WatchedWeights(names, {}, lambda name: _refusal(architecture, name, is_made))
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     found: PagespecError | None = None
-    # Without a mask function of the same name, transformers makes no masks, whose making looks at
-    # positions.
-    AttentionInterface.register(_NAME, _attention)
-    try:
-        with suppress(Exception), attention_implementation(skeleton, _NAME, local_recurrence):
-            try:
-                with torch.inference_mode(), mode:
-                    PackedForward(skeleton)(ids, ids, ids[0])
-            except PagespecError as error:
-                found = error
-    finally:
-        AttentionInterface._global_mapping.pop(_NAME, None)
+    with suppress(Exception), attention_implementation(skeleton, LOCAL):
+        try:
+            with torch.inference_mode(), mode:
+                PackedForward(skeleton)(ids, ids, ids[0])
+        except PagespecError as error:
+            found = error
     if found is not None:
         raise found
-
-
-def _attention(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    return local_attention(query, key, value), None

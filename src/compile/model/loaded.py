@@ -1,4 +1,4 @@
-"""``LoadedModel``: a model on its device, and what an engine must know of it."""
+"""``LoadedModel``: a model on its device, and the properties of it that an engine reads."""
 
 from __future__ import annotations
 
@@ -49,19 +49,18 @@ class LoadedModel:
         names: makes the names of the checkpoint's tensors; None of a module in memory, whose own
             names they are.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
-        max_position_embeddings: the longest context, in tokens: what the model was made for by its
-            config, or what the caller gives in its place.
+        max_position_embeddings: the longest context in tokens, by the config or by the caller.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
         recurrent: its recurrent calls, once it was probed.
         quantized: weights to keep quantised, by parameter name; or None for float16. Empty once the
             model was captured.
-        default_sampling: what the generation config asks for, by names of ``SamplingParams``.
-        ignored_settings: names of what else in it would change the tokens of ``generate``.
+        default_sampling: settings of the generation config, by names of ``SamplingParams``.
+        ignored_settings: names of its other settings that would change the tokens of ``generate``.
         quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
             how they are held, in words.
-        is_quantized_at_load: they were made so here, as the caller asked; the checkpoint is not.
+        is_quantized_at_load: the loader quantised them; the checkpoint is not quantised.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
             and None.
     """

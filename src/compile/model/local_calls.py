@@ -1,23 +1,26 @@
-"""Stand-ins for attention, recurrences and indexers that mix no tokens: what each gives for a token
-depends on what it is handed of that token alone.
+"""Stand-ins for attention, recurrences and indexers that mix no tokens: the result for a token
+depends on the arguments for that token alone.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .indexers import IndexCall
-from .recurrent import RecurrentCall
+from .current_step import Functions, IndexCall, RecurrentCall
 
 
-def no_choice(call: IndexCall) -> Tensor:
+def no_choice(_module: nn.Module, call: IndexCall) -> Tensor:
     """As much as an indexer would choose, of which :func:`local_attention` reads nothing."""
     chosen = call.query.new_zeros(1, 1, 1, dtype=torch.int32)
     return chosen.expand(1, len(call.query), call.num_chosen)
 
 
-def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def local_attention(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """A stand-in that depends on each token's query, key and value and on no other token's."""
     group_size = query.shape[1] // value.shape[1]
 
@@ -27,7 +30,7 @@ def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     out = value.repeat_interleave(group_size, 1) * (1 + gate(query))
     out = out * (1 + gate(key).repeat_interleave(group_size, 1))
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous(), None
 
 
 # Which tensors of a recurrence have a row for each token, in the order of its op. The first of them
@@ -55,3 +58,6 @@ def local_recurrence(call: RecurrentCall) -> Tensor:
         gate = 1 + torch.tanh((flat * ramp).sum(-1)).to(out.dtype)
         out = out * gate.view(-1, *[1] * (out.dim() - 1))
     return out
+
+
+LOCAL = Functions(local_attention, local_recurrence, no_choice)

@@ -2,10 +2,9 @@
 state-space scans.
 
 Their mixers call functions of their modelling file, which are known here by name and parameters,
-never by model. In a block of :func:`recurrences_replaced` these names stand for functions that hand
-the same tensors, a row for each packed token, to a :data:`RecurrentFunction`: one that reads and
-writes the states of the step's requests, or a stand-in of the probe. What mixes tokens otherwise,
-the probe refuses.
+never by model. In a block of :func:`recurrences_replaced` these names stand for functions that pass
+the same tensors, a row for each packed token, to the thread's :attr:`.Functions.recurrence`. The
+probe refuses a model that mixes tokens otherwise.
 """
 
 from __future__ import annotations
@@ -15,62 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...kernels.recurrent import ops as _recurrent_ops  # noqa: F401 - called by name
-from .current_step import current
-
-
-class RecurrentCall(NamedTuple):
-    """One call of a recurrence, as the op of its kind takes it.
-
-    Attributes:
-        kind: name of the op. tensors, settings: its first and its last arguments, those of the
-            states left out.
-        others: what the model handed over besides, which the probe looks at.
-    """
-
-    kind: str
-    tensors: tuple[Tensor | None, ...]
-    settings: tuple[Any, ...]
-    others: dict[str, Any]
-
-
-RecurrentFunction = Callable[[RecurrentCall], Tensor]
-
-
-def run_on_states(call: RecurrentCall) -> Tensor:
-    """The recurrence over the states of the step's requests."""
-    step = current.step
-    assert step is not None
-    number = current.num_recurrent_calls
-    current.num_recurrent_calls = number + 1
-    inputs, states = step.inputs, step.states
-    out: Tensor = getattr(torch.ops.pagespec, call.kind)(
-        *call.tensors,
-        states.tensors[number],
-        inputs.query_starts,
-        inputs.context_lens,
-        inputs.state_tables,
-        inputs.table_rows,
-        states.interval,
-        *call.settings,
-    )
-    return out
-
-
-class _Function(threading.local):
-    """What computes the recurrences of a thread's passes; None leaves that to the model."""
-
-    function: RecurrentFunction | None = None
-
-
-_current = _Function()
-
+from .current_step import ON_CACHES, RecurrentCall, Scope, current
 
 # What the models call, with the parameters that it has there. Their one text is packed tokens.
 
@@ -167,24 +116,17 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 def _compute(
     kind: str, tensors: tuple[Any, ...], settings: tuple[Any, ...], others: dict[str, Any]
 ) -> Tensor:
-    function = _current.function or run_on_states
-    return function(RecurrentCall(kind, tensors, settings, others))
+    return current.functions.recurrence(RecurrentCall(kind, tensors, settings, others))
 
 
 @contextmanager
-def recurrences_replaced(module: PreTrainedModel, function: RecurrentFunction) -> Iterator[None]:
-    """In the block, recurrences that the model computes in this thread are the function's."""
-    homes = _homes(module)
-    for home in homes:
-        _install(home)
-    before = _current.function
-    _current.function = function
-    try:
+def recurrences_replaced(module: PreTrainedModel) -> Iterator[None]:
+    """In the block, recurrences of the model's passes in this thread are the thread's function."""
+    with Scope() as scope:
+        for home in _homes(module):
+            _install(home)
+            scope.callback(_remove, home)
         yield
-    finally:
-        _current.function = before
-        for home in homes:
-            _remove(home)
 
 
 def _homes(module: PreTrainedModel) -> list[str]:
@@ -217,31 +159,31 @@ def _is_alike(theirs: Any, ours: Callable[..., Any]) -> bool:
 # Names of a Python module are of all threads: they are set when the first enters a block and set
 # back when the last leaves one; in between, a thread outside of all blocks gets the model's own.
 _lock = threading.Lock()
-_depths: dict[str, int] = {}
-_originals: dict[str, dict[str, Callable[..., Any]]] = {}
+_installed: dict[str, tuple[int, Scope]] = {}  # number of blocks, and their changes
 
 
 def _install(home: str) -> None:
     with _lock:
-        _depths[home] = _depths.get(home, 0) + 1
-        if _depths[home] == 1:
-            _originals[home] = _found(home)
-            for name, original in _originals[home].items():
-                setattr(sys.modules[home], name, _either(_KNOWN[name], original))
+        depth, scope = _installed.get(home, (0, Scope()))
+        if not depth:
+            for name, original in _found(home).items():
+                scope.set(sys.modules[home], name, _either(_KNOWN[name], original))
+        _installed[home] = depth + 1, scope
 
 
 def _remove(home: str) -> None:
     with _lock:
-        _depths[home] -= 1
-        if not _depths[home]:
-            for name, original in _originals.pop(home).items():
-                setattr(sys.modules[home], name, original)
+        depth, scope = _installed.pop(home)
+        if depth > 1:
+            _installed[home] = depth - 1, scope
+        else:
+            scope.close()
 
 
 def _either(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         # Dynamo of torch 2.11 sees of a thread's own only what it has traced itself: the step.
-        is_ours = current.step is not None or _current.function is not None
+        is_ours = current.step is not None or current.functions is not ON_CACHES
         return (ours if is_ours else original)(*args, **kwargs)
 
     # As `inspect.signature` sees it, the same function.

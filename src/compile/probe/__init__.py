@@ -1,8 +1,8 @@
 """What the untouched module needs of this engine, and whether that can be computed exactly.
 
 Read in this order: ``probe_pass`` (a pass without cache, mask or graph), ``probe`` (the passes of a
-few tokens) with ``attention_probe``, ``recurrent_probe`` and ``index_probe`` (what each call is
-asked for) and ``masks`` (a mask's pattern, a bias's slopes); then ``reach_probe`` (does a token
+few tokens) with ``call_recorder`` (what each call needs) and ``masks`` (a mask's pattern, a bias's
+slopes); then ``reach_probe`` (does a token
 depend on others outside attention, at any length?) with ``thresholds`` (which lengths) and
 ``cheap_passes`` (the same in less time).
 

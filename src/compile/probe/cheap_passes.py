@@ -4,7 +4,7 @@
   attention calls are alike, one is run: they are the same code at the same sizes.
 - A matmul with a weight sees one row at a time. A sum of few inputs, of the same shape and at the
   price of an addition, takes its place. Its factors are the weight's, in every pass the same.
-- The head is left out: what it would be given is what passes return.
+- The head is left out: passes return its input.
 
 A model that does not bear this is run as it is.
 """
@@ -12,7 +12,7 @@ A model that does not bear this is run as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
+from ..model.current_step import Scope
 from ..model.layers import find_layers, layer_forms
 from ..model.loaded import LoadedModel
 from .probe_pass import ProbePass
@@ -48,10 +49,10 @@ def cheap_passes(
         base: ids and positions to try a pass with.
     """
     module = loaded.module
-    with ExitStack() as stack:
-        stack.enter_context(_skipped(twins(module, specs)))
-        stack.enter_context(_forward_of(module.get_output_embeddings(), lambda x: x))
-        stack.enter_context(_CheapMatmuls(module))
+    with Scope() as scope:
+        scope.enter_context(_skipped(twins(module, specs)))
+        scope.set(module.get_output_embeddings(), "forward", lambda x: x)
+        scope.enter_context(_CheapMatmuls(module))
         try:
             with probe_pass.stand_in():
                 results = probe_pass.results(*base)
@@ -59,12 +60,12 @@ def cheap_passes(
         except UnsupportedModelError:
             is_cheap = False
         if not is_cheap:
-            stack.close()
+            scope.close()
         yield _cost(probe_pass, base)
 
 
 def _cost(probe_pass: ProbePass, base: tuple[Tensor, Tensor]) -> PassCost:
-    """Counted in two passes of different lengths, so that what weights alone cost drops out."""
+    """Counted in two passes of different lengths, so that the cost of weights alone drops out."""
     counts = []
     for repeats in (1, 2):
         with probe_pass.stand_in(), _Counting() as counting:
@@ -111,7 +112,7 @@ class _CheapMatmuls(TorchFunctionMode):
 
     A weight of the module is known again by its address. Others are made anew in each pass (routers
     multiply with a float32 copy of theirs), wherever there is room: such a one is known again by
-    what it holds. By its address it would have other factors in every pass, and its model would be
+    its values. By its address it would have other factors in every pass, and its model would be
     taken for one whose results depend on the pass.
     """
 
@@ -178,8 +179,8 @@ def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, 
 
 @contextmanager
 def _skipped(firsts: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
-    """In the block, layers with a twin hand on what they are given, in the form that the twin
-    returned it in."""
+    """In the block, layers with a twin return their input, in the form of the twin's
+    output."""
     returned: dict[nn.Module, Any] = {}
 
     def remember(layer: nn.Module, _inputs: Any, output: Any) -> None:
@@ -193,23 +194,9 @@ def _skipped(firsts: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
 
         return forward
 
-    with ExitStack() as stack:
+    with Scope() as scope:
         for first in dict.fromkeys(firsts.values()):
-            stack.callback(first.register_forward_hook(remember).remove)
+            scope.hook(first, after=remember)
         for layer, first in firsts.items():
-            stack.enter_context(_forward_of(layer, skip(first)))
+            scope.set(layer, "forward", skip(first))
         yield
-
-
-@contextmanager
-def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """In the block, calls of the module call the function."""
-    before = vars(module).get("forward")
-    module.forward = function
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before

@@ -1,7 +1,7 @@
 """Reads the attention pattern (causal, sliding window, chunks) off a mask closure of transformers,
 and the slopes off an ALiBi bias.
 
-Mask builders hand a closure ``mask_function(batch_idx, head_idx, q_idx, kv_idx) -> bool`` to the
+Mask builders pass a closure ``mask_function(batch_idx, head_idx, q_idx, kv_idx) -> bool`` to the
 mask interface. It is evaluated here at chosen index tensors and compared with the patterns that
 the kernels compute: causal, and causal within a sliding window or within chunks.
 """

@@ -4,7 +4,7 @@ No KV cache and no graph. On eight tokens, with the whole model:
 
 1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk,
    read off the mask closure that reaches this very call, and the slopes of a bias; every recurrence
-   in order; and which indexer chose what a call sees (:mod:`.index_probe`);
+   in order; and which indexer chose what a call sees (:mod:`.call_recorder`);
 2. *poison*: with attention, recurrences and indexers that mix no tokens, NaN in one token's
    embedding must reach no other token's logits. So nothing else mixes tokens: no recurrence or
    convolution but those known here (:mod:`..model.recurrent`), no token shift, no attention that
@@ -35,10 +35,12 @@ from transformers.cache_utils import DynamicLayer
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.stand_in import is_stand_in
+from ..model.attention import attention_implementation
+from ..model.current_step import Scope
 from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel
-from .attention_probe import CallRecorder
-from .probe_pass import ProbePass, all_same, registered
+from .call_recorder import CallRecorder
+from .probe_pass import ProbePass, all_same
 from .reach_probe import check_reach
 from .thresholds import ReachPlan
 
@@ -47,7 +49,7 @@ _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
-    """Find what each attention call of the model needs, or refuse the model.
+    """Find the spec of each attention call of the model, or refuse the model.
 
     Sets ``pagespec_call``, the call's number, on each attention module, on those that make several
     calls a pass ``pagespec_calls``, the numbers of all, on each indexer ``pagespec_index_call``,
@@ -122,16 +124,10 @@ def _record(
     """The calls of a pass of tokens at consecutive positions, in order."""
     recorder = CallRecorder(loaded.architecture + where, len(ids))
     rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
-    recurrent = recorder.recurrent
+    module = loaded.module
     with (
-        registered(
-            loaded.module,
-            recorder.attention,
-            recorder.mask,
-            recurrent.recurrence,
-            recorder.indexers.choose,
-        ),
-        recurrent.watching(loaded.module),
+        attention_implementation(module, recorder.functions),
+        recorder.recurrent.watching(module),
     ):
         probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)
     return recorder
@@ -164,8 +160,8 @@ def _check_calls(loaded: LoadedModel, recorder: CallRecorder) -> None:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
-    # Some configs give the cache a window of which the masks know nothing: `generate` then forgets
-    # in its decode steps what its first step saw.
+    # Some configs give the cache a window that the masks do not have: decode steps of `generate`
+    # then no longer see all tokens that its first step saw.
     cache = DynamicCache(config=loaded.config.get_text_config(decoder=True))
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     for layer, spec in zip(layers, recorder.specs, strict=False):
@@ -210,11 +206,9 @@ def _check_token_independence(
             raise UnsupportedModelError(
                 f"{name}: its logits are not finite, though its weights are"
             )
-        hook = loaded.module.get_input_embeddings().register_forward_hook(poison)
-        try:
+        with Scope() as scope:
+            scope.hook(loaded.module.get_input_embeddings(), after=poison)
             reached = probe_pass.results(ids, positions)[0].isnan().any(-1)
-        finally:
-            hook.remove()
         if not bool(reached[poisoned]) or int(reached.sum()) != 1:
             raise UnsupportedModelError(f"{name}: tokens mix outside attention")
         order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=ids.device)
@@ -227,7 +221,7 @@ def _check_weights(loaded: LoadedModel) -> None:
     """Names the first weight with NaN or infinity in it. That is read only where a result is not
     finite: reading all weights takes as long as a pass."""
     for name, weight in loaded.module.named_parameters():
-        if is_stand_in(weight):  # what it stands for was looked at when it was read
+        if is_stand_in(weight):  # its quantised weight was checked when it was read
             continue
         num_bad = weight.numel() - int(weight.isfinite().sum())
         if num_bad:

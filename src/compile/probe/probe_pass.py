@@ -6,25 +6,19 @@ whatever still reaches another token got there outside attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ...errors import PagespecError, UnsupportedModelError
 from ..model.attention import attention_implementation
+from ..model.current_step import Functions, IndexCall, RecurrentCall
 from ..model.forward import PackedForward
-from ..model.indexers import IndexCall, IndexFunction
 from ..model.loaded import LoadedModel
 from ..model.local_calls import local_attention, local_recurrence, no_choice, per_token
-from ..model.recurrent import RecurrentCall, RecurrentFunction
-
-_PROBE_NAME = "pagespec_probe"
-
-AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
 class ProbePass:
@@ -33,10 +27,10 @@ class ProbePass:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._forward = PackedForward(loaded.module)
-        self._local = _LocalCalls(loaded.architecture)
+        self._seen: list[Tensor] = []
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """``[len(rows), V]``, by the attention function registered at present."""
+        """``[len(rows), V]``, by the functions of the thread."""
         name = self._loaded.architecture
         with self._failures_named(ids):
             logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
@@ -66,67 +60,36 @@ class ProbePass:
     def stand_in(self) -> Iterator[None]:
         """In the block, attention is :func:`local_attention`, a recurrence is
         :func:`local_recurrence`, an indexer chooses nothing, and :meth:`results` can be called."""
-        local, module = self._local, self._loaded.module
-        with registered(module, local.attention, _no_mask, local.recurrence, local.choose):
+        functions = Functions(self._attention, self._recurrence, self._choose)
+        with attention_implementation(self._loaded.module, functions):
             yield
 
     def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """The logits, and queries, keys and values of every attention call, and what every
-        recurrence and indexer reads of a token; dim 0 is the token."""
-        self._local.seen.clear()
+        """The logits, and queries, keys and values of every attention call, and the
+        tensors per token of every recurrence and indexer; dim 0 is the token."""
+        self._seen.clear()
         logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
-        return [logits, *self._local.seen]
+        return [logits, *self._seen]
 
-
-class _LocalCalls:
-    """Runs :func:`local_attention` and :func:`local_recurrence`, and keeps what they are given."""
-
-    def __init__(self, architecture: str) -> None:
-        self._architecture = architecture
-        self.seen: list[Tensor] = []
-
-    def attention(
-        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    def _attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         num_tokens, num_keys = query.shape[2], key.shape[2]
         if num_keys != num_tokens or value.shape[2] != num_tokens:
             raise UnsupportedModelError(
-                f"{self._architecture}: its attention is handed {num_keys} keys for the "
+                f"{self._loaded.architecture}: its attention is handed {num_keys} keys for the "
                 f"{num_tokens} tokens of a pass"
             )
-        self.seen.extend(x[0].transpose(0, 1).clone() for x in (query, key, value))
-        return local_attention(query, key, value), None
+        self._seen.extend(x[0].transpose(0, 1).clone() for x in (query, key, value))
+        return local_attention(module, query, key, value)
 
-    def recurrence(self, call: RecurrentCall) -> Tensor:
-        self.seen.extend(x.clone() for x in per_token(call))
+    def _recurrence(self, call: RecurrentCall) -> Tensor:
+        self._seen.extend(x.clone() for x in per_token(call))
         return local_recurrence(call)
 
-    def choose(self, _module: nn.Module, call: IndexCall) -> Tensor:
-        self.seen.extend(x.clone() for x in (call.query, call.key, call.weights))
-        return no_choice(call)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
-@contextmanager
-def registered(
-    module: PreTrainedModel,
-    attention: AttentionFunction,
-    mask: Callable[..., Any],
-    recurrence: RecurrentFunction,
-    choose: IndexFunction,
-) -> Iterator[None]:
-    """Have the model call these stand-in functions for the length of the block."""
-    AttentionInterface.register(_PROBE_NAME, attention)
-    AttentionMaskInterface.register(_PROBE_NAME, mask)
-    try:
-        with attention_implementation(module, _PROBE_NAME, recurrence, choose):
-            yield
-    finally:
-        AttentionInterface._global_mapping.pop(_PROBE_NAME, None)
-        AttentionMaskInterface._global_mapping.pop(_PROBE_NAME, None)
+    def _choose(self, module: nn.Module, call: IndexCall) -> Tensor:
+        self._seen.extend(x.clone() for x in (call.query, call.key, call.weights))
+        return no_choice(module, call)
 
 
 def all_same(results: list[Tensor], expected: list[Tensor]) -> bool:

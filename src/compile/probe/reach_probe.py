@@ -1,5 +1,5 @@
-"""Checks that what a token computes depends on its id and its position alone, however many tokens
-are in the pass, wherever it stands among them and whatever positions they have.
+"""Checks that the results of a token depend on its id and its position alone, and not on the
+number, the order or the positions of the tokens in the pass.
 
 Models switch at thresholds: keys are compressed once 128 tokens are there, queries are scaled by
 the index of a token in the pass from 8,192 on, frequencies change behind the original context. So
@@ -13,8 +13,8 @@ passes have the lengths and the positions around each integer of the config that
 3. *calls*: scales, masks and all else of attention calls must be in the longest pass what they are
    in a short one.
 
-That takes dozens of passes, some of thousands of tokens, so they leave out what cannot make a
-token depend on another (:mod:`.cheap_passes`). The passes of
+That takes dozens of passes, some of thousands of tokens, so they leave out operations that cannot
+make a token depend on another (:mod:`.cheap_passes`). The passes of
 :mod:`.probe`, on few tokens, leave nothing out.
 """
 
@@ -47,7 +47,7 @@ def check_reach(
     what was tried to find that.
 
     Args:
-        specs: what the probe recorded; ``pagespec_call`` is set on the attention modules.
+        specs: as the probe recorded them; ``pagespec_call`` is set on the attention modules.
         base: ids and positions of the tokens of a short pass.
         check_calls: records the attention calls of a pass and refuses others than those of
             ``specs``; called with the ids of consecutive tokens.

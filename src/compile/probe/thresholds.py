@@ -4,9 +4,8 @@ A window, a compression rate, a floor, a chunk size or an original context lengt
 tokens or a position that the config names. Which of its integers are that is not guessed from
 their names: each that a context can reach is tried, at t - 1, t and t + 1, and so is each that the
 tokens of a pass can, which serves many contexts at once. A large model cannot afford them all.
-Integers that are also the size of a weight or of attention heads, which is what most of them are,
-come after the others. They are not left out: a window of 128 and a head size of 128 are the same
-number.
+Integers that are also the size of a weight or of attention heads, as most of them are, come after
+the others. They are not left out: a window of 128 and a head size of 128 are the same number.
 
 What the passes may cost is counted in numbers computed, never in seconds: which models are refused
 must not depend on how busy the machine is.

@@ -14,8 +14,8 @@ from pagespec import UnsupportedModelError
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
 from pagespec.compile.load.load import load_model
-from pagespec.compile.model.indexers import IndexCall
-from pagespec.compile.probe.index_probe import IndexRecorder, MaskMarker
+from pagespec.compile.model.current_step import IndexCall
+from pagespec.compile.probe.call_recorder import IndexRecorder, MaskMarker
 from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
 from pagespec.compile.load.load import load_model
-from pagespec.compile.model.recurrent import RecurrentCall, recurrences_replaced
+from pagespec.compile.model.attention import attention_implementation
+from pagespec.compile.model.current_step import RecurrentCall
+from pagespec.compile.model.local_calls import LOCAL
 from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.recurrent_state import bytes_per_slot
 from tests.support.models import tiny_model
@@ -134,8 +136,9 @@ def test_models_get_their_own_functions_back() -> None:
 
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-        with recurrences_replaced(model, note):
-            with recurrences_replaced(model, note):
+        functions = LOCAL._replace(recurrence=note)
+        with attention_implementation(model, functions):
+            with attention_implementation(model, functions):
                 assert home.causal_conv1d_fn is not before
             model(input_ids=ids, use_cache=False)
         assert home.causal_conv1d_fn is before
