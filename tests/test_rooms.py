@@ -37,7 +37,7 @@ COMPILE = (
     ("captured_model", "start_record"),
     ("start_tensors",),
     ("load", "probe", "capture", "passes", "inductor"),
-    ("kv_cache", "recurrent_state"),
+    ("kv_cache",),
     ("model",),
     ("fusions",),
     ("lowering",),

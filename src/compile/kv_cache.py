@@ -1,17 +1,34 @@
-"""The paged KV cache: its tensors, one to three per attention call, and the bytes of a block."""
+"""Memory of requests: the paged KV cache, one to three tensors per attention call, and recurrent
+states, one tensor of slots per recurrent call; the bytes of a block and of a slot.
+
+A *slot* holds the recurrent state of one request in all recurrent layers: the last inputs of short
+convolutions, and the states of scans (docs/recurrent.md).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import InvalidInputError
 from ..kernels import e4m3
 from ..kernels.attention.spec import AttentionSpec
+from ..kernels.recurrent.spec import RecurrentSpec
 from .model.loaded import LoadedModel
+from .step_inputs import RecurrentStates
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for zeroed pages, which take memory only once they are written;
+    # torch.zeros would write them all now.
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 def allocate_kv_caches(
@@ -21,7 +38,7 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[tuple[Tensor, ...]]:
-    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, an attention call; keys
+    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, per attention call; keys
     alone of one that is latent; and last the index keys of one with an indexer.
 
     Zeroed, and with the null block as the last one. Of uint8 they hold rows, of float8_e4m3fn
@@ -30,13 +47,7 @@ def allocate_kv_caches(
     num_more = _num_scale_bytes(dtype)
 
     def zeros(num_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        shape = (num_blocks + 1, block_size, num_heads, dim)
-        if torch.device(device).type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # numpy asks the system for zeroed pages, which take memory only once they are written;
-        # torch.zeros would write them all now.
-        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(pages).view(dtype).view(shape)
+        return _zeros((num_blocks + 1, block_size, num_heads, dim), dtype, device)
 
     def of_call(spec: AttentionSpec) -> Iterator[Tensor]:
         for dim in _dims(spec):
@@ -77,3 +88,33 @@ def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block
     num_bytes += num_scales * _num_scale_bytes(dtype)
     num_bytes += sum(s.index_dim * _index_dtype(s).itemsize for s in specs if s.index_dim)
     return num_bytes * block_size
+
+
+def allocate_states(
+    specs: Sequence[RecurrentSpec], num_slots: int, interval: int, device: torch.device | str
+) -> RecurrentStates:
+    """One tensor ``[num_slots + 1, *slot_shape]`` per recurrent call, the null slot as the last.
+
+    Nothing reads a slot that was not written, but the null slot.
+    """
+    num = num_slots + 1
+    states = [_zeros((num, *spec.slot_shape(device)), spec.dtype, device) for spec in specs]
+    return RecurrentStates(states, interval)
+
+
+def check_interval(specs: Iterable[RecurrentSpec], interval: int) -> None:
+    """Refuse intervals shorter than the inputs that a convolution keeps: its kernel would read the
+    part of a state that it has just written.
+
+    Raises:
+        InvalidInputError: field "state_interval".
+    """
+    longest = max((s.state_shape[0] for s in specs if s.kind == "short_conv"), default=0)
+    if interval < longest:
+        limit = f"must be {longest} or more on a GPU: a convolution keeps as many inputs"
+        raise InvalidInputError("state_interval", interval, limit)
+
+
+def bytes_per_slot(specs: Iterable[RecurrentSpec], device: torch.device | str) -> int:
+    """Bytes that one state slot takes in the tensors of all recurrent calls."""
+    return sum(spec.num_bytes(device) for spec in specs)

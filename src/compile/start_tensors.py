@@ -34,7 +34,7 @@ def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
     """Of each tensor: its name, where it is, whether it is a parameter, and requires a gradient.
 
     Raises:
-        NotRestorable: one of them is nowhere, or is not what its file has.
+        NotRestorable: one of them is in no file, or differs from its file.
     """
     checkpoint = Checkpoint(folder)
     first: dict[int, str] = {}
@@ -71,7 +71,7 @@ def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
 
 
 def read_tensors(folder: Path, described: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
-    """The tensors by name, of what :func:`describe_tensors` has returned.
+    """The tensors by name, from the result of :func:`describe_tensors`.
 
     Raises:
         Exception: of any kind, if that cannot be.

@@ -27,7 +27,7 @@ Counts = dict[Per, int]
 
 
 def counts_of(num_tokens: int, num_rows: int, num_samples: int) -> Counts:
-    """Entries of a field, by what it has them per."""
+    """Entries of a field, by its ``per``."""
     return {
         "token": num_tokens,
         "row": num_rows,
@@ -58,7 +58,7 @@ class Field:
 
     Attributes:
         name: distinct within a form.
-        per: what there is an entry for; "bound" is one more than the rows.
+        per: one entry per token, row, ...; "bound" has one more than the rows.
         source: its entries without padding, ``[n]`` or ``[width, n]``, or one for all. None of a
             field that is derived from others.
         dtype: of an entry; one of 64 bits takes two words, a float travels as its bits.
@@ -85,7 +85,7 @@ class Field:
 
     @property
     def shape_key(self) -> tuple[Per, str, int]:
-        """Per what, dtype and width: what a graph depends on."""
+        """``per``, dtype and width, on which a graph depends."""
         return self.per, np.dtype(self.dtype).name, self.width
 
     def shape(self, num_entries: int) -> tuple[int, ...]:

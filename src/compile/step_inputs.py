@@ -41,7 +41,7 @@ class StepInputs:
 
     Attributes:
         input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
-        logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
+        logits_to_keep: int64 ``[S]``, the tokens whose logits are computed.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         block_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
             ``block_tables`` of each row. The last five as in :mod:`.ops`.

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel, CaptureOptions
-from ..compile.kv_cache import allocate_kv_caches, kv_dtype
+from ..compile.kv_cache import allocate_kv_caches, allocate_states, kv_dtype
 from ..compile.load.source import ModelSource
-from ..compile.recurrent_state import allocate_states
 from ..compile.start_record import StartRecord
 from ..engine.config import EngineConfig
 from ..engine.plan import StepPlan, StepResult

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..compile.captured_model import CapturedModel
-from ..compile.recurrent_state import check_interval
+from ..compile.kv_cache import check_interval
 from ..compile.step_inputs import StepOutputs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..kernels.linear.cublas import fp32_accumulation

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
-from ..compile.recurrent_state import bytes_per_slot
+from ..compile.kv_cache import bytes_per_slot, kv_bytes_per_block, kv_dtype
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats

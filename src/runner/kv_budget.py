@@ -4,8 +4,7 @@ hold."""
 from __future__ import annotations
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
-from ..compile.recurrent_state import bytes_per_slot
+from ..compile.kv_cache import bytes_per_slot, kv_bytes_per_block, kv_dtype
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from .host_memory import available_bytes

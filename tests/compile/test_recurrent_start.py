@@ -11,11 +11,10 @@ from torch import Tensor
 from pagespec import LLM, InvalidInputError, SamplingParams
 from pagespec.build import _check_recurrent
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.compile.kv_cache import allocate_kv_caches
+from pagespec.compile.kv_cache import allocate_kv_caches, allocate_states, check_interval
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import WHOLE, Shard
 from pagespec.compile.probe.probe import probe_model
-from pagespec.compile.recurrent_state import allocate_states, check_interval
 from pagespec.compile.step_inputs import StepInputs
 from tests.compile.test_start_record import capture_restored, record_of, start
 from tests.support.models import tiny_model

@@ -11,9 +11,9 @@ import torch
 
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.kv_cache import bytes_per_slot
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
-from pagespec.compile.recurrent_state import bytes_per_slot
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.core import Engine

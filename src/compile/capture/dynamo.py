@@ -19,12 +19,11 @@ from torch.fx import GraphModule, Node
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import example, recurrent_interval
-from ..kv_cache import allocate_kv_caches
+from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation
 from ..model.current_step import ModelStep, current
 from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
-from ..recurrent_state import allocate_states
 from ..step_fields import FIELDS, Field, graph_inputs
 from ..step_inputs import (
     EXAMPLE_SIZES,

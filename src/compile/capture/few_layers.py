@@ -23,13 +23,12 @@ from torch.fx import Interpreter
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from ..kv_cache import allocate_kv_caches
+from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation
 from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, LayerList, find_layers, layer_forms
 from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel, named_tensors
-from ..recurrent_state import allocate_states
 from ..step_fields import FIELDS, Field, counts_of, graph_inputs
 from ..step_inputs import INPUT_NAMES, BoundGraph, KVCaches, StepInputs, padding_inputs
 from .dynamo import Traced, forward, trace

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
+from pagespec.compile.kv_cache import bytes_per_slot
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.attention import attention_implementation
 from pagespec.compile.model.current_step import RecurrentCall
 from pagespec.compile.model.local_calls import LOCAL
 from pagespec.compile.probe.probe import probe_model
-from pagespec.compile.recurrent_state import bytes_per_slot
 from tests.support.models import tiny_model
 
 
