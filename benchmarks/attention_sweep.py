@@ -32,8 +32,8 @@ from benchmarks import attention
 from benchmarks.attention import Case, inputs, small_form
 from benchmarks.plain_read import plain_read, seconds_of
 from pagespec.kernels.attention.launch import paged_attention
-from pagespec.kernels.attention.row_order import longest_first
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
+from pagespec.kernels.attention.triton_backend import longest_first
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 from pagespec.kernels.registry import registry

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.mla import BF16, PAGE, RANK, WIDTH, Rows, seconds_of
 from pagespec.kernels.arguments import LatentKV
-from pagespec.kernels.attention import index_launch
+from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.mla import launch
 
 HEADS, INDEX_HEADS, INDEX_DIM, TOPK = 128, 64, 128, 2048
@@ -41,7 +41,7 @@ def times_of(num_rows: int, context: int, num_new: int) -> dict[str, float]:
 
     def choose(index_keys: Tensor) -> Tensor:
         of_step = (index_keys, slots, *rows.batch)
-        return index_launch.index_topk(query, key, weights, *of_step, 0.1, TOPK)
+        return index_kernels.index_topk(query, key, weights, *of_step, 0.1, TOPK)
 
     chosen = choose(sets[0][1])
 

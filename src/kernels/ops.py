@@ -33,11 +33,7 @@ from .custom_op import custom_op
 from .fused import dispatch as fused
 
 
-def _kv_store_fake(*_: object) -> None:
-    return None
-
-
-@custom_op(mutates=("k_cache", "v_cache"), fake=_kv_store_fake)
+@custom_op(mutates=("k_cache", "v_cache"), fake=lambda *_: None)
 def kv_store(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
@@ -58,11 +54,9 @@ def kv_store(
     store(key, value, k_cache, v_cache, slot_mapping)
 
 
-def _paged_attention_fake(query: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: object) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
-
-
-@custom_op(fake=_paged_attention_fake)
+@custom_op(
+    fake=lambda query, _k_cache, v_cache, *_: query.new_empty(*query.shape[:2], v_cache.shape[3])
+)
 def paged_attention(
     query: Tensor,
     k_cache: Tensor,
@@ -88,7 +82,7 @@ def paged_attention(
         block_tables: int32 ``[rows, M]``, of which row ``table_rows[b]`` is the table of row b.
         table_rows: int32 ``[B]``.
         scale: factor on the scores. window: 0 for none. softcap: 0 for none.
-        sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
+        sinks: ``[Hq]``, one more logit per head that takes probability only, or None.
         chunk: 0 for none.
         alibi_slopes: Hq numbers; ``slope * (key position - query position)`` is added to a score.
         indices: int32 ``[T, K]`` of :func:`index_topk`, or None; without window, chunk and slopes.
@@ -114,11 +108,10 @@ def paged_attention(
     return reference.paged_attention(query, kv, params)
 
 
-def _index_topk_fake(query: Tensor, *rest: int) -> Tensor:
-    return query.new_empty(query.shape[0], rest[-1], dtype=torch.int32)
-
-
-@custom_op(mutates=("cache",), fake=_index_topk_fake)
+@custom_op(
+    mutates=("cache",),
+    fake=lambda query, *rest: query.new_empty(query.shape[0], rest[-1], dtype=torch.int32),
+)
 def index_topk(
     query: Tensor,
     key: Tensor,
@@ -146,28 +139,20 @@ def index_topk(
     """
     rows = (query_starts, context_lens, block_tables, table_rows)
     if query.is_cuda:
-        from .attention.index_launch import index_topk as kernel
+        from .attention.index_kernels import index_topk as kernel
 
         return kernel(query, key, weights, cache, slot_mapping, *rows, scale, num_chosen)
     layout = cpu_invariant.build_layout(*rows, cache.shape[1], 0)
     return indexer.index_topk(query, key, weights, cache, slot_mapping, layout, scale, num_chosen)
 
 
-def _all_reduce_fake(partial: Tensor) -> Tensor:
-    return torch.empty_like(partial, memory_format=torch.contiguous_format)
-
-
-@custom_op(fake=_all_reduce_fake)
+@custom_op(fake=lambda partial: torch.empty_like(partial, memory_format=torch.contiguous_format))
 def all_reduce(partial: Tensor) -> Tensor:
     """The sum of all ranks' ``partial``, in rank order (:mod:`.collectives.communicator`)."""
     return current_communicator().all_reduce(partial)
 
 
-def _all_gather_fake(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    return part.new_empty(*part.shape[:-1], sum(sizes))
-
-
-@custom_op(fake=_all_gather_fake)
+@custom_op(fake=lambda part, sizes: part.new_empty(*part.shape[:-1], sum(sizes)))
 def all_gather(part: Tensor, sizes: Sequence[int]) -> Tensor:
     """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
     return current_communicator().all_gather(part, sizes)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV
-from ...kernels.attention import chosen, index_launch
+from ...kernels.attention import chosen, index_kernels
 from ...kernels.experts import grouped_mm
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
@@ -66,7 +66,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             continue
         attention = context.attention
         if calls_op(node, "index_topk"):
-            node.target = index_launch.index_topk
+            node.target = index_kernels.index_topk
         elif attention is not None and calls_op(node, "paged_attention"):
             query, *rest = node.args
             params = AttentionParams(*rest[6:])

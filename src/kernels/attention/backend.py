@@ -47,9 +47,9 @@ class AttentionBackend:
         fused_rope_attention: norm, rotation, store and attention as one call, with the bits of
             two; None where there is none.
         quantizing: by ``attend`` and ``fused_rope_attention``, the same with outputs quantised for
-            an FP8 matmul, ``fused.e4m3_groups.QuantizedRows`` with a token a row; empty where there
-            are none. For heads of a multiple of 128 values.
-        longest_first: :func:`.row_order.longest_first`, where ``attend`` and all the above but
+            an FP8 matmul, ``fused.e4m3_groups.QuantizedRows`` with a token per row; empty where
+            there are none. For heads of a multiple of 128 values.
+        longest_first: :func:`.triton_backend.longest_first`, where ``attend`` and all the above but
             ``store`` take what it returns as one argument more; None where they do not.
     """
 
@@ -77,7 +77,7 @@ def triton_limit(
     Args:
         device: of the tensors. dtype: of queries and caches.
         widest_head: the largest head size of keys and values.
-        block_size: slots a block.
+        block_size: slots per block.
     """
     if device.type != "cuda":
         return f'the Triton kernels need an NVIDIA GPU, not device "{device}"'
@@ -101,7 +101,7 @@ def planes_limit(
     """Why a GPU cannot hold keys and values as e4m3 numbers, or None if it can.
 
     Args:
-        specs: the attention calls. block_size: slots a block.
+        specs: the attention calls. block_size: slots per block.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
@@ -140,7 +140,7 @@ def select_backend(
     Args:
         requested: one of :data:`REQUESTS`.
         device: of the model. dtype: of queries and caches.
-        specs: the attention calls, none of a model without attention. block_size: slots a block.
+        specs: the attention calls, none of a model without attention. block_size: slots per block.
         kv_cache_dtype: "fp8" for caches of e4m3 numbers, which FlashAttention does not read.
 
     Raises:
@@ -155,7 +155,7 @@ def select_backend(
     if has_planes and (limit := planes_limit(device, specs, block_size)) is not None:
         raise InvalidInputError("kv_cache_dtype", kv_cache_dtype, limit)
     if requested == "reference":
-        return _reference("it was asked for")
+        return _reference("it was requested")
     if requested == "flash":
         if has_planes:
             limit = 'FlashAttention here reads no cache of kv_cache_dtype "fp8"'
@@ -173,7 +173,7 @@ def select_backend(
     if requested == "triton":
         if limit is not None:
             raise InvalidInputError("attention", requested, limit)
-        return _triton("it was asked for")
+        return _triton("it was requested")
     if device.type != "cuda":
         return _reference(f'device "{device}" is not an NVIDIA GPU')
     if limit is not None:
@@ -189,7 +189,7 @@ def _reference(why: str) -> AttentionBackend:
 def _triton(why: str) -> AttentionBackend:
     # Triton is only there on machines with a GPU, and compiles nothing before the first call.
     from ..fused import kv_store
-    from . import row_order, triton_backend
+    from . import triton_backend
 
     reason = f"attention by the Triton kernels: {why}."
     counted = triton_backend.TritonBackend()
@@ -204,7 +204,7 @@ def _triton(why: str) -> AttentionBackend:
         kv_store.kv_store,
         counted.fused_rope_attention,
         quantizing,
-        row_order.longest_first,
+        triton_backend.longest_first,
     )
 
 

@@ -12,16 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV
-from ..device import has_dependent_launch
-from .bundles import Scoring
-from .chosen_rows import chosen_slots, row_of_token
+from ..device import overlap_options
+from .index_kernels import chosen_slots, row_of_token
 from .launch import factors
 from .online_softmax import (
     MIN_DOT,
     ONES,
+    Scoring,
     add_tile,
     dot_precision,
     dot_size,
+    empty_state,
     finish,
     score,
 )
@@ -74,9 +75,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(query + places * DK + k_dims, mask=is_line[:, None] & (k_dims < DK), other=0.0)
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
-    row_max = tl.full((GROUP,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((GROUP, ONES), tl.float32)
-    acc = tl.zeros((GROUP, DV_PAD), tl.float32)
+    row_max, row_sum, acc = empty_state(GROUP, ONES, DV_PAD)
     slots = chosen_slots(chosen, position, table, 0, last, PAGE, BLOCK_N)
     for start in tl.range(0, last + 1, BLOCK_N):
         at = (slots * HKV + kv_head)[:, None]
@@ -93,7 +92,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
 
 
 def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """As :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_launch` has them, in order
+    """As :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_kernels` has them, in order
     of position; without window, chunk and slopes. Any block size."""
     num_tokens, num_heads, k_dim = query.shape
     _, page, num_kv_heads, v_dim = kv.v_cache.shape
@@ -104,7 +103,6 @@ def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Ten
     if num_tokens == 0 or num_rows == 0:
         return out.zero_()
     tiling = choose_tiling(query.dtype, k_dim, v_dim)
-    pdl = has_dependent_launch(query.device)
     chosen_kernel[(num_kv_heads, num_tokens)](
         query, kv.k_cache, kv.v_cache, out, params.indices, *kv[2:], params.sinks, *factors(params),
         kv.block_tables.stride(0), num_rows,
@@ -116,9 +114,8 @@ def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Ten
         NUM_CHOSEN=params.indices.shape[1],
         GROUP=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_N=tiling.block_n,
-        PDL=pdl,
         num_warps=tiling.decode_warps,
         num_stages=tiling.decode_stages,
-        launch_pdl=pdl,
+        **overlap_options(query.device),
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ those (see :mod:`..linear_cpu.invariant`), and others where a thread gets one to
 few elements (1, 5, 7 ...) have other orders still; :mod:`.cpu_trial` chooses an
 :class:`AttentionRecipe` for the sizes of a model.
 
-As in :mod:`.reference`, what depends on the batch alone is laid out once a step.
+As in :mod:`.reference`, what depends on the batch alone is laid out once per step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AlignedLayout:
-    """All that attention needs to know of one step, for one window, chunk and set of slopes."""
+    """The layout of one step, as attention needs it for one window, chunk and set of slopes."""
 
     gathers: tuple[Gather, ...]
     num_tokens: int

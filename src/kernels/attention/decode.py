@@ -26,8 +26,7 @@ import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
-from .bundles import Scoring, Splits, TileShape, head_pages
-from .combine import combine, is_last_arrival
+from .combine import combine, is_last_arrival, results_at, store_lines, store_zeros
 from .decode_prologue import (
     Angles,
     NewTokens,
@@ -41,6 +40,9 @@ from .decode_prologue import (
 from .e4m3_decode import attend_e4m3_tiles, num_lines
 from .e4m3_tiles import line_factors, scaled_queries
 from .online_softmax import (
+    Scoring,
+    Splits,
+    TileShape,
     attend_tiles,
     block_ids,
     count_at_most,
@@ -48,13 +50,13 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
+    head_pages,
     head_size,
     segment_begin,
     segments_of,
     split_begin,
     splits_in_first,
 )
-from .results import results_at, store_lines, store_zeros
 
 
 @triton.jit

@@ -6,8 +6,8 @@ attends, on q, k and v as the merged matmul leaves them. A decode program
 - normalises and rotates its own queries, once more in every worker: a few hundred operations;
 - stores, before it attends, the new keys and values of its own segments: those of its row from the
   row's first new token up to its own. In a decode step that is one token, and worker 0, which has
-  the last segment, stores it. Where a row has several new tokens (the shapes of a step cannot
-  tell), each program stores all that it will read, so that none reads what another has yet to
+  the last segment, stores it. Where a row has several new tokens (which the shapes of a step do not
+  show), each program stores all that it will read, so that none reads what another has yet to
   store. Several programs then store the same bits.
 
 Every token is stored by its own program at least, those of padding too (by worker 0). Blocks that
@@ -36,7 +36,8 @@ _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as 
 
 @triton.constexpr_function
 def keys_at_once(ARE_PLANES, DK_PAD):  # type: ignore[no-untyped-def]
-    """Height of the tile of new keys; of e4m3 ones at most 8 elements a thread. With more, a thread
+    """Height of the tile of new keys; of e4m3 ones at most 8 elements per thread. With more, a
+    thread
     would store 16 neighbours at once, and load as many: squares would be added up in another order
     than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
     return max(1, min(_KEYS, 1024 // DK_PAD)) if ARE_PLANES else _KEYS
@@ -178,7 +179,7 @@ def store_new(  # type: ignore[no-untyped-def]
     Args:
         new, angles, norm, share, splits, shape: :class:`NewTokens` (the first is the first new
             token of the row), :class:`Angles`, :class:`.norm_rope_store.HeadNorm`,
-            :class:`WorkerShare`, :class:`.bundles.Splits` and ``TileShape``.
+            :class:`WorkerShare`, :class:`.online_softmax.Splits` and ``TileShape``.
         position: of ``token``, 0 for padding.
         dims, partners: of a head, ``[DK_PAD]``.
     """

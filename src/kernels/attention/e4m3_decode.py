@@ -21,7 +21,7 @@ from .e4m3_tiles import (
     sum_dtype,
     whole,
 )
-from .online_softmax import MIN_DOT, ONES, block_ids, capped
+from .online_softmax import MIN_DOT, ONES, block_ids, capped, ends_split
 
 _RIGHT = 8  # smallest right side of a matrix instruction
 
@@ -133,18 +133,8 @@ def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
         row_max, row_sum, even, odd = _add_tile(
             scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
         )
-        end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if (
-                end_of_tile
-                & (
-                    tl.where(
-                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
-                    )
-                    - 1
-                )
-                == 0
-            ):
+            if ends_split(start + BLOCK_N, splits):
                 total_row_max, total_row_sum, total_even, total_odd = _fold(
                     total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
                 )

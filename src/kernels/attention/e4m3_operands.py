@@ -13,7 +13,7 @@ import triton.language as tl
 def halves_of_pairs(pairs):  # type: ignore[no-untyped-def]
     """float16 of the lower and of the upper bytes of ``pairs``, uint16: exact."""
     # Two neighbours along the sum share a register: their lower bytes go together, and the upper
-    # ones. The compiler, told to take bytes, spends three times the instructions.
+    # ones. From bytes the compiler makes three times the instructions.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..fused.e4m3_store import SCALE_BYTES
 from .e4m3_operands import halves_of_pairs
-from .online_softmax import ONES, block_ids, capped, fold, load_rows
+from .online_softmax import ONES, begins_split, block_ids, capped, fold, load_rows
 
 _HEADROOM = 14
 HEADROOM = tl.constexpr(_HEADROOM)
@@ -137,7 +137,7 @@ def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.cons
 
 @triton.jit
 def _score(q_even, q_odd, k_even, k_odd, k_scales, scoring):  # type: ignore[no-untyped-def]
-    """``[M, N]``, without softcap in units of a power of two, which ``scoring.factor`` knows."""
+    """``[M, N]``, without softcap in units of a power of two, which ``scoring.factor`` contains."""
     scores = tl.dot(q_even, tl.trans(k_even), input_precision=scoring.PRECISION)
     scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=scoring.PRECISION)
     scores *= k_scales[None, :]
@@ -236,10 +236,7 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
             pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
         )
         scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
-        if (
-            start & (tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT) - 1)
-            == 0
-        ):  # the first tile of a split
+        if begins_split(start, splits):
             total_row_max, total_row_sum, total_even, total_odd = _fold(
                 total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
             )

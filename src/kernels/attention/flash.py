@@ -40,7 +40,7 @@ def limit_of(
     Args:
         capability: the GPU's compute capability, (major, minor).
         dtype: of queries and caches.
-        block_size: slots a block.
+        block_size: slots per block.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{library} takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"

@@ -1,6 +1,8 @@
 """Top-k indexers as Triton kernels: the store of keys, scores of the positions in view, the choice.
 
-The formula is that of :mod:`.indexer`. What a query chooses depends on its own text alone:
+The formula is that of :mod:`.indexer`. Nothing waits for the device, so that calls can be captured
+in a CUDA graph. Every token is a unit of its own, of any row. What a query chooses depends on its
+own text alone:
 
 - a score comes from one kernel with one tile, whether its query is in a prompt or decodes: position
   j is line ``j % BLOCK_N`` of a tile that begins at a fixed position, so its products are summed in
@@ -9,16 +11,42 @@ The formula is that of :mod:`.indexer`. What a query chooses depends on its own 
   the K highest is found by bisection, and positions are handed on in order.
 
 Among equal scores the lowest positions are taken. That is ``torch.topk`` on a GPU, which
-transformers asks there; on a CPU it takes others.
+transformers calls there; on a CPU it takes others.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .chosen_rows import row_of_token
-from .online_softmax import dot_precision, dot_size
+from ..device import overlap_options, vector_strides
+from .online_softmax import count_at_most, dot_precision, dot_size
+
+
+@triton.jit
+def row_of_token(starts, contexts, num_rows, token):  # type: ignore[no-untyped-def]
+    """(row, position) of any token of a step; position -1 of padding."""
+    row = count_at_most(starts + 1, num_rows, token, 1, False, 256)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    return row, tl.where(row < num_rows, context - (end - token), -1)
+
+
+@triton.jit
+def chosen_slots(  # type: ignore[no-untyped-def]
+    chosen, position, table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Slots ``[BLOCK_N]`` of the chosen positions from number ``start`` on; beyond ``last`` that
+    of ``last``. ``chosen`` points to those of a query at ``position``, of which ``last + 1`` are
+    there."""
+    at = tl.load(chosen + tl.minimum(start + tl.arange(0, BLOCK_N), last))
+    # While kernels are built, the one that chooses may not have run.
+    at = tl.minimum(at.to(tl.uint32), position.to(tl.uint32))
+    blocks = tl.load(table + at // PAGE)
+    return blocks.to(tl.int64) * PAGE + at % PAGE
+
 
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
 
@@ -164,7 +192,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, and never too large
         count = _count(first, is_first, scores, last, middle - 1, TILE)
-        # As many as are wanted: the lowest of them is not looked for.
+        # Exactly NUM_CHOSEN: the lowest of them is not searched for.
         high = tl.where(count > NUM_CHOSEN, high, tl.where(count == NUM_CHOSEN, middle, middle - 1))
         low = tl.where(count >= NUM_CHOSEN, middle, low)
     quota = NUM_CHOSEN - _count(first, is_first, scores, last, low, TILE)
@@ -182,3 +210,77 @@ def choose_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + at, start + tl.arange(0, TILE), mask=is_chosen)
         num_above += tl.sum(is_above)
         num_equal += tl.sum(is_equal)
+
+
+_MAX_SCORE_BYTES = 256 << 20  # of the tokens that are scored together
+_NUM_PROGRAMS = 528  # with fewer tokens, about so many programs share their contexts
+_LARGEST_TILE = 8192  # scores that a program keeps in registers
+_SCORES_PER_WARP = 512
+
+
+def index_topk(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    scale: float,
+    num_chosen: int,
+    max_score_bytes: int = _MAX_SCORE_BYTES,
+) -> Tensor:
+    """As :func:`..ops.index_topk`; positions are in order, any block size.
+
+    Tokens are scored in parts, so that scores take no more than ``max_score_bytes``, or those of
+    one token.
+    """
+    num_tokens = len(query)
+    num_rows, table_width = len(context_lens), block_tables.shape[1]
+    page, dim = cache.shape[1], cache.shape[3]
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=query.device)
+    if num_tokens == 0 or num_rows == 0:
+        return chosen.fill_(-1)
+    options = overlap_options(query.device)
+    key = key if key.stride(1) == 1 else key.contiguous()
+    store_keys_kernel[(num_tokens,)](
+        key, cache, slot_mapping, key.stride(0), D=dim, num_warps=1, **options
+    )
+    query = query if query.stride(2) == 1 else query.contiguous()
+    token_stride, head_stride, step = vector_strides(query)
+    batch = query_starts, context_lens
+    # Where all contexts fit into the choice there is nothing to score.
+    width = table_width * page if table_width * page > num_chosen else 0
+    at_once = max(1, max_score_bytes // (4 * width)) if width else num_tokens
+    at_once = min(at_once, num_tokens)
+    scores = torch.empty(at_once if width else 0, width, dtype=torch.int32, device=query.device)
+    block_n, num_warps = (32, 8) if cache.dtype == torch.float32 else (128, 4)
+    num_workers = min(triton.cdiv(width, block_n), triton.cdiv(_NUM_PROGRAMS, at_once))
+    tile = min(_LARGEST_TILE, triton.next_power_of_2(max(width, num_chosen)))
+    for first in range(0, num_tokens, at_once):
+        num = min(at_once, num_tokens - first)
+        if width:
+            index_scores_kernel[(num_workers, num)](
+                query, weights, cache, scores, *batch, block_tables, table_rows, scale,
+                first, token_stride, head_stride, *weights.stride(), block_tables.stride(0),
+                num_rows, num_workers, width,
+                H=query.shape[1],
+                D=dim,
+                PAGE=page,
+                STEP=step,
+                NUM_CHOSEN=num_chosen,
+                BLOCK_N=block_n,
+                num_warps=num_warps,
+                num_stages=3,
+                **options,
+            )  # fmt: skip
+        choose_kernel[(num,)](
+            scores, chosen, *batch, first, num_rows, width,
+            NUM_CHOSEN=num_chosen,
+            TILE=tile,
+            num_warps=max(1, min(16, tile // _SCORES_PER_WARP)),
+            **options,
+        )  # fmt: skip
+    return chosen

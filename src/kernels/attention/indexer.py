@@ -6,7 +6,7 @@ An indexer has heads of its own over one small key a token, and scores position 
 
 Attention sees the K positions of the highest scores among those in view, all where there are no
 more. Among equal scores at the threshold the choice is that of ``torch.topk`` over the positions in
-view, as transformers decodes the query's token; in a longer prompt it asks ``topk`` about the
+view, as transformers decodes the query's token; in a longer prompt it calls ``topk`` on the
 hidden positions behind them as well, and that may break such a tie otherwise.
 
 As in :mod:`.cpu_invariant` every matmul has the shape of a tile of keys from a fixed position on,

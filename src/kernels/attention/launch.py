@@ -57,7 +57,8 @@ def paged_attention(
             tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
             launch.
         rows: of :func:`quantized_like`, to quantise outputs into; their values are returned then.
-        order: of :func:`.row_order.longest_first`; None for rows as they come. Changes no bits.
+        order: of :func:`.triton_backend.longest_first`; None for rows as they come. Changes no
+        bits.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -193,7 +194,7 @@ def quantized_like(query: Tensor, v_cache: Tensor) -> QuantizedRows:
 
 
 def factors(params: AttentionParams) -> tuple[float, float | None, float | None]:
-    """(factor, cap_in, cap_out) of :class:`.bundles.Scoring`."""
+    """(factor, cap_in, cap_out) of :class:`.online_softmax.Scoring`."""
     scale, softcap = params.scale, params.softcap
     # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
     if softcap:
@@ -246,24 +247,8 @@ def _decode(
     by_token: bool,
     order: Tensor | None,
 ) -> None:
-    """Launch the decode kernel of this architecture, or where it does not serve the one for all."""
-    by_arch = registry().find("decode_attention", "", Gpu.of(query.device).arch)
-    arguments = (query, kv, out, shared, t, arrival_counters, by_token, order)
-    if by_arch is None or not by_arch.function("launch")(*arguments):
-        launch_decode(*arguments)
-
-
-def launch_decode(
-    query: Tensor,
-    kv: PagedKV,
-    out: Tensor,
-    shared: dict[str, Any],
-    t: Tiling,
-    arrival_counters: Tensor | None,
-    by_token: bool,
-    order: Tensor | None,
-) -> None:
-    """Launch the decode kernel for each token, or for each row.
+    """Launch the decode kernel for each token, or for each row: that of this architecture, or where
+    it does not serve the one for all.
 
     Args:
         shared: the arguments that it has in common with prefill, with what fuses RoPE.
@@ -272,6 +257,11 @@ def launch_decode(
     Raises:
         ValueError: there are too few counters.
     """
+    by_arch = registry().find("decode_attention", "", Gpu.of(query.device).arch)
+    if by_arch is not None and by_arch.function("launch")(
+        query, kv, out, shared, t, arrival_counters, by_token, order
+    ):
+        return
     num_tokens, num_heads, _ = query.shape
     page, num_kv_heads = kv.v_cache.shape[1:3]
     v_dim = e4m3.head_dim(kv.v_cache)

@@ -21,14 +21,85 @@ of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``,
 values. All float32. ``factor`` turns scores into logarithms to base 2.
 
 Of caches of e4m3 numbers :mod:`.e4m3_tiles` takes the same steps.
+
+Bundles of arguments (:class:`Splits`, :class:`Scoring`, ...) are gone when a kernel is compiled:
+the PTX is that of separate arguments. Kernels themselves take no tuples: Triton ignores
+``do_not_specialize`` for a tuple's elements, and the forms of kernels that are compiled ahead
+(:mod:`..jit`) are JSON, which keeps no tuples.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..fused.e4m3_store import SCALE_BYTES, is_e4m3
 from .tiling import ALL_SPLITS
+
+
+@triton.jit
+def head_pages(  # type: ignore[no-untyped-def]
+    k_cache, v_cache, table, head, part,
+    HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """:class:`HeadPages` of a KV head, its values from element ``part`` on."""
+    pages = HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
+    if is_e4m3(k_cache.dtype.element_ty):
+        pages = HeadPages(
+            k_cache + head * (PAGE * DK),
+            v_cache + (head * (PAGE * DV) + part),
+            table,
+            HKV * PAGE * DK + head * (PAGE * (SCALE_BYTES - DK)),
+            HKV * PAGE * DV + head * (PAGE * (SCALE_BYTES - DV)) - part,
+        )
+    return pages
+
+
+class Splits(NamedTuple):
+    """Where the splits of a sequence begin: constants."""
+
+    NEAR_SPLIT: Any  # positions of a split up to SPLIT_CHANGE
+    FAR_SPLIT: Any  # positions of a split beyond
+    SPLIT_CHANGE: Any
+
+
+class Scoring(NamedTuple):
+    """How scores are masked, scaled and capped."""
+
+    window: Any  # or None
+    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one a line
+    cap_in: Any  # of a softcap, or None
+    cap_out: Any
+    PRECISION: Any  # of tl.dot
+    unit: Any = None  # of e4m3 keys, what products with them are in units of, one a line
+
+
+class TileShape(NamedTuple):
+    """Sizes of a tile of keys and values: constants."""
+
+    DK: Any
+    DV: Any
+    DK_PAD: Any
+    DV_PAD: Any
+    K_WIDTH: Any  # elements from a slot of the cache to the next in its block
+    V_WIDTH: Any
+    K_BLOCK: Any  # elements from a block to the next
+    V_BLOCK: Any
+    PAGE: Any
+    BLOCK_N: Any
+
+
+class HeadPages(NamedTuple):
+    """Pointers to the pages of one KV head, in the first block, and to the row's block table."""
+
+    k_cache: Any
+    v_cache: Any
+    table: Any
+    k_scales: Any  # bytes from k_cache to the head's scales, of e4m3 caches
+    v_scales: Any
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_DOT = 16  # smallest side of a matrix instruction
@@ -72,6 +143,27 @@ def split_begin(split, splits):  # type: ignore[no-untyped-def]
         split * splits.NEAR_SPLIT,
         splits.SPLIT_CHANGE + (split - splits.SPLIT_CHANGE // splits.NEAR_SPLIT) * splits.FAR_SPLIT,
     )
+
+
+@triton.jit
+def begins_split(start, splits):  # type: ignore[no-untyped-def]
+    """Whether a split begins at ``start``, where a tile does."""
+    size = tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+    return start & (size - 1) == 0
+
+
+@triton.jit
+def ends_split(end, splits):  # type: ignore[no-untyped-def]
+    """Whether a split ends in front of ``end``, where a tile does."""
+    size = tl.where(end <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+    return end & (size - 1) == 0
+
+
+@triton.jit
+def empty_state(M: tl.constexpr, W: tl.constexpr, DV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``row_max``, ``row_sum`` and ``acc`` of M rows that have seen nothing."""
+    row_max = tl.full((M,), float("-inf"), tl.float32)
+    return row_max, tl.zeros((M, W), tl.float32), tl.zeros((M, DV), tl.float32)
 
 
 @triton.jit
@@ -238,20 +330,18 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
-        q: ``[M, DK_PAD]``. pages: :class:`.bundles.HeadPages`.
+        q: ``[M, DK_PAD]``. pages: :class:`HeadPages`.
         blocks: the :func:`block_ids` of ``begin``, loaded early.
         last: last position any of the queries sees.
         positions: of the queries, ``[M]``.
-        scoring, splits, shape: the :mod:`.bundles` of that name.
+        scoring, splits, shape: the bundles of that name.
         FOLD: False if all tiles are of one split, which is then left to the caller to fold.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
-    total_row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-    total_acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
+    total_row_max, total_row_sum, total_acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     for start in tl.range(begin, end, BLOCK_N):
         k, v = load_tile(pages, blocks, start, last, shape)
@@ -265,24 +355,12 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         row_max, row_sum, acc = add_tile(
             scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
         )
-        end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if (
-                end_of_tile
-                & (
-                    tl.where(
-                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
-                    )
-                    - 1
-                )
-                == 0
-            ):
+            if ends_split(start + BLOCK_N, splits):
                 total_row_max, total_row_sum, total_acc = fold(
                     total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
                 )
-                row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-                acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
+                row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
     return total_row_max, total_row_sum, total_acc, row_max, row_sum, acc
 
 

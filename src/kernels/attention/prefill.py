@@ -6,11 +6,11 @@ all splits and folds them in order, as the decode kernel does. Where the sums of
 not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
 of its part of the values' dimensions.
 
-The grid holds ``T // queries a tile + B + 1`` tiles, enough for any row lengths; each program finds
-its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros. Long
-tiles should start first and idle programs last. So single queries in front, which are the decode
-kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier step
-began before a new prompt; and of each row the last tile first, which sees the most keys.
+The grid holds ``T // queries per tile + B + 1`` tiles, enough for any row lengths; each program
+finds its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros.
+Long tiles should start first and idle programs last. So single queries in front, which are the
+decode kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier
+step began before a new prompt; and of each row the last tile first, which sees the most keys.
 
 Bits are those of the decode kernel. :func:`attend_tiles_fold_late` takes the steps of its
 ``attend_tiles`` (:mod:`.online_softmax`), but folds later, and says why.
@@ -22,22 +22,27 @@ import triton
 import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
-from .bundles import Scoring, Splits, TileShape, head_pages
+from .combine import results_at, store_lines, store_zeros
 from .e4m3_tiles import attend_e4m3_tiles_fold_late, line_factors, scaled_queries
 from .online_softmax import (
     ONES,
+    Scoring,
+    Splits,
+    TileShape,
     add_tile,
+    begins_split,
     block_ids,
     count_at_most,
     dot_precision,
     dot_size,
+    empty_state,
     finish,
     fold,
+    head_pages,
     head_size,
     load_tile,
     score,
 )
-from .results import results_at, store_lines, store_zeros
 
 
 @triton.jit
@@ -60,9 +65,7 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-    acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
+    row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
     total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
     blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
@@ -70,16 +73,11 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         scores = score(q, k, scoring)
-        if (
-            start & (tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT) - 1)
-            == 0
-        ):  # the first tile of a split
+        if begins_split(start, splits):
             total_row_max, total_row_sum, total_acc = fold(
                 total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
             )
-            row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-            acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
+            row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
             # Masks what is masked below in any case, and so keeps all this behind the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
         in_part = start >= diagonal  # queries, perhaps, see only a part of the tile

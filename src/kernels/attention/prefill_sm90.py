@@ -2,12 +2,12 @@
 
 The grid and the arithmetic are those of :mod:`.prefill`, and so are the
 bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
-over k, and the same operations a row. What differs is how warps share the work:
+over k, and the same operations per row. What differs is how warps share the work:
 
-- one warp loads (:mod:`.prefill_sm90_loads`). Keys and values come through TMA into a ring of
+- one warp loads (:mod:`.prefill_sm90_producer`). Keys and values come through TMA into a ring of
   ``STAGES`` slots: slot s holds the keys of step s and the values of step s - 1, which are used
   together. A step is 64 positions: a tile, or two where heads above 128 have tiles of 32;
-- two warpgroups have 64 lines each (:mod:`.prefill_sm90_mainloop`). Beside the softmax of a step
+- two warpgroups have 64 lines each (:mod:`.prefill_sm90_consumer`). Beside the softmax of a step
   run the scores of the next one and the other warpgroup's matmuls.
 
 Heads of other sizes than 64, 128 and 256 are padded with zeros, which TMA writes; they add exact
@@ -34,15 +34,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import e4m3
 from ..arguments import PagedKV
-from .prefill_sm90_convert import convert
-from .prefill_sm90_e4m3 import SCALE_ROWS
-from .prefill_sm90_loads import produce
-from .prefill_sm90_mainloop import consume
-from .prefill_sm90_softmax import STEP_N, lines_of, num_entries
-from .prefill_sm90_store import store_zeros
+from .prefill_sm90_consumer import SCALE_ROWS, STEP_N, consume, lines_of, num_entries, store_zeros
+from .prefill_sm90_producer import convert, produce
 from .tiling import Tiling
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @gluon.jit

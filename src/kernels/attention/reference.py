@@ -144,7 +144,7 @@ def _float32_attention(
 ) -> Tensor:
     """Attention written out, in float32: ``q [R, Hkv, Q * G, Dk]``, heads of a group innermost.
 
-    ``softcap`` c maps a score s to c * tanh(s / c) (Gemma 2). A sink is one more logit a query
+    ``softcap`` c maps a score s to c * tanh(s / c) (Gemma 2). A sink is one more logit per query
     head, which takes probability and gives no value (gpt-oss).
     """
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale

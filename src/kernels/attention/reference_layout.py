@@ -49,7 +49,7 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """All that attention needs to know of one step, for one window, chunk and set of slopes."""
+    """The layout of one step, as attention needs it for one window, chunk and set of slopes."""
 
     groups: tuple[DecodeGroup, ...]
     tiles: tuple[QueryTile, ...]
@@ -95,7 +95,7 @@ def build_layout(
         context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
         block_tables: int32 ``[rows, M]``; entries past a row's context are not read.
         table_rows: int32 ``[B]``, the row of ``block_tables`` that holds each row's table.
-        block_size: slots a block.
+        block_size: slots per block.
         dtype: dtype of the queries, used for the additive masks.
         window: positions a query sees, itself included; 0 means all.
         chunk: positions of a chunk, of which a query sees its own; 0 means all.

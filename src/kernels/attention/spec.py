@@ -18,7 +18,7 @@ class AttentionSpec:
         scale: factor on the scores.
         window: positions a query sees, itself included; 0 means all.
         softcap: cap on the scores, 0 for none.
-        has_sinks: whether the call passes one learned sink logit a query head.
+        has_sinks: whether the call passes one learned sink logit per query head.
         chunk: positions of a chunk, counted from 0, of which a query sees its own; 0 means all.
         alibi_slopes: of each query head, what a score falls by per position between query and key
             (ALiBi); empty for none.

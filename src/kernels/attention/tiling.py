@@ -28,7 +28,7 @@ class Tiling:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
         decode_warps, decode_stages: of the decode kernel. decode_registers: those that a thread of
-            it may have, None for as many as the compiler likes. Change no bits.
+            it may have, None for as many as the compiler chooses. Change no bits.
         many_warps: alike, of ``some_unsplit_from`` programs or more that fuse no RoPE;
             many_fused_registers: of as many that do. unsplit_registers: where each program reads a
             whole context and fuses no RoPE. With fewer, more programs share a multiprocessor.

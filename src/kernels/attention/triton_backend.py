@@ -1,8 +1,11 @@
-"""The Triton attention backend of one engine, with the arrival counters its launches share."""
+"""The Triton attention backend of one engine: the arrival counters that its launches share, and the
+order of rows."""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from .. import e4m3
@@ -10,9 +13,51 @@ from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import count_sms
 from ..fused.e4m3_groups import QuantizedRows
 from ..fused.norm_rope_store import norm_rope_store
+from ..jit.parallel_build import may_skip_launches
 from .decode_prologue import fits
 from .launch import fused_rope_attention, paged_attention, quantized_like
 from .tiling import choose_tiling, for_card
+
+
+@triton.jit
+def _longest_first_kernel(contexts, order, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``order[n]``: the row that n others come before. Grid: ``(num_rows,)``; ROWS: no fewer."""
+    row = tl.program_id(0)
+    others = tl.arange(0, ROWS)
+    lengths = tl.load(contexts + others, mask=others < num_rows, other=-1)
+    length = tl.load(contexts + row)
+    is_before = (lengths > length) | ((lengths == length) & (others < row))
+    tl.store(order + tl.sum(is_before.to(tl.int32)), row)
+
+
+def longest_first(contexts: Tensor, num_kv_heads: int) -> Tensor | None:
+    """The rows of a step in the order of their decode programs: longest contexts first, equal ones
+    as they come.
+
+    The list scheduling of Graham (1969), longest processing time first: programs that start last
+    should not take longest. With caches of e4m3 numbers a multiprocessor, not memory, limits how
+    fast its programs read, so long contexts have to be spread over all of them
+    (docs/notes/attention.md). The order changes no bits, and is computed once per step.
+
+    Args:
+        contexts: int32 ``[B]``.
+        num_kv_heads: the most that an attention call has.
+
+    Returns:
+        int32 ``[B]``, a permutation; None where there are so few rows that no call takes it.
+    """
+    num_rows = len(contexts)
+    tiling = for_card(choose_tiling(torch.bfloat16, 1, 1), count_sms(contexts.device))
+    if num_rows * num_kv_heads < tiling.some_unsplit_from:
+        return None
+    order = torch.empty_like(contexts)
+    if may_skip_launches():  # other kernels read at what this one has not written
+        torch.arange(num_rows, out=order)
+    _longest_first_kernel[(num_rows,)](
+        contexts, order, num_rows, ROWS=triton.next_power_of_2(num_rows)
+    )
+    return order
+
 
 _MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
 
@@ -28,29 +73,32 @@ class TritonBackend:
         self._arrived: Tensor | None = None
 
     def attend(
-        self, query: Tensor, kv: PagedKV, params: AttentionParams, order: Tensor | None = None
+        self,
+        query: Tensor,
+        kv: PagedKV,
+        params: AttentionParams,
+        order: Tensor | None = None,
+        rows: QuantizedRows | None = None,
     ) -> Tensor:
         """As :func:`paged_attention`.
 
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.
         """
-        return paged_attention(
-            query, kv, params, arrival_counters=self._counters(query), order=order
-        )
+        counters = self._counters(query)
+        return paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
 
     def attend_quantized(
         self, query: Tensor, kv: PagedKV, params: AttentionParams, order: Tensor | None = None
     ) -> QuantizedRows:
-        """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, a token a row, with no
+        """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, a token per row, with no
         kernel of its own. Heads have a multiple of 128 values.
 
         Raises:
             RuntimeError: as :meth:`attend`.
         """
         rows = quantized_like(query, kv.v_cache)
-        counters = self._counters(query)
-        paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
+        self.attend(query, kv, params, order, rows)
         return rows
 
     def fused_rope_attention(
@@ -60,6 +108,7 @@ class TritonBackend:
         kv: PagedKV,
         params: AttentionParams,
         order: Tensor | None = None,
+        rows: QuantizedRows | None = None,
     ) -> Tensor:
         """:func:`fused.norm_rope_store`, then :func:`paged_attention` of the queries it returns.
 
@@ -69,7 +118,16 @@ class TritonBackend:
         Raises:
             RuntimeError: as :meth:`attend`.
         """
-        return self._fused_rope_attention(inputs, slot_mapping, kv, params, None, order)
+        query, key, value = inputs[:3]
+        is_decode = 0 < len(query) == len(kv.context_lens) <= _MAX_FUSED
+        has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
+        if is_decode and fits(query, key, value, has_norm, are_planes, rows is not None):
+            counters = self._counters(query)
+            return fused_rope_attention(
+                inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows, order=order
+            )
+        query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
+        return self.attend(query, kv, params, order, rows)
 
     def fused_rope_attention_quantized(
         self,
@@ -81,28 +139,8 @@ class TritonBackend:
     ) -> QuantizedRows:
         """:meth:`fused_rope_attention`, quantised as by :meth:`attend_quantized`."""
         rows = quantized_like(inputs.query, kv.v_cache)
-        self._fused_rope_attention(inputs, slot_mapping, kv, params, rows, order)
+        self.fused_rope_attention(inputs, slot_mapping, kv, params, order, rows)
         return rows
-
-    def _fused_rope_attention(
-        self,
-        inputs: RopeInputs,
-        slot_mapping: Tensor,
-        kv: PagedKV,
-        params: AttentionParams,
-        rows: QuantizedRows | None,
-        order: Tensor | None,
-    ) -> Tensor:
-        query, key, value = inputs[:3]
-        counters = self._counters(query)
-        is_decode = 0 < len(query) == len(kv.context_lens) <= _MAX_FUSED
-        has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
-        if is_decode and fits(query, key, value, has_norm, are_planes, rows is not None):
-            return fused_rope_attention(
-                inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows, order=order
-            )
-        query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
-        return paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
 
     def _counters(self, query: Tensor) -> Tensor:
         """Made at the first call, on the device of ``query``."""

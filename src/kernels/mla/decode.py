@@ -15,11 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..attention.bundles import Splits
-from ..attention.chosen_rows import row_of_token
 from ..attention.combine import combine
 from ..attention.decode import token_of
-from ..attention.online_softmax import dot_precision, dot_size, split_begin, split_of
+from ..attention.index_kernels import row_of_token
+from ..attention.online_softmax import Splits, dot_precision, dot_size, split_begin, split_of
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 

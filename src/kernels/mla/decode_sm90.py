@@ -1,9 +1,9 @@
 """Decode attention over latent vectors for Hopper: tiles arrive while the one before is weighed.
 
 The arithmetic, the grid and the results are those of :mod:`.decode`, and so are the bits: the same
-tiles, the same matmuls, each one chain over k, and the same operations a line. There, Triton asks
-for a tile when the one before has been computed. Here a warp of its own loads, through TMA, into a
-ring of tiles (:mod:`.prefill_sm90_loads`), and a warpgroup computes.
+tiles, the same matmuls, each one chain over k, and the same operations per line. There, Triton
+loads a tile when the one before has been computed. Here a warp of its own loads, through TMA, into
+a ring of tiles (:mod:`.prefill_sm90_warpgroups`), and a warpgroup computes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,11 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import LatentKV
-from ..attention.bundles import Splits
-from ..attention.online_softmax import split_begin, split_of
+from ..attention.online_softmax import Splits, ends_split, split_begin, split_of
 from .decode import splits_in_first
 from .prefill_sm90 import descriptors, num_panels, ring_constants
-from .prefill_sm90_loads import STEP_N, Barriers, load_step
+from .prefill_sm90_warpgroups import STEP_N, Barriers, load_step
 
 LINES = gl.constexpr(16)  # heads of a program: the narrow side of the matrix instructions
 _SHARED_BYTES = 224 << 10  # of queries, weights and the ring
@@ -163,9 +162,7 @@ def _attend(
             row_sum, acc = warpgroup_mma_wait(0, deps=(row_sum, acc))
             mbarrier.arrive(bars.empty.index(slot), count=1)
             done += 1
-            behind = start + STEP_N
-            size = gl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
-            if (behind & (size - 1)) == 0:
+            if ends_split(start + STEP_N, splits):
                 total_row_max, total_row_sum, total_acc = _fold(
                     total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
                 )

@@ -92,7 +92,7 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
         ``[T, H, R + P]``.
     """
     if query.is_cuda:
-        from .head_matmul_kernel import latent_query as by_kernel
+        from .head_matmul_kernel import head_matmul as by_kernel
 
         return by_kernel(query, weight)
     num_absorbed = weight.shape[1]
@@ -104,7 +104,7 @@ def rope_latent_query(query: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -
     """:func:`latent_query` of queries whose last P elements are to be rotated by
     :func:`rotate_pairs`."""
     if query.is_cuda:
-        from .head_matmul_kernel import latent_query as by_kernel
+        from .head_matmul_kernel import head_matmul as by_kernel
 
         return by_kernel(query, weight, (cos, sin))
     num_absorbed = weight.shape[1]

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import has_dependent_launch, vector_strides
+from ..device import overlap_options, vector_strides
 from ..fused.rounding import rounded
-from .pair_rotation import rotated_pairs
+from .store_kernel import rotated_pairs
 
 _MANY_ROWS = 1024  # that fill the GPU with larger tiles, too
 
@@ -129,20 +129,6 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """``[T, H, O]``, contiguous, of ``x [T, H, I]`` and ``weight [H, I, O]`` of one dtype; float32
-    is multiplied as such, not as TF32."""
-    return _launch(x, weight)
-
-
-def latent_query(
-    query: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """As :func:`.dispatch.latent_query`, in one launch; given ``tables``, which are cos and sin, as
-    :func:`.dispatch.rope_latent_query`."""
-    return _launch(query, weight, tables)
-
-
 def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
     """Rows and outputs of a tile, and warps; without influence on the result."""
     if is_wide:
@@ -152,7 +138,14 @@ def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
     return (64, 128, 4) if has_tail or num_rows < _MANY_ROWS else (128, 128, 8)
 
 
-def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def head_matmul(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """``[T, H, O + P]``, contiguous, of ``x [T, H, I + P]`` and ``weight [H, I, O]`` of one dtype,
+    in
+    one launch: float32 is multiplied as such, not as TF32.
+
+    The last P elements are copied; given ``tables``, which are cos and sin, they are rotated as by
+    :func:`.dispatch.rotate_pairs`.
+    """
     num_rows, num_heads, width = x.shape
     _, num_in, num_out = weight.shape
     tail = width - num_in
@@ -164,11 +157,10 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
     is_wide = x.dtype == torch.float32
     block_m, block_n, num_warps = _tile(num_rows, is_wide, tail > 0)
     row_stride, head_stride, step = vector_strides(x)
-    # Rotated, an element is four loads, which few threads would ask for one after another.
+    # Rotated, an element is four loads, which few threads would issue one after another.
     tail_rows = block_m if tables is None else 8
     tiles = triton.cdiv(num_out, block_n) + (block_m // tail_rows if tail else 0)
     cos, sin = (x, x) if tables is None else tables
-    overlap = has_dependent_launch(x.device)
     _head_matmul_kernel[(triton.cdiv(num_rows, block_m), tiles, num_heads)](
         x, weight, out, cos, sin, num_rows, row_stride, head_stride, cos.stride(1), cos.stride(2),
         sin.stride(1), sin.stride(2),
@@ -186,10 +178,9 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
         BLOCK_K=32 if is_wide else 64,
         TAIL_ROWS=tail_rows,
         PRECISION="ieee" if is_wide else "tf32",
-        PDL=overlap,
         num_warps=num_warps,
         num_stages=3,
         enable_fp_fusion=tables is None,
-        launch_pdl=overlap,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out

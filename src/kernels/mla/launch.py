@@ -30,7 +30,7 @@ class LatentTiling:
     """Tile sizes of one dtype; measured in docs/notes/mla.md.
 
     Attributes:
-        block_n: vectors a tile. near_split: positions of a split up to position ``split_change``,
+        block_n: vectors per tile. near_split: positions of a split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
         ones: rows of the matrix of ones that sums the weights.
         decode_lines, prefill_lines: heads, or queries and heads, that a program serves.

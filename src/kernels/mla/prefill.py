@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..attention.bundles import Splits
-from ..attention.online_softmax import dot_precision, dot_size
+from ..attention.online_softmax import Splits, dot_precision, dot_size
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 

@@ -1,13 +1,13 @@
 """Warp-specialised prefill over latent vectors for Hopper (after FlashMLA, DeepSeek 2025).
 
 The arithmetic is that of :mod:`.prefill`, and so are the bits: the same tiles of vectors in the
-same order, the same matmuls, each one chain over k, and the same operations a line. What differs is
-that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share the
-work:
+same order, the same matmuls, each one chain over k, and the same operations per line. What differs
+is that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share
+the work:
 
-- one warp loads (:mod:`.prefill_sm90_loads`), through TMA, queries and a ring of tiles;
-- a warpgroup multiplies queries with a tile and weighs it;
-- two warpgroups each sum half of the values with those weights (:mod:`.prefill_sm90_warpgroups`).
+- one warp loads, through TMA, queries and a ring of tiles;
+- a warpgroup multiplies queries with a tile and weighs it (:mod:`.prefill_sm90_warpgroups`);
+- two warpgroups each sum half of the values with those weights.
   With 512 values, their sums of a split take all registers they have. Those of the splits before it
   lie in memory, in practice in the L2 cache, and are read and written where a split ends, each
   number by one thread.
@@ -28,10 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..arguments import LatentKV
-from ..attention.bundles import Splits
+from ..attention.online_softmax import Splits
 from ..device import Gpu
-from .prefill_sm90_loads import LINES, STEP_N, Barriers, Batch, produce
-from .prefill_sm90_warpgroups import needs_scratch, sum_values, weigh_vectors
+from .prefill_sm90_warpgroups import (
+    LINES,
+    STEP_N,
+    Barriers,
+    Batch,
+    needs_scratch,
+    produce,
+    sum_values,
+    weigh_vectors,
+)
 
 _SHARED_BYTES = 226 << 10  # but for barriers and maxima
 _PANEL_BYTES = 64 * 64 * 2

@@ -8,10 +8,28 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import LatentInputs
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, has_dependent_launch, overlap_options
 from ..fused.rms_norm import mean_square, num_warps
 from ..fused.rounding import rounded, scaled
-from .pair_rotation import rotated_pairs
+
+
+@triton.jit
+def rotated_pairs(  # type: ignore[no-untyped-def]
+    source, cos, sin, offsets, mask, cos_step, sin_step
+):
+    """``x c - y s`` of the first and ``x c + y s`` of the second of a pair (x, its neighbour y), in
+    float32, not rounded. To be compiled without contraction, as torch rounds each product.
+
+    Args:
+        source: pointers to the beginnings of vectors. cos, sin: to those of their tables, of half
+            the length, whose elements lie ``cos_step`` and ``sin_step`` apart.
+        offsets: which elements, together with ``mask`` of the shape of the result.
+    """
+    x = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + (offsets ^ 1), mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + offsets // 2 * cos_step, mask=mask, other=0.0)
+    s = tl.load(sin + offsets // 2 * sin_step, mask=mask, other=0.0)
+    return x * c + tl.where(offsets % 2 == 0, -y, y) * s
 
 
 @triton.jit(
@@ -93,15 +111,13 @@ def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Te
     if len(latent) == 0:
         return
     cos, sin = inputs.cos, inputs.sin
-    overlap = has_dependent_launch(cache.device)
     _norm_rope_store_kernel[(len(latent),)](
         latent, rope, cos, sin, inputs.weight, cache, slot_mapping, inputs.eps, latent.stride(0),
         rope.stride(0), cos.stride(1), cos.stride(2), sin.stride(1), sin.stride(2),
         R=latent.shape[1],
         P=rope.shape[1],
         FORM=inputs.form,
-        PDL=overlap,
         num_warps=num_warps(triton.next_power_of_2(latent.shape[1])),
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **overlap_options(cache.device),
     )  # fmt: skip

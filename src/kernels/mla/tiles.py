@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.chosen_rows import chosen_slots
-from ..attention.online_softmax import block_ids
+from ..attention.index_kernels import chosen_slots
+from ..attention.online_softmax import block_ids, ends_split
 
 
 class Vectors(NamedTuple):
@@ -149,9 +149,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         row_max = new_row_max
         row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
         acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
-        behind = start + BLOCK_N
-        size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
-        if (behind & (size - 1)) == 0:
+        if ends_split(start + BLOCK_N, splits):
             total_row_max, total_row_sum, total_acc = fold_lines(
                 total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
             )

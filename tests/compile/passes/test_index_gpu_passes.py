@@ -10,7 +10,7 @@ import torch
 from pagespec import LLM, SamplingParams
 from pagespec.compile import captured_model
 from pagespec.compile.passes import gpu_passes
-from pagespec.kernels.attention import chosen, index_launch
+from pagespec.kernels.attention import chosen, index_kernels
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
 from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_hugging_face(
     monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
     monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
     monkeypatch.setattr(mla, "attention", noted("latents", attention))
-    for module, name in ((index_launch, "index_topk"), (chosen, "chosen_attention")):
+    for module, name in ((index_kernels, "index_topk"), (chosen, "chosen_attention")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     model = tiny_model(arch)
     ways = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
 from pagespec.kernels import device
-from pagespec.kernels.attention import launch, reference, row_order
+from pagespec.kernels.attention import launch, reference, triton_backend
 from pagespec.kernels.attention.spec import reference_only
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
@@ -180,7 +180,7 @@ def test_the_order_of_rows_changes_no_bit(spread: dict[str, int]) -> None:
         batch = stored(rows, shape, num_padding=0)
         query, kv, params = bundled(*batch.attend)
         expected = launch.paged_attention(query, kv, params, tiling=tiling)
-        longest = row_order.longest_first(kv.context_lens, 512)
+        longest = triton_backend.longest_first(kv.context_lens, 512)
         assert longest is not None
         for order in (longest, longest.flip(0)):
             out = launch.paged_attention(query, kv, params, tiling=tiling, order=order)
@@ -205,11 +205,11 @@ def test_rows_are_taken_in_the_order_that_is_given() -> None:
 def test_longest_contexts_come_first(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     contexts = torch.randint(0, 9, (num_rows,), generator=generator, dtype=torch.int32)
-    order = row_order.longest_first(contexts, 512)
+    order = triton_backend.longest_first(contexts, 512)
     expected = contexts.argsort(descending=True, stable=True)
     assert order is not None
     assert torch.equal(order.long(), expected)
-    assert (row_order.longest_first(contexts, 8) is None) == (num_rows < 64)
+    assert (triton_backend.longest_first(contexts, 8) is None) == (num_rows < 64)
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())

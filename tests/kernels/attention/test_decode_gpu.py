@@ -20,8 +20,7 @@ from pagespec.kernels.attention import launch as triton_attention
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
-from pagespec.kernels.attention.row_order import longest_first
-from pagespec.kernels.attention.triton_backend import TritonBackend
+from pagespec.kernels.attention.triton_backend import TritonBackend, longest_first
 from pagespec.kernels.fused import kv_store
 from pagespec.kernels.registry import registry
 from tests.support.hopper import has_hopper_kernels

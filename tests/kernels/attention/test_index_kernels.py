@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops
-from pagespec.kernels.attention import index_launch
+from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.attention.index_kernels import choose_kernel
 from tests.kernels.attention.test_indexer import NUM_CHOSEN, ROWS, SHAPES, choose
 from tests.support.apart import run_apart
@@ -29,7 +29,7 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-indexed = partial(choose, by=index_launch.index_topk)
+indexed = partial(choose, by=index_kernels.index_topk)
 
 
 def stored(batch: Batch) -> Batch:

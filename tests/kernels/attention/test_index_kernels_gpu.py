@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops
-from pagespec.kernels.attention import index_launch
+from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.mla import launch
 from tests.kernels.attention.test_indexer import weights_of
 from tests.support.chosen import choice_of, choice_of_rows, float64_chosen
@@ -44,7 +44,7 @@ def _poisoned() -> Iterator[None]:
 def chosen_of(attend: tuple, key: Tensor, slots: Tensor, topk: int = TOPK, **more: Any) -> Tensor:
     query, cache, _, starts, contexts, tables, table_rows, scale, *_ = attend
     of_step = (cache, slots, starts, contexts, tables, table_rows)
-    return index_launch.index_topk(query, key, weights_of(query), *of_step, scale, topk, **more)
+    return index_kernels.index_topk(query, key, weights_of(query), *of_step, scale, topk, **more)
 
 
 def float64_scores(batch: Batch, rows: Rows, shape: Shape) -> Iterator[tuple[int, Tensor]]:

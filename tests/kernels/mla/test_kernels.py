@@ -135,7 +135,7 @@ def test_matmuls_of_heads(num_rows: int) -> None:
     query = torch.randn(3, num_rows, 24 + 8).transpose(0, 1)
     weight = torch.randn(3, 24 + 12, 48)  # as a layer has it
     to_latent, to_values = weight[:, :24], weight[:, 24:].transpose(1, 2)
-    latent = head_matmul_kernel.latent_query(query, to_latent)
+    latent = head_matmul_kernel.head_matmul(query, to_latent)
     torch.testing.assert_close(
         latent[..., :48].double(), float64_heads(query[..., :24], to_latent), rtol=1e-5, atol=1e-5
     )
@@ -187,10 +187,10 @@ def test_queries_are_rotated_behind_the_matmul(dtype: torch.dtype, dim: int) -> 
     query = torch.randn(5, 3, 24 + dim).to(dtype)
     weight = torch.randn(3, 24, 48).to(dtype)
     cos, sin = tables(5, dim)
-    found = head_matmul_kernel.latent_query(query, weight, (cos, sin))
-    plain = head_matmul_kernel.latent_query(query, weight)
+    found = head_matmul_kernel.head_matmul(query, weight, (cos, sin))
+    plain = head_matmul_kernel.head_matmul(query, weight)
     assert torch.equal(found[..., :48], plain[..., :48])
     assert torch.equal(found[..., 48:], dispatch.rotate_pairs(query[..., 24:], cos, sin))
     assert not torch.equal(found[..., 48:], plain[..., 48:])
-    one = head_matmul_kernel.latent_query(query[3:4], weight, (cos[:, 3:4], sin[:, 3:4]))
+    one = head_matmul_kernel.head_matmul(query[3:4], weight, (cos[:, 3:4], sin[:, 3:4]))
     assert torch.equal(one, found[3:4])

@@ -1,8 +1,11 @@
-"""The converting warpgroup of Hopper's prefill over e4m3 numbers: from pages to float16 in a ring.
+"""The producer warps of Hopper's prefill attention, which fill the ring of :mod:`.prefill_sm90`
+with keys and values.
 
-It loads what comes next into registers, beside which it converts what it has. A slot of the ring
-holds the keys of step s, and of step s - 1 the values and the scales of both. Heads lie in halves
-there, as :mod:`.prefill_sm90_e4m3` says.
+``produce`` is one warp that loads through TMA; a message is a part of a block: up to ``BLOCK_N``
+slots by 64 elements. ``convert`` is a warpgroup for e4m3 numbers: it loads the next step into
+registers while it converts this one to float16. A slot of the ring then holds the keys of step s,
+and of step s - 1 the values and the scales of both; heads lie in halves
+(:mod:`.prefill_sm90_consumer`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,17 +13,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..fused.e4m3_store import SCALE_BYTES, block_width
 from .e4m3_tiles import HEADROOM, LARGEST_EXPONENT, SMALLEST_EXPONENT
-from .prefill_sm90_e4m3 import SCALE_ROWS
-from .prefill_sm90_softmax import STEP_N, keys_of, values_of
+from .prefill_sm90_consumer import SCALE_ROWS, STEP_N, keys_of, values_of
 
 
 @gluon.jit
 def _halves(words):
-    """The even and the odd ones of four e4m3 numbers a word, as pairs of float16."""
+    """The even and the odd ones of four e4m3 numbers per word, as pairs of float16."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;
@@ -67,7 +69,7 @@ def _words_of(
     cache, blocks, start, D: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The vectors of a step, four numbers a word: ``[STEP_N, D / 4]``."""
+    """The vectors of a step, four numbers per word: ``[STEP_N, D / 4]``."""
     WIDTH: gl.constexpr = D // 4
     offsets = gl.arange(0, STEP_N, gl.SliceLayout(1, LAYOUT))
     words = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -93,7 +95,7 @@ def _scales_of(cache, blocks, start, PAGE: gl.constexpr, BLOCK: gl.constexpr, LI
 
 @gluon.jit
 def _store_scales(scales, slot, k_scales, v_scales):
-    """The rows of a slot, as the warpgroups want them."""
+    """The rows of scales of a slot, as the consumer warpgroups read them."""
     exponents = (v_scales.to(gl.int32, bitcast=True) >> 23) - 126
     exponents = gl.minimum(gl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
     scales.index(slot * SCALE_ROWS).store(k_scales)
@@ -161,3 +163,90 @@ def convert(
     _store_halves(v, values_of(ring, slot, 0, D))
     fence_async_shared()
     mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _load_async(desc, table, start, last, head, element, target, bar, PAGE: gl.constexpr):
+    """Start loading positions from ``start`` on, of a head from ``element`` on, in parts of a
+    block: ``target [N, D]``, a row of it 64 elements after another."""
+    N: gl.constexpr = target.shape[0]
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    COUNT: gl.constexpr = N // ROWS
+    PANELS: gl.constexpr = target.shape[1] // 64
+    PADDED: gl.constexpr = len(desc.block_type.shape) == 3
+    NUM: gl.constexpr = COUNT * PANELS
+    SHAPE: gl.constexpr = [NUM, ROWS, 1, 64] if PADDED else [NUM, ROWS, 64]
+    parts = target._reinterpret(target.dtype, SHAPE, desc.layout)
+    for i in gl.static_range(COUNT):
+        # Behind the end of the context: its last block once more.
+        position = gl.minimum(start + i * ROWS, last)
+        block = gl.load(table + position // PAGE)
+        slot = block * PAGE + position % PAGE // ROWS * ROWS
+        for panel in gl.static_range(PANELS):
+            if PADDED:
+                at = [slot, head, element + panel * 64]
+            else:
+                at = [slot, element + panel * 64]
+            tma.async_copy_global_to_shared(desc, at, bar, parts.index(panel * COUNT + i))
+
+
+@gluon.jit
+def _load_keys(
+    desc, table, step, last, head, element, ring, slot, bar, PAGE: gl.constexpr, D: gl.constexpr
+):
+    keys = keys_of(ring, slot, D)
+    _load_async(desc, table, step * STEP_N, last, head, element, keys, bar, PAGE)
+
+
+@gluon.jit
+def _load_values(
+    desc, table, step, last, head, element, ring, slot, bar, PAGE: gl.constexpr, D: gl.constexpr
+):
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    for tile in gl.static_range(STEP_N // BLOCK_N):
+        values = values_of(ring, slot, tile, D)
+        start = step * STEP_N + tile * BLOCK_N
+        _load_async(desc, table, start, last, head, element, values, bar, PAGE)
+
+
+@gluon.jit
+def produce(
+    k_desc, v_desc, table, head, part, first_step, last, ring, full, empty,
+    PAGE: gl.constexpr, K_PAD: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Keys of the first step alone, keys of each next one with values of the one before, and the
+    last one's values alone.
+
+    Args:
+        part: the first element of the values that are loaded.
+    """
+    V_PAD: gl.constexpr = ring.shape[2]
+    K_BYTES: gl.constexpr = STEP_N * K_PAD * 2
+    V_BYTES: gl.constexpr = STEP_N * V_PAD * 2
+    # Of heads that are padded, a descriptor has a dimension for the head.
+    k_at = 0
+    v_at = part
+    if len(k_desc.block_type.shape) == 2:
+        k_at = head * DK
+    if len(v_desc.block_type.shape) == 2:
+        v_at = head * DV + part
+    end = last // STEP_N + 1
+    mbarrier.expect(full.index(0), K_BYTES)
+    _load_keys(k_desc, table, first_step, last, head, k_at, ring, 0, full.index(0), PAGE, K_PAD)
+    slot = 1
+    phase = 1
+    for step in range(first_step + 1, end):
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(bar, K_BYTES + V_BYTES)
+        _load_values(v_desc, table, step - 1, last, head, v_at, ring, slot, bar, PAGE, K_PAD)
+        _load_keys(k_desc, table, step, last, head, k_at, ring, slot, bar, PAGE, K_PAD)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    bar = full.index(slot)
+    mbarrier.wait(empty.index(slot), phase)
+    mbarrier.expect(bar, V_BYTES)
+    _load_values(v_desc, table, end - 1, last, head, v_at, ring, slot, bar, PAGE, K_PAD)
