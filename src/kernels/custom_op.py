@@ -9,8 +9,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
-# The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
-# call, 60 calls a step.
+# The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us per
+# call, 60 calls per step.
 _LIBRARY: Final = torch.library.Library("pagespec", "FRAGMENT")
 
 P = ParamSpec("P")

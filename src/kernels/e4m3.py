@@ -1,7 +1,7 @@
 """e4m3 numbers in torch: 8-bit floats, 4 bits of exponent and 3 of mantissa, with float32 scales.
 
 A number stands for ``e4m3 * scale``. The bits are held as uint8, for which torch has every
-operation. torch's own conversion takes 3 ns a number on a Zen 4; here the bits are moved to where
+operation. torch's own conversion takes 3 ns per number on a Zen 4; here the bits are moved to where
 float16 has them, which is 0.25 ns.
 
 A KV cache of such numbers is ``[blocks, block size, Hkv, D + 4]`` bytes, in one of two orders:

@@ -26,7 +26,7 @@ weight       rows  4 bit  float32
 576 x 1536   16    331    268
 ===========  ====  =====  =======
 
-So they pay with few rows and weights that come from memory: five bits a weight, not 32.
+So they pay with few rows and weights that come from memory: five bits per weight, not 32.
 """
 
 from __future__ import annotations
