@@ -110,7 +110,8 @@ class ChatTemplate:
         return tuple(name for name, content in words.items() if self._reads(role, content))
 
     def _reads(self, role: str, content: Any) -> bool:
-        user = {"role": "user", "content": self._user_content(role)}
+        # A user's message that is tried itself has no other user's content to fit.
+        user = {"role": "user", "content": "" if role == "user" else self.fitting("user", "Hello.")}
         message = {"role": role, "content": content}
         conversation: list[Message] = {
             "system": [message, user],
@@ -125,10 +126,6 @@ class ChatTemplate:
         text = self.rendered(conversation) or self.rendered(conversation, probe_tools()) or ""
         is_printed = any(printed in text for printed in _PRINTED)
         return _FIRST in text and _SECOND in text and not is_printed
-
-    def _user_content(self, role: str) -> Any:
-        """Content of a user's message beside the one that is tried."""
-        return "" if role == "user" else self.fitting("user", "Hello.")
 
     @cached_property
     def after_answer(self) -> str:

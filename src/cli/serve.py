@@ -52,7 +52,7 @@ def serve_model(engine: EngineOptions, server: ServerOptions) -> None:
     """
     config = server_config(engine, server)
     from ..aio.async_llm import AsyncLLM
-    from ..server.logs import set_up_logs
+    from ..server.requests import set_up_logs
     from ..server.run import listen, serve
 
     set_up_logs(config.log_json)

@@ -292,7 +292,7 @@ class EngineConfig:
         if budget is not None and budget < self.max_num_seqs:
             limit = (
                 f"must be at least max_num_seqs = {self.max_num_seqs}, "
-                "so that every running request can decode one token a step"
+                "so that every running request can decode one token per step"
             )
             raise InvalidInputError("max_num_batched_tokens", budget, limit)
         if self.state_interval is not None and self.state_interval % self.block_size:

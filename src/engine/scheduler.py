@@ -60,7 +60,7 @@ class Scheduler:
                 "max_num_batched_tokens",
                 max_num_batched_tokens,
                 f"must be at least max_num_seqs = {max_num_seqs}, "
-                "so that every running request can decode one token a step",
+                "so that every running request can decode one token per step",
             )
         if blocks.states is not None and blocks.states.num_slots <= max_num_seqs:
             raise InvalidInputError(

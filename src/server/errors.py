@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http import HTTPStatus
+from http.client import responses
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -64,7 +64,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, _unicode(shortened(message, _MAX_MESSAGE))
-        self.type = type or _TYPES.get(status) or _phrase(status).replace(" ", "") + "Error"
+        phrase = responses.get(status, "Http")
+        self.type = type or _TYPES.get(status) or phrase.replace(" ", "") + "Error"
         self.param = None if param is None else _unicode(shortened(param, _MAX_MESSAGE))
         self.retry_after = retry_after
         self.code = status if code is None else code
@@ -194,10 +195,3 @@ def _field(place: Sequence[int | str]) -> str | None:
 def _unicode(text: str) -> str:
     """Escapes lone surrogates, which JSON may contain and UTF-8 cannot."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Http"

@@ -1,17 +1,65 @@
-"""The outermost middleware: request id, access log, an answer after any exception."""
+"""The outermost middleware: request id, access log, an answer after any exception. Log formats."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
 import uuid
+from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import api_error
-from .logs import current_request_id
+
+current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+# Optional attributes of a record, in the access log.
+_FIELDS = ("request_id", "client", "method", "path", "status", "seconds")
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{name: getattr(record, name) for name in _FIELDS if hasattr(record, name)},
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class RequestIds(logging.Filter):
+    """Sets ``request_id`` of each record, and ``request``, its form in a text line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        request_id = getattr(record, "request_id", None) or current_request_id.get()
+        if request_id is not None:
+            record.request_id = request_id
+        record.request = "" if request_id is None else f"[{request_id}] "
+        return True
+
+
+def set_up_logs(as_json: bool) -> None:
+    """Log to stderr: messages of pagespec, libraries and, as JSON, the ``warnings`` module."""
+    line = logging.Formatter("%(asctime)s %(request)s%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if as_json else line)
+    handler.addFilter(RequestIds())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pagespec").setLevel(logging.INFO)
+    logging.captureWarnings(as_json)
+
 
 access_logger = logging.getLogger("pagespec.access")
 
