@@ -45,27 +45,20 @@ CHUNK = 32
 """Rows edited at a time: 8 bytes per token of the vocabulary each, for logits and counts."""
 
 
-def _rows(found: Sequence[tuple[int, int, SamplingParams]]) -> tuple[IntArray, IntArray]:
-    """Rows to sample, from (place, number, parameters) of each. The number is that of a mask, or
-    of a copy.
-
-    Returns:
-        Of rows without top_k, top_p and min_p: int32 ``[2, n]``, places and numbers. Of the others:
-        int32 ``[TRUNCATED_FIELDS + 1, n]``, their fields, then numbers.
-    """
-    places, numbers, params = zip(*found, strict=True) if found else ((), (), ())
-    fields = np.array([places, numbers], np.int32)
-    truncated = truncated_fields(params)
-    at = truncated[0]
-    is_simple = np.ones(len(params), bool)
-    is_simple[at] = False
-    return fields[:, is_simple], np.concatenate([fields[:1, at], truncated[1:], fields[1:, at]])
+def _truncated(places: IntArray, numbers: IntArray, params: Sequence[SamplingParams]) -> IntArray:
+    """int32 ``[TRUNCATED_FIELDS + 1, n]`` of the rows that use top_k, top_p or min_p: their fields,
+    then numbers, those of masks or of copies."""
+    fields = truncated_fields(params)
+    at = fields[0].copy()
+    fields[0] = places[at]
+    return np.concatenate([fields, numbers[at][None]])
 
 
 class _MaskedRows(NamedTuple):
     """The constrained rows of a batch: ``numbers`` and ``places`` of all of them, as in
-    :class:`.structured.matchers.Masks`; those that have ``edits`` as well; and of the others what
-    :func:`_rows` gives, on the device."""
+    :class:`.structured.matchers.Masks`; those that have ``edits`` as well; and of the others, on
+    the device, places and numbers of ``simple`` ones, ``[2, n]``, and the ``truncated`` ones as of
+    :func:`_truncated`."""
 
     numbers: dict[int, int]
     places: list[int]
@@ -100,6 +93,7 @@ class GpuEdits:
         self._masked_rows = LastTwoBatches[_MaskedRows]()
         self.masks = MaskMemory(self._device)
         self._no_masks = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
+        self._sources = torch.arange(CHUNK, dtype=torch.int32, device=self._device)
         size = len(buffers.table_store), max_model_len
         self.history = torch.zeros(size, dtype=torch.int32, device=self._device)
 
@@ -160,7 +154,7 @@ class GpuEdits:
         if masks is not None:
             self.masks.send(masks.numbers.values())
         if masked is not None:
-            self._draw(logits, masked.simple, masked.truncated, self.masks.on_device)
+            self._draw_masked(logits, masked.simple, masked.truncated, self.masks.on_device)
         if batch is not None:
             failures.update(self._packer.failures)
             self._sample_copies(batch, _chunks(batch), logits, failures)
@@ -179,25 +173,30 @@ class GpuEdits:
             else:
                 edited[row] = number
                 edited_places.append(place)
-        simple, truncated = parts_to_device(_rows(own), self._device)
+        places, numbers, params = zip(*own, strict=True) if own else ((), (), ())
+        fields = np.array([places, numbers], np.int32)
+        cut = _truncated(*fields, params)
+        is_simple = ~np.isin(fields[0], cut[0])
+        simple, truncated = parts_to_device([fields[:, is_simple], cut], self._device)
         rows = _MaskedRows(masks.numbers, masks.places, (edited, edited_places), simple, truncated)
         return self._masked_rows.put(plan.requests, rows)
 
-    def _draw(
-        self, logits: Tensor, simple: Tensor, truncated: Tensor, masks: Tensor | None = None
+    def _draw_masked(
+        self, logits: Tensor, simple: Tensor, truncated: Tensor, masks: Tensor
     ) -> None:
-        """Sample rows, as :func:`_rows` gives them, from the step's logits behind masks, or from
-        copies."""
-        own = (*self._buffers.draws, self._results)
-
-        def rows(places: Tensor, numbers: Tensor) -> Rows:
-            return Rows(places, numbers) if masks is None else Rows(places, None, numbers, masks)
-
+        """Sample rows from the step's logits behind masks; arguments as of :class:`_MaskedRows`."""
         if simple.numel():
-            sample_simple(logits, *own, rows=rows(*simple))
+            self._draw(logits, Rows(simple[0], None, simple[1], masks))
         if truncated.numel():
-            fields = truncated[:TRUNCATED_FIELDS]
-            sample_truncated(logits, fields.view(-1), *own, rows(fields[0], truncated[-1]))
+            rows = Rows(truncated[0], None, truncated[TRUNCATED_FIELDS], masks)
+            self._draw(logits, rows, truncated)
+
+    def _draw(self, logits: Tensor, rows: Rows, truncated: Tensor | None = None) -> None:
+        own = (*self._buffers.draws, self._results)
+        if truncated is None:
+            sample_simple(logits, *own, rows=rows)
+        else:
+            sample_truncated(logits, truncated[:TRUNCATED_FIELDS].view(-1), *own, rows)
 
     def _sample_copies(
         self,
@@ -207,8 +206,7 @@ class GpuEdits:
         failures: dict[str, str],
     ) -> None:
         arrays = [batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks]
-        for chunk in chunks:
-            arrays += (chunk.simple, chunk.truncated)
+        arrays += (chunk.truncated for chunk in chunks)
         parts = parts_to_device(arrays, self._device)
         constrained = self.masks.on_device if len(batch.constrained) else self._no_masks
         edits = StagedEdits._make([*parts[:5], constrained])
@@ -216,15 +214,18 @@ class GpuEdits:
         size = min(CHUNK, b.num_rows), logits.shape[1]
         space = torch.empty(size, dtype=torch.float32, device=self._device)
         counts = torch.empty(size, dtype=torch.int32, device=self._device)
-        fields = zip(chunks, parts[5::2], parts[6::2], strict=True)
-        for (first, end, sizes, *_), simple, truncated in fields:
-            rows = space[: end - first]
+        for (first, end, sizes, _, has_simple), truncated in zip(chunks, parts[5:], strict=True):
+            rows, places = space[: end - first], edits.fields[0, first:end]
             edit_rows(logits, edits, self.history, counts, rows, first, sizes)
             self._process(batch, first, rows, failures)
-            self._draw(rows, simple, truncated)
+            if has_simple:  # then all of them: the others are sampled again
+                self._draw(rows, Rows(places, self._sources[: end - first]))
+            if truncated.numel():
+                sources = truncated[TRUNCATED_FIELDS]
+                self._draw(rows, Rows(truncated[0], sources), truncated)
             if self._logprobs is not None:
-                places, cuts = edits.fields[0, first:end], truncated[:TRUNCATED_FIELDS]
-                self._logprobs.add_edited(rows, places, cuts.view(-1), b.sampled)
+                cuts = truncated[:TRUNCATED_FIELDS].view(-1)
+                self._logprobs.add_edited(rows, places, cuts, b.sampled)
 
     def _process(
         self, batch: EditBatch, first: int, rows: Tensor, failures: dict[str, str]
@@ -253,20 +254,19 @@ class GpuEdits:
         if self._logprobs is None:
             simple = np.zeros((2, len(logits)), np.int32)
             on_device = parts_to_device([simple, truncated, ~masks], self._device)
-            self._draw(logits, *on_device)
-        simple = np.zeros((2, num_rows), np.int32)
-        self._sample_copies(batch, [_Chunk(0, num_rows, sizes, simple, truncated)], logits, {})
+            self._draw_masked(logits, *on_device)
+        self._sample_copies(batch, [_Chunk(0, num_rows, sizes, truncated, True)], logits, {})
 
 
 class _Chunk(NamedTuple):
-    """Edited rows ``[first, end)``: the most of each edit that one has, and what :func:`_rows`
-    gives of them."""
+    """Edited rows ``[first, end)``: the most of each edit that one has, what :func:`_truncated`
+    gives of them, and whether there are others."""
 
     first: int
     end: int
     sizes: ChunkSizes
-    simple: IntArray
     truncated: IntArray
+    has_simple: bool
 
 
 def _chunks(batch: EditBatch) -> list[_Chunk]:
@@ -274,14 +274,16 @@ def _chunks(batch: EditBatch) -> list[_Chunk]:
     num_biases = batch.fields[9] - batch.fields[8]
     num_words = batch.fields[11] - batch.fields[10]
     num_word_tokens = int(np.diff(batch.words).max(initial=0))
-    places, params = batch.fields[0].tolist(), [r.sampling_params for r in batch.requests]
+    params = [request.sampling_params for request in batch.requests]
+    sources = np.arange(CHUNK, dtype=np.int32)
     chunks = []
     for first in range(0, len(batch), CHUNK):
         part = slice(first, first + CHUNK)
         most = (int(counts[part].max()) for counts in (num_tokens, num_biases, num_words))
         sizes = ChunkSizes._make([*most, num_word_tokens])
-        rows = _rows([*zip(places[part], range(CHUNK), params[part], strict=False)])
-        chunks.append(_Chunk(first, min(part.stop, len(batch)), sizes, *rows))
+        end = min(part.stop, len(batch))
+        truncated = _truncated(batch.fields[0, part], sources, params[part])
+        chunks.append(_Chunk(first, end, sizes, truncated, truncated.shape[1] < end - first))
     return chunks
 
 
