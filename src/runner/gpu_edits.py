@@ -175,7 +175,7 @@ class GpuEdits:
                 edited_places.append(place)
         places, numbers, params = zip(*own, strict=True) if own else ((), (), ())
         fields = np.array([places, numbers], np.int32)
-        cut = _truncated(*fields, params)
+        cut = _truncated(fields[0], fields[1], params)
         is_simple = ~np.isin(fields[0], cut[0])
         simple, truncated = parts_to_device([fields[:, is_simple], cut], self._device)
         rows = _MaskedRows(masks.numbers, masks.places, (edited, edited_places), simple, truncated)

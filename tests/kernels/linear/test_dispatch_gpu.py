@@ -316,7 +316,7 @@ def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
                 if ours:
                     x = gpu_linear._ours(part, weight, None, has_gate)
                 else:
-                    x = product(TILES[0], part, weight, has_gate=has_gate, overlap=False)
+                    x = product(TILES[0], part, weight, has_gate=has_gate)
             x = x / x.float().square().mean(1, keepdim=True).sqrt().bfloat16()
         return x
 
@@ -349,8 +349,8 @@ def test_a_chain_with_norms_waits_for_its_rows(rows: int) -> None:
                 x = gpu_linear.linear(y, down)
             else:
                 y, residual = fused.add_rms_norm(x, residual, norm_weight, 1e-6, "rounded")
-                y = product(TILES[0], y, up, has_gate=True, overlap=False)
-                x = product(TILES[0], y, down, overlap=False)
+                y = product(TILES[0], y, up, has_gate=True)
+                x = product(TILES[0], y, down)
         return x, residual
 
     x, residual = normal(rows, 1024), normal(rows, 1024, seed=1)
