@@ -104,7 +104,7 @@ def test_ranks_are_sent_the_number_that_the_machine_has_now(
 
 
 def test_a_model_in_memory() -> None:
-    error = refuse("model in memory is in one process", tiny_model("llama"))
+    error = refuse("must be 1 for a model in memory", tiny_model("llama"))
     assert error.field == "tensor_parallel_size"
 
 

@@ -309,7 +309,7 @@ def test_refusals_name_the_field_the_value_and_the_limit() -> None:
     pool = "needs 3 KV blocks of 2 tokens, the pool has num_blocks = 2"
     limit = (
         "must be at least max_num_seqs = 4, so that every running request can decode one token "
-        "a step"
+        "per step"
     )
     assert [
         refusal(lambda: add(scheduler, "a", 1)),
