@@ -46,8 +46,7 @@ def has_own_environment(session: nox.Session) -> bool:
 def install(session: nox.Session, *steps: tuple[str, ...]) -> None:
     """Run ``pip install`` with each of ``steps``, unless this environment already had them.
 
-    The stamp is written last, so that an installation that was interrupted is done again. Python
-    compiles a module at its first import: of torch and transformers few are ever imported.
+    The stamp is written last, so that an installation that was interrupted is done again.
     """
     if not has_own_environment(session):
         session.log("no own environment (--no-venv): nothing is installed")
@@ -61,7 +60,7 @@ def install(session: nox.Session, *steps: tuple[str, ...]) -> None:
         return
     stamp.unlink(missing_ok=True)
     for step in steps:
-        session.install("--no-compile", *step)
+        session.install(*step)
     stamp.write_text(digest.hexdigest())
 
 
