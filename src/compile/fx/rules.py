@@ -1,4 +1,4 @@
-"""Graph rules: a pattern of nodes, guards and a replacement; and the order of passes as data.
+"""Graph rules: a pattern of nodes, guards and a replacement.
 
 A :class:`Rule` is a pass. Each node of the graph, in order, is tried as the root of the pattern:
 the node whose value the replacement computes. Patterns descend from a call to its arguments and
