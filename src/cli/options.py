@@ -82,9 +82,7 @@ class PromptOptions:
     )
 
     def check(self, replicas: ReplicaOptions) -> None:
-        """Raises:
-        InvalidInputError: prompts are missing, or options do not go together.
-        """
+        """Raises InvalidInputError if prompts are missing or options exclude each other."""
         if bool(self.prompt) == (self.input is not None):
             raise InvalidInputError("--prompt", self.prompt, "give either --prompt or --input")
         if self.input is not None and self.output is None:
