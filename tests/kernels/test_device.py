@@ -20,8 +20,8 @@ from pagespec.kernels.arch import is_gluon_known
 kernels = [decode.decode_kernel]
 if is_gluon_known():
     from pagespec.kernels.attention import prefill_sm90
-    from pagespec.kernels.linear import matmul_sm90, norm_matmul_sm90
-    kernels += [matmul_sm90.prefetch_matmul_kernel, norm_matmul_sm90.normed_kernel]
+    from pagespec.kernels.linear import matmul_sm90
+    kernels += [matmul_sm90.prefetch_matmul_kernel, matmul_sm90.normed_kernel]
     kernels += [prefill_sm90.prefill_kernel]
 counts = [count_triton_variants()]
 for device, kernel in enumerate(kernels):

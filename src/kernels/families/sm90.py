@@ -24,8 +24,8 @@ IMPLEMENTATIONS = (
         "bfloat16",
         _SM90,
         {
-            "serves": "linear.norm_matmul_sm90:serves",
-            "matmul": "linear.norm_matmul_sm90:matmul",
+            "serves": "linear.matmul_sm90:serves_norm",
+            "matmul": "linear.matmul_sm90:norm_matmul",
         },
         needs_gluon=True,
     ),
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = (
         {
             "serves": "linear.tiles:may_take_many_rows",
             "is_quicker": "linear.tiles:is_quicker_for_many_rows",
-            "matmul": "linear.matmul_sm90_many_launch:matmul_many",
+            "matmul": "linear.matmul_sm90_many:matmul_many",
         },
         needs_gluon=True,
     ),
@@ -56,7 +56,7 @@ IMPLEMENTATIONS = (
         _SM90,
         {
             "choose_tile": "quantized.tiles_fp8:choose_gated_tile",
-            "matmul": "quantized.matmul_fp8_sm90_gated_launch:gated_matmul",
+            "matmul": "quantized.matmul_fp8_sm90_gated:gated_matmul",
         },
         needs_gluon=True,
     ),

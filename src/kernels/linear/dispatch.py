@@ -9,7 +9,7 @@ the GPU at hand, by comparing bits. Above it :mod:`.matmul_sm90_many` takes the 
 where it is quicker, which depends on the number of rows (:mod:`.tiles`) and changes no bit, either.
 Where the bits of our tiles are not known to agree (float32, rows that are not whole 16-byte units),
 the Triton kernel computes all rows, with one tile. A norm before a matmul of a few rows may join it
-(:mod:`.norm_matmul_sm90`).
+(:func:`.matmul_sm90.norm_matmul`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ mostly waiting for its weight, which depends on none of them. Triton cannot load
 before the wait and the other after it; Gluon, which it is made of, can: here every program
 loads all its weights that fit in shared memory, then waits (programmatic dependent launch),
 then loads x; with very few rows some weights are left for behind the wait, as they would be in
-the way of what is waited for (:mod:`.matmul_sm90_launch`). So **weights must be older
-than the kernel before**: parameters, nothing computed.
+the way of what is waited for (:func:`stages_ahead`). So **weights must be older than the kernel
+before**: parameters, nothing computed.
 
 A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
 over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by
@@ -17,18 +17,27 @@ matmul do not mix. The order of summation is that of :mod:`.matmul`, and so are 
 Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
 ``[atoms, x_rows, 64]``, then what the last operand reads beyond. An atom is 64 summands.
+
+The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). At batch 1 a norm is
+a kernel of its own for a microsecond of work. Here each program adds the residual and normalises
+all of its x itself, behind the same wait, while its weights are under way. Bits are those of
+:mod:`..fused.rms_norm` and of the matmul alone: a row is spread over four warps as there, which
+gives the same order of additions. Hence the bounds on K (:func:`fits_norm`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -39,9 +48,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
 from ..collectives.communicator import PushTarget
+from ..device import triggers_dependents_late
+from ..fused.dispatch import NormForm
 from .matmul import tile_begin
-from .matmul_sm90_launch import plan_launch
 from .tuned_tiles import PrefetchTile
+
+_AHEAD_BYTES = 6 << 20
+ATOM_BYTES = 128  # of a row
+_BLOCK = 1024  # elements of a normed row, padded: 8 for each thread of four warps
+MAX_NORM_ROWS = 4  # beyond, two launches are quicker
 
 
 @gluon.jit
@@ -260,6 +275,159 @@ def prefetch_matmul_kernel(
         store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
 
 
+@gluon.jit(do_not_specialize=["num_rows"])
+def normed_kernel(
+    x,  # [M, K], as residual and hidden
+    residual,
+    norm_weight,  # [K]
+    hidden,  # written: residual + x
+    w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
+    out,  # [M, N]
+    num_rows,
+    eps,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
+    ROWS: gl.constexpr,  # M, padded to a power of two; at most 8
+    ATOMS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, FORM: gl.constexpr,
+    PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
+    LATE_TRIGGER: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """``hidden = residual + x``, ``out = rms_norm(hidden, norm_weight, eps) @ weight.T``, with two
+    HALVES ``silu(gate) * up``. Grid: ``(N / PART,)``.
+    """
+    if PDL and not LATE_TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    W_ROWS: gl.constexpr = HALVES * PART
+    W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
+    BYTES: gl.constexpr = ATOMS * W_ROWS * 128
+    # Behind the last atom lies what its operand reads beyond: LEFT rows from its first on.
+    LEFT: gl.constexpr = 64
+    PIECES: gl.constexpr = STAGES * W_PIECES + (LEFT - W_ROWS) // 8
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+
+    begin = gl.program_id(0) * PART
+    weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
+    normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
+    k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
+    scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if LATE_TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LINE))
+    mask = (row < num_rows)[:, None] & (k < K)[None, :]
+    places = row[:, None] * K + k[None, :]
+    h = gl.load(x + places, mask=mask, other=0.0)
+    more = gl.load(residual + places, mask=mask, other=0.0)
+    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
+    h = h.to(gl.float32) + more.to(gl.float32)
+    rounded = h.to(gl.bfloat16)
+    if gl.program_id(0) == 0:
+        gl.store(hidden + places, rounded, mask=mask)
+    # As _norm_kernel and scaled of rms_norm.
+    h = rounded.to(gl.float32)
+    mean = gl.sum(h * h, 1) * (1.0 / K)
+    y = h * gl.rsqrt(mean + eps)[:, None]
+    if FORM == "rounded":
+        y = y.to(gl.bfloat16).to(gl.float32)
+    if FORM == "plus_one":
+        scale = scale + 1.0
+    y = (y * scale[None, :]).to(gl.bfloat16)
+    # The unit of the swizzle is 8 rows: the same ones several times.
+    y = y.reshape([ROWS, BLOCK // 64, 64]).permute([1, 0, 2])
+    y = y.reshape([BLOCK // 64, 1, ROWS, 64]).broadcast_to([BLOCK // 64, 8 // ROWS, ROWS, 64])
+    normed.store(y.reshape([BLOCK // 8, 64]))
+    fence_async_shared()
+
+    total = warpgroup_mma_init(gl.zeros([LEFT, 8], gl.float32, SUM))
+    for slot in gl.static_range(STAGES):
+        mbarrier.wait(bars.index(slot), 0)
+        for atom in gl.static_range(slot * ATOMS, (slot + 1) * ATOMS):
+            left = weights.index(atom * (W_ROWS // 8))
+            total = warpgroup_mma(
+                left._reinterpret(gl.bfloat16, [LEFT, 64], OPERAND),
+                normed.slice(atom * 8, 8).permute((1, 0)),
+                total,
+                is_async=True,
+            )
+    total = warpgroup_mma_wait(0, deps=(total,))
+    store_outputs(total, out, begin, 0, num_rows, N, HALVES, PART, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch worked out, for a GPU or for a compiler alone: descriptors' shapes and constants."""
+
+    x_box: list[int]
+    weight_box: list[int]
+    x_layout: gl.NVMMASharedLayout
+    weight_layout: gl.NVMMASharedLayout
+    num_programs: int
+    num_warps: int
+    constants: dict[str, object]
+
+    def describe(self, weight: Tensor) -> TensorDescriptor:
+        """``weight [halves * N, K]`` as ``[K / 64, halves, N, 64]``."""
+        halves, row = self.weight_box[1], weight.stride(0)
+        num_outs = len(weight) // halves
+        shape, strides = [weight.shape[1] // 64, halves, num_outs, 64], [64, num_outs * row, row, 1]
+        return TensorDescriptor(weight, shape, strides, self.weight_box, self.weight_layout)
+
+
+def plan_launch(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: PrefetchTile, overlap: bool
+) -> Launch:
+    """Raises ValueError if the tile does not fit the shape."""
+    halves = 2 if has_gate else 1
+    x_rows = 8 if num_rows <= 8 else tile.x_rows
+    if not tile.fits(num_outs, k_size, has_gate):
+        raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
+    constants: dict[str, object] = {
+        "N": num_outs,
+        "K": k_size,
+        "HALVES": halves,
+        "PART": tile.part,
+        "X_ROWS": x_rows,
+        "ATOMS": tile.atoms,
+        "STAGES": tile.stages,
+        "PREFETCH_STAGES": stages_ahead(
+            num_rows, num_outs * halves, k_size * 2, tile.atoms, tile.stages
+        ),
+        "LATE_TRIGGER": triggers_dependents_late(num_rows),
+        "PDL": overlap,
+    }
+    return Launch(
+        [tile.atoms, x_rows, 64],
+        [tile.atoms, halves, tile.part, 64],
+        gl.NVMMASharedLayout(128, 16, 3),
+        gl.NVMMASharedLayout(128, 16, 4),
+        num_outs // tile.part * -(-num_rows // x_rows),
+        4 if tile.part * halves <= 64 else 8,
+        constants,
+    )
+
+
+def stages_ahead(
+    num_rows: int, num_weight_rows: int, row_bytes: int, atoms: int, stages: int
+) -> int:
+    """Stages of weights loaded before the wait; the others are behind it.
+
+    All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
+    that is staged as a whole: the kernel before ends only when what is under way has come.
+
+    Args:
+        row_bytes: of a row of the weight. atoms: of 128 bytes of a row, in a stage.
+    """
+    if not triggers_dependents_late(num_rows) or stages * atoms * ATOM_BYTES < row_bytes:
+        return stages
+    return min(stages, max(1, stages * _AHEAD_BYTES // (num_weight_rows * row_bytes)))
+
+
 def matmul(
     x: Tensor,
     weight: Tensor,
@@ -312,3 +480,76 @@ def matmul(
         **pushed,
     )  # fmt: skip
     return out
+
+
+def serves_norm(num_rows: int, k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
+    """Whether :func:`norm_matmul` computes so many rows, of this tile."""
+    return 0 < num_rows <= MAX_NORM_ROWS and fits_norm(k_size, tile, has_gate)
+
+
+def fits_norm(k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
+    """Whether :func:`norm_matmul` takes rows of ``k_size``, staged as a whole by this tile."""
+    return (
+        _BLOCK // 2 < k_size <= _BLOCK
+        and tile.stages * tile.atoms * 64 == k_size
+        and tile.part * (2 if has_gate else 1) <= 64
+    )
+
+
+def norm_matmul(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    form: NormForm,
+    weight: Tensor,
+    *,
+    tile: PrefetchTile,
+    has_gate: bool = False,
+    overlap: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(``norm(h) @ weight.T``, h) with h = ``residual + x``; one launch.
+
+    Args:
+        x, residual: bfloat16 ``[M, K]`` on a Hopper GPU, contiguous; M at most
+            :data:`MAX_NORM_ROWS`.
+        norm_weight: ``[K]``, a parameter like ``weight``: both are read before the wait. eps and
+            form as of :func:`..fused.dispatch.add_rms_norm`.
+        weight, has_gate, overlap: as of :func:`matmul`.
+        tile: one that :func:`fits_norm`.
+
+    Returns:
+        ``[M, N]`` and ``[M, K]``, contiguous.
+
+    Raises:
+        ValueError: shapes do not fit each other or the tile.
+    """
+    num_rows, k_size = x.shape
+    num_outs = len(weight) // (2 if has_gate else 1)
+    if not 0 < num_rows <= MAX_NORM_ROWS or weight.shape[1] != k_size or residual.shape != x.shape:
+        raise ValueError(
+            f"x {list(x.shape)} does not fit residual {list(residual.shape)}, weight "
+            f"{list(weight.shape)} or {MAX_NORM_ROWS} rows"
+        )
+    if not fits_norm(k_size, tile, has_gate):
+        raise ValueError(f"{tile} does not fit rows of {k_size}")
+    launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
+    out, hidden = x.new_empty(num_rows, num_outs), x.new_empty(num_rows, k_size)
+    normed_kernel[(launch.num_programs,)](
+        x, residual, norm_weight, hidden, launch.describe(weight), out, num_rows, eps,
+        **norm_constants(launch.constants, num_rows, form),
+        num_warps=4,
+        # As for the norm alone. In the gate, which has it otherwise without a norm, it concerns
+        # exp's last factor, a power of two, and the sum with 1: exact either way.
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )  # fmt: skip
+    return out, hidden
+
+
+def norm_constants(
+    matmul_constants: dict[str, object], num_rows: int, form: NormForm
+) -> dict[str, object]:
+    """Constants of :func:`normed_kernel`, from those of the matmul alone."""
+    own = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
+    return {name: value for name, value in matmul_constants.items() if name != "X_ROWS"} | own

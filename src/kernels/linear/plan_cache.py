@@ -98,9 +98,7 @@ def _fingerprint(device: torch.device) -> str:
         "tiles",
         "tuned_tiles",
         "matmul",
-        "matmul_sm90_launch",
         "matmul_sm90",
-        "matmul_sm90_many_launch",
         "matmul_sm90_many",
     ):
         digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())

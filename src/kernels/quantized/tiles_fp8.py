@@ -5,14 +5,13 @@ No size changes the bits of a result (tests/kernels/quantized/test_fp8_gpu.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from ..device import Gpu
+import triton
+
+from ..device import _LARGE_SHARED_BYTES, Gpu
 from ..linear.matmul import Tile
 from .quantized_weight import BLOCK
-
-if TYPE_CHECKING:
-    from .matmul_fp8_sm90_launch import FewTile, ManyTile
 
 _MAX_FEW_ROWS = 64
 _MANY_PROGRAMS = 96
@@ -30,6 +29,59 @@ _GATE_US = {128: 3.8, 192: 5.0}  # to apply the gate and round, per tile, by its
 # Of the activation's own kernel; lower than measured alone, as the matmul before it has to store
 # what it reads.
 _ACTIVATION_BYTES_PER_US = 1.5e6
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """How a matmul of few FP8 rows is cut.
+
+    Attributes:
+        part: rows of the weight a program; a power of two from 8 to 128. x_rows: rows of x; from 8
+            to 64. Up to 8 rows take 8.
+        atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
+    """
+
+    part: int
+    atoms: int
+    stages: int
+    x_rows: int = 16
+
+    def fits(self, num_outs: int, k_size: int) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        num_steps, rest = divmod(k_size, BLOCK * self.atoms)
+        if rest or num_outs % self.part or num_steps < self.stages:
+            return False
+        num_staged = self.stages * self.atoms
+        left = 64 if self.part <= 64 else 128
+        # x, or what the last operand reads beyond; scales; and what stores go through.
+        behind = max(num_staged * self.x_rows, left - self.part) * BLOCK
+        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // BLOCK)
+        through = 2 * left * (self.x_rows + 8)
+        used = num_staged * self.part * BLOCK + behind + scales + through + 1024
+        return used <= _LARGE_SHARED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTile:
+    """How a matmul of many FP8 rows is cut.
+
+    Attributes:
+        x_rows: of x a tile: 128 or 192. part: outputs a tile: 64 or 128.
+        stages: of 128 summands, in shared memory at once; an even number for 128 rows.
+    """
+
+    x_rows: int
+    part: int
+    stages: int
+
+    def fits(self, num_outs: int, k_size: int) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        pair = 2 if self.x_rows == 128 else 1  # groups that a warpgroup multiplies at a time
+        # Stages, their scales, and what stores go through.
+        scales = self.stages * (self.x_rows + 64) * 4
+        used = self.stages * (self.x_rows + self.part) * BLOCK + scales + self.x_rows * BLOCK + 1024
+        is_whole = self.stages % pair == 0 and k_size % (pair * BLOCK) == 0
+        return is_whole and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -84,8 +136,6 @@ def _quickest(
     num_rows: int, num_outs: int, k_size: int, card: Gpu, is_gated: bool = False
 ) -> tuple[float, ManyTile] | None:
     """(microseconds, tile) of a matmul of many rows; None where no tile suits it."""
-    from .matmul_fp8_sm90_launch import ManyTile
-
     best: tuple[float, ManyTile] | None = None
     for (x_rows, part), (stages, group_us) in _MANY_TILES.items():
         tile = ManyTile(x_rows, part, stages)
@@ -101,8 +151,6 @@ def _quickest(
 
 
 def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:
-    from .matmul_fp8_sm90_launch import FewTile
-
     x_rows = next(rows for rows in (16, 32, 64) if num_rows <= rows or rows == 64)
     if 32 < num_rows <= 64 and num_outs // 64 < _MANY_PROGRAMS:
         x_rows = 32  # more programs

@@ -14,9 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
-from pagespec.kernels.linear.matmul_sm90_launch import plan_launch
-from pagespec.kernels.linear.norm_matmul_sm90 import constants_of, normed_kernel
+from pagespec.kernels.linear.matmul_sm90 import (
+    norm_constants,
+    normed_kernel,
+    plan_launch,
+    prefetch_matmul_kernel,
+)
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
 _POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
@@ -28,7 +31,7 @@ def ptx_of(
     launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap=True)
     kernel = normed_kernel if has_norm else prefetch_matmul_kernel
     constants = (
-        constants_of(launch.constants, num_rows, "rounded") if has_norm else launch.constants
+        norm_constants(launch.constants, num_rows, "rounded") if has_norm else launch.constants
     )
     names = kernel.arg_names
     parameters = inspect.signature(kernel.fn).parameters.values()

@@ -12,8 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.linear.matmul_sm90_many import many_rows_kernel
-from pagespec.kernels.linear.matmul_sm90_many_launch import NUM_WARPS, plan_many_launch
+from pagespec.kernels.linear.matmul_sm90_many import (
+    NUM_WARPS,
+    many_rows_kernel,
+    plan_many_launch,
+)
 from tests.support.assembled import assembled
 
 

@@ -375,7 +375,7 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
 ) -> None:
     """The bits of two launches, for both results, and a row's own whatever stands beside it."""
     from pagespec.kernels.linear import dispatch as gpu_linear
-    from pagespec.kernels.linear import norm_matmul_sm90
+    from pagespec.kernels.linear import matmul_sm90
     from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
     weight = normal(n * (1 + has_gate), k, seed=1) / k**0.5
@@ -389,9 +389,9 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
     expected = product(normed, weight, None, len(x))
     assert gpu_linear.has_joined_norm(weight, has_gate)
     calls = []
-    matmul = norm_matmul_sm90.matmul
+    matmul = matmul_sm90.norm_matmul
     monkeypatch.setattr(
-        norm_matmul_sm90, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k)
+        matmul_sm90, "norm_matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k)
     )
     for num_rows in (1, 2, 3, 4, 5):
         for begin in range(0, 64 - num_rows, 3):
@@ -401,6 +401,6 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
             )
             assert torch.equal(out[0], expected[rows]), (rows, "product")
             assert torch.equal(found[0], hidden[rows]), (rows, "sum")
-    assert set(calls) == set(range(1, norm_matmul_sm90.MAX_ROWS + 1))
+    assert set(calls) == set(range(1, matmul_sm90.MAX_NORM_ROWS + 1))
     with pytest.raises(ValueError, match="rows"):
         matmul(x, residual, norm_weight, 1e-6, form, weight, tile=PrefetchTile(64, 4, 4))

@@ -54,7 +54,7 @@ def by_triton(x: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
 
 @pytest.mark.parametrize(("n", "k", "has_gate"), SHAPES, ids=str)
 def test_bits_for_any_number_of_rows(n: int, k: int, has_gate: bool) -> None:
-    from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
+    from pagespec.kernels.linear.matmul_sm90_many import matmul_many
 
     x, weight = normal(ROWS[-1], k), normal(n * (1 + has_gate), k, seed=1) / k**0.5
     expected = by_triton(x, weight, has_gate)
@@ -74,7 +74,7 @@ def test_one_build_serves_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -
     """As a start makes it once, for a largest step; a later step must not wait for the compiler."""
     from triton import knobs
 
-    from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
+    from pagespec.kernels.linear.matmul_sm90_many import matmul_many
 
     x, weight = normal(4173, 1024), normal(2048, 1024, seed=1)
     wide = torch.cat([x, x], 1)[:, 1024:]
@@ -102,7 +102,7 @@ def test_silu_of_all_bfloat16() -> None:
 
 def test_gates_of_all_sizes() -> None:
     """Of a whole matmul: every finite bfloat16 as a gate, with another number as up."""
-    from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
+    from pagespec.kernels.linear.matmul_sm90_many import matmul_many
 
     gates = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16)
     gates = gates.view(torch.bfloat16)
@@ -119,7 +119,7 @@ def test_a_captured_chain_waits_for_its_rows_and_its_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kernel starts before the one has ended whose result it multiplies, or multiplies by."""
-    from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
+    from pagespec.kernels.linear.matmul_sm90_many import matmul_many
 
     # Filling memory puts a kernel between any two of ours, and nothing would overlap.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)

@@ -40,9 +40,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def serves(num_rows: int, k_size: int, *_: object) -> bool:
         return 0 < num_rows <= 4 and k_size == K
 
-    fake = SimpleNamespace(matmul=matmul, serves=serves)
-    monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.norm_matmul_sm90", fake)
-    monkeypatch.setattr(kernels.linear, "norm_matmul_sm90", fake, raising=False)
+    fake = SimpleNamespace(norm_matmul=matmul, serves_norm=serves)
+    monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.matmul_sm90", fake)
+    monkeypatch.setattr(kernels.linear, "matmul_sm90", fake, raising=False)
     # Modules are imported once per process, and these stand-ins live for one test.
     monkeypatch.setattr(arch, "_module_and_name", arch._module_and_name.__wrapped__)
 

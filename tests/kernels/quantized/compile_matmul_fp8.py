@@ -16,22 +16,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.quantized.matmul_fp8 import fp8_kernel
+from pagespec.kernels.quantized.matmul_fp8_sm90 import plan_launch
 from pagespec.kernels.quantized.matmul_fp8_sm90_few import few_rows_kernel
-from pagespec.kernels.quantized.matmul_fp8_sm90_gated import gated_rows_kernel
-from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import (
+from pagespec.kernels.quantized.matmul_fp8_sm90_gated import (
     NUM_WARPS,
     OUT_BOX,
     WEIGHT_BOX,
     X_BOX,
     constants_of,
+    gated_rows_kernel,
     layout_of,
 )
-from pagespec.kernels.quantized.matmul_fp8_sm90_launch import (
-    FewTile,
-    ManyTile,
-    plan_launch,
-)
 from pagespec.kernels.quantized.matmul_fp8_sm90_many import many_rows_kernel
+from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile
 from tests.support.assembled import assembled
 
 _POINTERS = ("x_scales", "w_scales", "out", "out_scales", "x", "weight")

@@ -60,7 +60,7 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
     from pagespec.kernels.linear.matmul import Tile
     from pagespec.kernels.quantized import dispatch_fp8, matmul_fp8, matmul_fp8_sm90
-    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import FewTile, ManyTile
+    from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile
 
     values, scales = dispatch_fp8.pack(weight)
     (num_outs, width), rows = values.shape, quantize_rows(x)
@@ -187,8 +187,8 @@ def test_a_row_has_its_bits_among_1_to_512(num_outs: int, width: int, kind: str)
 def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: int) -> None:
     from pagespec.kernels.fused.quantize_rows import act_mul_quantize, quantize_rows
     from pagespec.kernels.quantized import dispatch_fp8
-    from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import gated_matmul
-    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import ManyTile
+    from pagespec.kernels.quantized.matmul_fp8_sm90_gated import gated_matmul
+    from pagespec.kernels.quantized.tiles_fp8 import ManyTile
 
     tiles = [ManyTile(128, 128, 6), ManyTile(192, 128, 4)]
     gate_up = dispatch_fp8.pack(weight_of("blocks", 2 * hidden, width))

@@ -35,8 +35,8 @@ def _gluon() -> None:
 @pytest.mark.usefixtures("_gluon")
 def test_chosen_tiles_fit() -> None:
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
-    from pagespec.kernels.quantized.tiles_fp8 import choose_sm90_tile
+    from pagespec.kernels.quantized.matmul_fp8_sm90 import plan_launch
+    from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile, choose_sm90_tile
 
     card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     for shape in SHAPES:
@@ -77,9 +77,8 @@ def test_what_was_the_quickest_is_taken() -> None:
 @pytest.mark.usefixtures("_gluon")
 def test_when_the_gate_is_applied_in_the_store() -> None:
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import constants_of
-    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import ManyTile
-    from pagespec.kernels.quantized.tiles_fp8 import choose_gated_tile
+    from pagespec.kernels.quantized.matmul_fp8_sm90_gated import constants_of
+    from pagespec.kernels.quantized.tiles_fp8 import ManyTile, choose_gated_tile
 
     card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
     assert choose_gated_tile(8192, 24576, 4096, card) == ManyTile(192, 128, 4)
