@@ -60,9 +60,10 @@ MAX_NORM_ROWS = 4  # beyond, two launches are quicker
 
 
 @gluon.jit
-def _weight_stage(smem, slot, PIECES: gl.constexpr, w_desc):
-    stage = smem.index(slot * PIECES)
-    return stage._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
+def stage_of(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, desc):
+    """The units of shared memory for a box of ``desc``: PIECES of them, the first stage at FROM."""
+    stage = smem.index(FROM + slot * PIECES)
+    return stage._reinterpret(smem.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -72,19 +73,17 @@ def load_weights_async(
 ):  # fmt: skip
     """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
     ATOMS: gl.constexpr = w_desc.block_type.shape[0]
+    RANK: gl.constexpr = len(w_desc.block_type.shape)
     for slot in gl.static_range(FROM, TO):
         mbarrier.init(bars.index(slot), count=1)
     for slot in gl.static_range(FROM, TO):
         mbarrier.expect(bars.index(slot), BYTES)
-        target = _weight_stage(smem, slot, PIECES, w_desc)
-        at = [slot * ATOMS, 0, begin, 0]
+        target = stage_of(smem, slot, 0, PIECES, w_desc)
+        if RANK == 4:  # of gate and up, or as if of them
+            at = [slot * ATOMS, 0, begin, 0]
+        else:
+            at = [slot * ATOMS, begin, 0]
         tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
-
-
-@gluon.jit
-def _x_stage(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, x_desc):
-    stage = smem.index(FROM + slot * PIECES)
-    return stage._reinterpret(gl.bfloat16, x_desc.block_type.shape, x_desc.layout)
 
 
 @gluon.jit
@@ -226,7 +225,7 @@ def prefetch_matmul_kernel(
             tl.extra.cuda.gdc_launch_dependents()
     load_weights_async(smem, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     for slot in gl.static_range(STAGES):
-        target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
+        target = stage_of(smem, slot, X_FROM, X_PIECES, x_desc)
         tma.async_copy_global_to_shared(
             x_desc, [slot * ATOMS, begin_m, 0], bars.index(slot), target
         )
@@ -253,10 +252,10 @@ def prefetch_matmul_kernel(
             go = (step > 0) & (then < STEPS)
             bar = bars.index(last)
             mbarrier.expect(bar, BYTES, pred=go)
-            target = _weight_stage(smem, last, W_PIECES, w_desc)
+            target = stage_of(smem, last, 0, W_PIECES, w_desc)
             at = [then * ATOMS, 0, begin, 0]
             tma.async_copy_global_to_shared(w_desc, at, bar, target, pred=go)
-            target = _x_stage(smem, last, X_FROM, X_PIECES, x_desc)
+            target = stage_of(smem, last, X_FROM, X_PIECES, x_desc)
             tma.async_copy_global_to_shared(
                 x_desc, [then * ATOMS, begin_m, 0], bar, target, pred=go
             )

@@ -50,10 +50,10 @@ NUM_WARPS = 4  # of the first warpgroup; the others are its workers
 
 
 @gluon.jit
-def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr):
-    """(which tile of rows, first output) of a tile. They go in bands of tiles of rows, so that what
-    runs at a time shares both operands."""
-    num_row_tiles = (num_rows + _ROWS - 1) // _ROWS
+def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
+    """(which tile of X_ROWS rows, first output) of a tile of PART outputs. Tiles go in bands of
+    tiles of rows, so that those that run at a time share both operands."""
+    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
     num_in_band = _BAND * ((N + PART - 1) // PART)
     top = tile // num_in_band * _BAND
     height = gl.minimum(num_row_tiles - top, _BAND)
@@ -61,9 +61,10 @@ def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _next(slot, phase):
-    wraps = slot == STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+def next_stage(slot, phase, STEP: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """``slot`` and its barrier's phase, STEP stages on."""
+    wraps = slot == NUM_STAGES - STEP
+    return gl.where(wraps, 0, slot + STEP), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -73,7 +74,7 @@ def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = _place(tile, num_rows, N, PART)
+        row_tile, begin = place(tile, num_rows, N, PART, _ROWS)
         for step in range(K // 64):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -85,7 +86,7 @@ def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
             target = w_smem.index(slot)
             target = target._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
             tma.async_copy_global_to_shared(w_desc, [0, begin, step * 64], bar, target)
-            slot, phase = _next(slot, phase)
+            slot, phase = next_stage(slot, phase, 1, STAGES)
 
 
 @gluon.jit
@@ -110,21 +111,21 @@ def silu_of_bfloat16(x):
 
 
 @gluon.jit
-def _packed(x):
+def packed(x):
     """Columns of float32, rounded to bfloat16 and two per int32."""
     even, odd = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
-    return _pair(even, odd)
+    return pair(even, odd)
 
 
 @gluon.jit
-def _pair(even, odd):
+def pair(even, odd):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
     )
 
 
 @gluon.jit
-def _unpacked(pairs):
+def unpacked(pairs):
     """Even and odd columns, as float32."""
     even = (pairs << 16).to(gl.float32, bitcast=True)
     return even, (pairs & -65536).to(gl.float32, bitcast=True)
@@ -153,10 +154,10 @@ def _part(x, i: gl.constexpr, WIDE: gl.constexpr):
 def _gated(sums, i: gl.constexpr):
     """Part ``i`` of silu(gate) * up, 32 outputs; every operation is rounded."""
     gate, up = _halves(sums)
-    even, odd = _unpacked(_part(gate, i, 16))
-    even, odd = _unpacked(_pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
-    even_up, odd_up = _unpacked(_part(up, i, 16))
-    return _pair(even * even_up, odd * odd_up)
+    even, odd = unpacked(_part(gate, i, 16))
+    even, odd = unpacked(pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
+    even_up, odd_up = unpacked(_part(up, i, 16))
+    return pair(even * even_up, odd * odd_up)
 
 
 @gluon.jit
@@ -213,16 +214,16 @@ def _multiply(
     slot = 0
     phase = 0
     zeros = gl.zeros([64, _WIDE], gl.float32, SUM)
-    sums = _packed(zeros)
+    sums = packed(zeros)
     # Before the first tile: nowhere.
     first = num_rows + 64
     column = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = _place(tile, num_rows, N, PART)
+        row_tile, begin = place(tile, num_rows, N, PART, _ROWS)
         mbarrier.wait(full.index(slot), phase)
         total = _add(x_smem, w_smem, slot, zeros, HALF, True)
         last = slot
-        slot, phase = _next(slot, phase)
+        slot, phase = next_stage(slot, phase, 1, STAGES)
         before = sums
         for i in gl.static_range(PARTS):
             # Waiting here keeps matmuls before what runs beside them: ptxas mixes what lies
@@ -233,17 +234,17 @@ def _multiply(
             total = warpgroup_mma_wait(1, deps=(total,))
             mbarrier.arrive(empty.index(last), count=1)
             last = slot
-            slot, phase = _next(slot, phase)
+            slot, phase = next_stage(slot, phase, 1, STAGES)
         for _ in range(PARTS + 1, K // 64):
             mbarrier.wait(full.index(slot), phase)
             total = _add(x_smem, w_smem, slot, total, HALF, False)
             total = warpgroup_mma_wait(1, deps=(total,))
             mbarrier.arrive(empty.index(last), count=1)
             last = slot
-            slot, phase = _next(slot, phase)
+            slot, phase = next_stage(slot, phase, 1, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index(last), count=1)
-        sums = _packed(total)
+        sums = packed(total)
         first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
         column = begin
     before = sums

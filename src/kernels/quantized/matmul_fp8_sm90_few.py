@@ -23,29 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..linear.matmul import tile_begin
-from ..linear.matmul_sm90 import store_outputs
-
-
-@gluon.jit
-def stage_of(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, desc):
-    stage = smem.index(FROM + slot * PIECES)
-    return stage._reinterpret(gl.float8e4nv, desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def _request_weights(
-    smem, bars, w_desc, begin,
-    PIECES: gl.constexpr, BYTES: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr,
-):  # fmt: skip
-    """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
-    ATOMS: gl.constexpr = w_desc.block_type.shape[0]
-    for slot in gl.static_range(FROM, TO):
-        mbarrier.init(bars.index(slot), count=1)
-    for slot in gl.static_range(FROM, TO):
-        mbarrier.expect(bars.index(slot), BYTES)
-        target = stage_of(smem, slot, 0, PIECES, w_desc)
-        at = [slot * ATOMS, begin, 0]
-        tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
+from ..linear.matmul_sm90 import load_weights_async, stage_of, store_outputs
 
 
 @gluon.jit
@@ -140,7 +118,7 @@ def few_rows_kernel(
     scales = gl.allocate_shared_memory(
         gl.float32, [GROUPS, X_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    _request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, 0, PREFETCH_STAGES)
+    load_weights_async(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, 0, PREFETCH_STAGES)
     g = gl.arange(0, GROUPS, gl.SliceLayout(1, LINES))
     of_outputs = gl.full([GROUPS], 1.0, gl.float32, gl.SliceLayout(1, LINES))
     if W_GROUPS > 1:
@@ -150,7 +128,7 @@ def few_rows_kernel(
         tl.extra.cuda.gdc_wait()
         if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
-    _request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
+    load_weights_async(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     for slot in gl.static_range(STAGES):
         target = stage_of(smem, slot, X_FROM, ATOMS * X_PIECES, x_desc)
         tma.async_copy_global_to_shared(

@@ -25,15 +25,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import count_sms
 from ..fused.e4m3_groups import GROUP, QuantizedRows, empty_rows, quantized
 from ..linear.matmul import tile_begin
-from ..linear.matmul_sm90_many import silu_of_bfloat16
+from ..linear.matmul_sm90_many import (
+    next_stage,
+    packed,
+    pair,
+    place,
+    silu_of_bfloat16,
+    unpacked,
+)
 from .matmul_fp8_sm90_few import product_of_group
-from .matmul_fp8_sm90_many import added
-from .matmul_fp8_sm90_stages import (
+from .matmul_fp8_sm90_many import (
+    added,
     allocate_stages,
     load_operands,
     load_scales,
-    next_stage,
-    place,
     scales_of_rows,
 )
 from .tiles_fp8 import ManyTile
@@ -101,42 +106,21 @@ def _sums(stages, slot, phase, WARPGROUP: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def _pair(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
-    )
-
-
-@gluon.jit
-def _pairs(x):
-    """Columns of float32, rounded to bfloat16 and two per int32."""
-    even, odd = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
-    return _pair(even, odd)
-
-
-@gluon.jit
-def _unpacked(pairs):
-    """Even and odd columns, as float32."""
-    even = (pairs << 16).to(gl.float32, bitcast=True)
-    return even, (pairs & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _gated(gate, up):
     """Pairs of ``silu(gate) * up``, every operation rounded to bfloat16."""
-    even, odd = _unpacked(_pairs(gate))
-    activated = _pair(silu_of_bfloat16(even), silu_of_bfloat16(odd))
+    even, odd = unpacked(packed(gate))
+    activated = pair(silu_of_bfloat16(even), silu_of_bfloat16(odd))
     return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [activated, _pairs(up)], gl.int32, True, 1
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [activated, packed(up)], gl.int32, True, 1
     )
 
 
 @gluon.jit
 def _together(first, second):
     """Pairs ``[64, 32]`` of the first 64 outputs and of the others as float32 ``[64, 128]``."""
-    even, odd = _unpacked(first)
+    even, odd = unpacked(first)
     left = gl.join(even, odd).reshape([64, 64])
-    even, odd = _unpacked(second)
+    even, odd = unpacked(second)
     right = gl.join(even, odd).reshape([64, 64])
     return gl.join(left, right).permute((0, 2, 1)).reshape([64, 128])
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pagespec.kernels.linear.matmul_sm90_many import _pair, _unpacked, silu_of_bfloat16
+from pagespec.kernels.linear.matmul_sm90_many import pair, silu_of_bfloat16, unpacked
 
 
 @gluon.jit
@@ -16,8 +16,8 @@ def _kernel(x, out):
     """Two numbers per int32. Grid: a program per 512 of those."""
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     i = gl.program_id(0) * 512 + gl.arange(0, 512, LINE)
-    even, odd = _unpacked(gl.load(x + i))
-    gl.store(out + i, _pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
+    even, odd = unpacked(gl.load(x + i))
+    gl.store(out + i, pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
 
 
 def silu(x: Tensor) -> Tensor:
