@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import overlap_options
+from ..device import has_dependent_launch, overlap_options
 from ..fused.rounding import EMULATE, silu
 
 
@@ -245,4 +244,4 @@ def supports_tma(matrix: Tensor) -> bool:
     """
     if matrix.itemsize != 2 or matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16:
         return False
-    return not matrix.is_cuda or torch.cuda.get_device_capability(matrix.device)[0] >= 9
+    return not matrix.is_cuda or has_dependent_launch(matrix.device)
