@@ -273,12 +273,15 @@ class LLM:
         return outputs
 
     def generate_iter(
-        self, items: Iterable[tuple[Any, SamplingParams]], *, window: int | None = None
+        self,
+        items: Iterable[tuple[Any, SamplingParams] | InvalidInputError],
+        *,
+        window: int | None = None,
     ) -> Iterator[RequestOutput | PagespecError]:
         """Continue a stream of (prompt, parameters), lazily and in order.
 
         A prompt may also be a ``PromptInput`` (see ``read_messages``). A refused item yields its
-        error in its place and the others go on.
+        error in its place and the others go on; an item that is such an error yields it.
 
         Args:
             window: how many items are read and not yet yielded at most, so 1 serves one at a

@@ -233,6 +233,7 @@ def test_requests_that_run_are_not_disturbed_by_bad_ones(llm: LLM) -> None:
         ([1], None),
         ("\ud800", GREEDY),
         ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, GREEDY),
+        InvalidInputError("line", "x", "must be JSON"),
     ],
 )
 def test_a_bad_item_of_a_stream_is_refused_in_its_place(llm: LLM, item: Any) -> None:

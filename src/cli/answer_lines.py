@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..engine.logprob_output import plain_logprobs
-from ..errors import InvalidInputError, PagespecError
+from ..errors import InvalidInputError
 from .jsonl import Fingerprint, Line, Question, Row, parse_question, row_start
 from .make_llm import read_message, sampling_defaults
 
 if TYPE_CHECKING:
     from ..engine.inputs import PromptInput
-    from ..engine.outputs import CompletionOutput
+    from ..engine.outputs import CompletionOutput, RequestOutput
     from ..engine.sampling_params import SamplingParams
     from ..llm import LLM
 
@@ -26,7 +25,24 @@ def answer_lines(llm: LLM, fingerprint: Fingerprint, lines: Iterable[Line]) -> I
     Raises:
         EngineError: a step failed.
     """
-    return _Answering(llm, fingerprint).answer(lines)
+    defaults = sampling_defaults(llm)
+    pulled: deque[tuple[Line, str | int | None]] = deque()  # lines without a row, with their ids
+
+    def request(line: Line) -> tuple[Any, SamplingParams] | InvalidInputError:
+        identity = None
+        try:
+            question = parse_question(line)
+            identity = question.identity
+            prompt = _prompt(llm, question, is_chat=fingerprint.chat)
+            params = fingerprint.sampling.params(line.index, question.overrides, defaults)
+            return prompt, params
+        except InvalidInputError as error:
+            return error
+        finally:
+            pulled.append((line, identity))
+
+    for result in llm.generate_iter(map(request, lines)):
+        yield _row(fingerprint, *pulled.popleft(), _columns(result))
 
 
 def error_row(fingerprint: Fingerprint, line: Line, error: str) -> Row:
@@ -35,23 +51,33 @@ def error_row(fingerprint: Fingerprint, line: Line, error: str) -> Row:
         identity = parse_question(line).identity
     except InvalidInputError:
         identity = None
-    return _row(_Job(line, identity), fingerprint, {"error": error})
+    return _row(fingerprint, line, identity, {"error": error})
 
 
-@dataclass(slots=True)
-class _Job:
-    """A pending line: either the engine has it, or its error row waits for its turn."""
-
-    line: Line
-    identity: str | int | None = None
-    error: str | None = None
+def _row(fingerprint: Fingerprint, line: Line, identity: str | int | None, columns: Row) -> Row:
+    start = row_start(line, fingerprint.key(line))
+    return start | ({} if identity is None else {"id": identity}) | columns
 
 
-def _row(job: _Job, fingerprint: Fingerprint, fields: Row) -> Row:
-    row = row_start(job.line, fingerprint.key(job.line))
-    if job.identity is not None:
-        row["id"] = job.identity
-    return row | fields
+def _prompt(llm: LLM, question: Question, *, is_chat: bool) -> dict[str, Any] | PromptInput:
+    if question.kind == "messages":
+        prompt = llm.read_messages(question.content)
+    elif question.kind == "prompt" and is_chat:
+        prompt = read_message(llm, question.content)
+    else:
+        return {question.kind: question.content, **question.options}
+    return llm.reader.marked(prompt, **question.options)
+
+
+def _columns(result: RequestOutput | Exception) -> Row:
+    if isinstance(result, Exception):
+        return {"error": str(result)}
+    answers = [_fields(answer) for answer in result.outputs]
+    columns: Row = answers[0] if len(answers) == 1 else {"outputs": answers}
+    columns["num_prompt_tokens"] = len(result.prompt_token_ids)
+    if result.prompt_logprobs is not None:
+        columns["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs, _finite)
+    return columns
 
 
 def _fields(answer: CompletionOutput) -> Row:
@@ -69,63 +95,3 @@ def _fields(answer: CompletionOutput) -> Row:
 def _finite(value: float | None) -> float | None:
     """JSON has no infinity: None stands for it."""
     return value if value is not None and math.isfinite(value) else None
-
-
-class _Answering:
-    """Pulled lines without a row.
-
-    The engine gives results in the order of requests, but an invalid line never reaches it.
-    ``_pending`` holds all lines without a row, so that error rows keep their place.
-    """
-
-    def __init__(self, llm: LLM, fingerprint: Fingerprint) -> None:
-        self._llm, self._defaults = llm, sampling_defaults(llm)
-        self._fingerprint = fingerprint
-        self._pending: deque[_Job] = deque()
-
-    def answer(self, lines: Iterable[Line]) -> Iterator[Row]:
-        for result in self._llm.generate_iter(self._requests(lines)):
-            yield from self._errors()
-            job = self._pending.popleft()
-            if isinstance(result, Exception):
-                yield _row(job, self._fingerprint, {"error": str(result)})
-            else:
-                answers = [_fields(answer) for answer in result.outputs]
-                fields: Row = answers[0] if len(answers) == 1 else {"outputs": answers}
-                fields["num_prompt_tokens"] = len(result.prompt_token_ids)
-                if result.prompt_logprobs is not None:
-                    fields["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs, _finite)
-                yield _row(job, self._fingerprint, fields)
-        yield from self._errors()
-        if self._pending:
-            raise PagespecError(f"the engine left {len(self._pending)} lines unanswered")
-
-    def _requests(self, lines: Iterable[Line]) -> Iterator[tuple[Any, SamplingParams]]:
-        for line in lines:
-            job = _Job(line)
-            self._pending.append(job)
-            try:
-                question = parse_question(line)
-                job.identity = question.identity
-                prompt = self._prompt(question)
-                sampling = self._fingerprint.sampling
-                params = sampling.params(line.index, question.overrides, self._defaults)
-            except InvalidInputError as error:
-                job.error = str(error)
-            else:
-                yield prompt, params
-
-    def _prompt(self, question: Question) -> dict[str, Any] | PromptInput:
-        if question.kind == "messages":
-            prompt = self._llm.read_messages(question.content)
-        elif question.kind == "prompt" and self._fingerprint.chat:
-            prompt = read_message(self._llm, question.content)
-        else:
-            return {question.kind: question.content, **question.options}
-        return self._llm.reader.marked(prompt, **question.options)
-
-    def _errors(self) -> Iterator[Row]:
-        """The error rows that are next in line."""
-        while self._pending and self._pending[0].error is not None:
-            job = self._pending.popleft()
-            yield _row(job, self._fingerprint, {"error": job.error})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -96,22 +96,13 @@ class Generator:
         return batch
 
     def _generate(self, rows: list[_Row]) -> list[_Row]:
-        errors: dict[int, str] = {}
-        asked: list[int] = []
+        return [self._columns(found) for found in self._llm.generate_iter(map(self._item, rows))]
 
-        def requests() -> Iterator[tuple[Any, SamplingParams]]:
-            for i, row in enumerate(rows):
-                try:
-                    request = self._request(row)
-                except InvalidInputError as error:
-                    errors[i] = str(error)
-                else:
-                    asked.append(i)
-                    yield request
-
-        results = list(self._llm.generate_iter(requests()))
-        new = {i: self._new_columns(result) for i, result in zip(asked, results, strict=True)}
-        return [new.get(i) or self._error_columns(errors[i]) for i in range(len(rows))]
+    def _item(self, row: _Row) -> tuple[Any, SamplingParams] | InvalidInputError:
+        try:
+            return self._request(row)
+        except InvalidInputError as error:
+            return error
 
     def _request(self, row: _Row) -> tuple[Any, SamplingParams]:
         given = [name for name in _PROMPT_COLUMNS if row.get(name) is not None]
@@ -137,9 +128,9 @@ class Generator:
                 limit = f"must be null unless the constructor's sampling_params have {name}"
                 raise InvalidInputError(name, getattr(params, name), limit)
 
-    def _new_columns(self, result: RequestOutput | Exception) -> _Row:
+    def _columns(self, result: RequestOutput | Exception) -> _Row:
         if isinstance(result, Exception):
-            return self._error_columns(str(result))
+            return {**dict.fromkeys(self._types()), "error": str(result)}
         answers = [_answer_columns(answer) for answer in result.outputs]
         columns: _Row = answers[0]
         if self._has_lists:
@@ -149,9 +140,6 @@ class Generator:
             columns["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
         columns["error"] = None
         return {name: columns.get(name) for name in self._types()}
-
-    def _error_columns(self, error: str) -> _Row:
-        return {**dict.fromkeys(self._types()), "error": error}
 
     def _types(self) -> dict[str, Any]:
         """The new columns and their Arrow types: given, for a batch may have only nulls."""

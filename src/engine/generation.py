@@ -89,14 +89,15 @@ class GenerationLoop:
 
     def iterate(
         self,
-        items: Iterable[tuple[Any, SamplingParams]],
+        items: Iterable[tuple[Any, SamplingParams] | InvalidInputError],
         read: Callable[[Any, Any], PromptInput],
         window: int,
     ) -> Iterator[RequestOutput | PagespecError]:
         """Serve a stream of (prompt, parameters) in its order.
 
         Args:
-            items: one that is no such pair yields an InvalidInputError in its place.
+            items: one that is an InvalidInputError yields it in its place; one that is no such
+                pair yields a new one.
             read: checks a prompt, given its parameters. What it or the engine refuses, or is too
                 busy for, yields its error in its place.
             window: how many items are read and not yet yielded at most.
@@ -148,6 +149,8 @@ class GenerationLoop:
             self._engine.sweep()
 
     def _start(self, item: Any, read: Callable[[Any, Any], PromptInput]) -> _Started:
+        if isinstance(item, InvalidInputError):
+            raise item
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError("items", item, "must be (prompt, parameters)")
         prompt, caller = read(*item), _Caller()

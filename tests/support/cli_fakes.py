@@ -61,16 +61,23 @@ class FakeLLM:
         return SamplingParams(**self.default_sampling)
 
     def generate_iter(
-        self, requests: Iterable[tuple[Any, Any]], *, window: int | None = None
+        self,
+        requests: Iterable[tuple[Any, Any] | InvalidInputError],
+        *,
+        window: int | None = None,
     ) -> Iterator[RequestOutput | Exception]:
         source = iter(requests)
-        ahead: deque[tuple[Any, Any]] = deque()
+        ahead: deque[tuple[Any, Any] | InvalidInputError] = deque()
         while True:
             while len(ahead) < (window or self.window) and (item := next(source, None)):
                 ahead.append(item)
             if not ahead:
                 return
-            prompt, params = ahead.popleft()
+            item = ahead.popleft()
+            if isinstance(item, InvalidInputError):
+                yield item
+                continue
+            prompt, params = item
             if self.stop_after is not None and len(self.seen) == self.stop_after:
                 raise KeyboardInterrupt
             self.seen.append((prompt, params))
