@@ -11,6 +11,7 @@ pickled: their dtypes and shapes, then their bytes.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -23,9 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-_CELL_BYTES = 8192  # of which the last part is for a text
-_NUM_WORDS = 64
-_TEXT_AT = 8 * _NUM_WORDS
+_WORDS = ("state", "num_started", "num_finished", "num_collectives", "digest")
+_TEXT_BYTES = 8192 - 8 * len(_WORDS)
 _DTYPES = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.bool_)))
 _ALIGNMENT = 16
 _T = TypeVar("_T")
@@ -40,43 +40,27 @@ class State(IntEnum):
     FAILED = 3
 
 
-class Cell:
-    """The status of one rank, as words of 64 bits in shared memory.
+class Cell(ctypes.Structure):
+    """The status of one rank, in shared memory.
 
     Attributes:
         state: a :class:`State`. num_started, num_finished: steps. num_collectives: calls begun.
-        num_blocks: KV blocks that fit on this rank. digest: of all its steps.
+        digest: of all its steps.
     """
 
-    _WORDS = ("state", "num_started", "num_finished", "num_collectives", "num_blocks", "digest")
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._words = memory[:_TEXT_AT].cast("q")
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            return self._words[self._WORDS.index(name)]
-        except ValueError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._WORDS:
-            self._words[self._WORDS.index(name)] = value
-        else:
-            super().__setattr__(name, value)
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _WORDS),
+        ("_text", ctypes.c_char * _TEXT_BYTES),
+    )
 
     @property
     def text(self) -> str:
         """The error of a failed rank."""
-        size = self._words[_NUM_WORDS - 1]
-        return bytes(self._memory[_TEXT_AT : _TEXT_AT + size]).decode(errors="replace")
+        return bytes(self._text).decode(errors="replace")
 
     @text.setter
     def text(self, value: str) -> None:
-        encoded = value.encode()[: _CELL_BYTES - _TEXT_AT]
-        self._memory[_TEXT_AT : _TEXT_AT + len(encoded)] = encoded
-        self._words[_NUM_WORDS - 1] = len(encoded)
+        self._text = value.encode()[:_TEXT_BYTES]
 
 
 class Channel:
@@ -88,17 +72,14 @@ class Channel:
     """
 
     def __init__(self, num_ranks: int, descriptor: int | None = None) -> None:
-        self._begin = num_ranks * _CELL_BYTES
+        self._begin = num_ranks * ctypes.sizeof(Cell)
         if descriptor is None:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
             os.ftruncate(descriptor, self._begin)
             weakref.finalize(self, os.close, descriptor)
         self.descriptor = descriptor
-        self._status = memoryview(mmap.mmap(descriptor, self._begin))
-        self.cells = [
-            Cell(self._status[r * _CELL_BYTES : (r + 1) * _CELL_BYTES]) for r in range(num_ranks)
-        ]
+        self.cells = (Cell * num_ranks).from_buffer(mmap.mmap(descriptor, self._begin))
         self._slots: list[memoryview] = []
 
     def make_slots(self, num_slots: int, num_bytes: int) -> None:
