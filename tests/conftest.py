@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +46,10 @@ settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("dev", max_examples=150, **_COMMON)
 settings.register_profile("deep", max_examples=10_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Traces and interpreted kernels make millions of objects in few cycles: by the default of 700 the
+# collector takes one second in twenty.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
@@ -111,6 +115,34 @@ def _quiet_dynamo() -> Iterator[None]:
     logger.disabled = True
     yield
     logger.disabled = before
+
+
+@pytest.fixture
+def cuda_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Sets the compute capability that every GPU seems to have."""
+
+    def become(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+
+    return become
+
+
+@pytest.fixture
+def cpu_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the vector instructions that torch seems to find; "DEFAULT": none that we need."""
+
+    def become(capability: str) -> None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+    return become
+
+
+@pytest.fixture
+def interpreted_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, too, the norm is Triton's kernel: its mean is that of kernels which join it."""
+    from pagespec.kernels.fused import dispatch, rms_norm
+
+    monkeypatch.setattr(dispatch, "add_rms_norm", rms_norm.add_rms_norm)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,15 @@ def test_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     assert caught.value.field == "quantization"
 
 
-def test_a_gpu_on_which_it_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+def test_a_gpu_on_which_it_was_not_tried(
+    cuda_capability: Callable[[tuple[int, int]], None],
+) -> None:
+    cuda_capability((8, 6))
     with pytest.raises(InvalidInputError, match="served on GPUs of sm90; this one is sm86"):
         load_model("model.gguf", quantization="gguf", device="cuda")
 
 
-def test_a_machine_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+def test_a_machine_without_the_instructions(cpu_capability: Callable[[str], None]) -> None:
+    cpu_capability("DEFAULT")
     with pytest.raises(InvalidInputError, match="AVX2 or AVX512; torch found DEFAULT"):
         load_model("model.gguf", quantization="gguf")

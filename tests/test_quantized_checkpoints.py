@@ -314,9 +314,11 @@ def test_settings_that_do_not_suit(
     assert caught.value.field == field
 
 
-def test_refused_on_a_gpu_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_on_a_gpu_by_name(
+    tmp_path: Path, cuda_capability: Callable[[tuple[int, int]], None]
+) -> None:
     """Where the kernels were not tried."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    cuda_capability((8, 0))
     for layout, named in (
         ("gptq", "weights in int4 are served on GPUs of sm90; this one is sm80"),
         ("fp8 blocks", "weights in fp8 are served on GPUs of sm90; this one is sm80"),

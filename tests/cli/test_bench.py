@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pagespec.cli import make_llm
 from pagespec.cli.bench import percentile
 from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tests.support.cli_fakes import call
+from tests.support.cli_fakes import call, start_with
 
 SMALL = ["bench", "-m", "x", "--device", "cpu", "--num-prompts", "6", "--input-len", "5"]
 
@@ -35,7 +34,7 @@ class FakeLLM:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    monkeypatch.setattr(make_llm, "make_llm", lambda model, **arguments: fake)
+    start_with(monkeypatch, lambda model, **arguments: fake)
     return fake
 
 

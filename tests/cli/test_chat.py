@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagespec.chat.deltas import ContentDelta, Delta, ReasoningDelta
-from pagespec.cli import chat, make_llm
+from pagespec.cli import chat
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
-from tests.support.cli_fakes import chat_reader
+from tests.support.cli_fakes import chat_reader, start_with
 
 
 class FakeTokenizer:
@@ -66,7 +66,7 @@ class FakeLLM:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    monkeypatch.setattr(make_llm, "make_llm", lambda model, **arguments: fake)
+    start_with(monkeypatch, lambda model, **arguments: fake)
     return fake
 
 

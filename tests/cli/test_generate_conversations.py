@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, SamplingParams
-from pagespec.cli import make_llm
 from tests.support.chat_models import END
-from tests.support.cli_fakes import Desk
+from tests.support.cli_fakes import Desk, start_with
 from tests.support.scripted_llm import scripted_llm
 
 THOUGHT = "<think>\nyes or no\n</think>\n\nno, then yes"
@@ -27,7 +26,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 def answering(desk: Desk, monkeypatch: pytest.MonkeyPatch, style: str, text: str) -> LLM:
     """The desk's engine: a whole ``LLM`` whose model has another end token than its template."""
     llm = scripted_llm(style, [text], eos_token_ids=frozenset({0}))
-    monkeypatch.setattr(make_llm, "make_llm", lambda *_, **__: llm)
+    start_with(monkeypatch, lambda *_, **__: llm)
     return llm
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagespec.cli import make_llm
-from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
+from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call, start_with
 
 
 @pytest.fixture
@@ -32,10 +31,8 @@ def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(desk: Desk) -> 
         assert [p.seed for _, p in desk.llm.seen] == seeds[len(seeds) - len(desk.llm.seen) :]
 
 
-def test_lines_override_what_the_model_asks_for(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeLLM, "default_sampling", {"temperature": 0.3, "top_k": 5})
+def test_lines_override_what_the_model_asks_for(desk: Desk) -> None:
+    desk.llm.default_sampling = {"temperature": 0.3, "top_k": 5}
     desk.lines({"prompt": "a"}, {"prompt": "b", "temperature": 0.9})
     desk.run_file("--top-k", "3")
     found = [(params.temperature, params.top_k) for _, params in desk.llm.seen]
@@ -45,9 +42,9 @@ def test_lines_override_what_the_model_asks_for(
     assert "model or sampling flags differ from those of this run" in other.stderr
 
 
-def test_ctrl_c_keeps_the_rows_so_far(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_rows_so_far(desk: Desk) -> None:
     desk.lines(*({"prompt": f"p{i}"} for i in range(6)))
-    monkeypatch.setattr(FakeLLM, "stop_after", 2)
+    desk.llm.stop_after = 2
     result = desk.run_file()
     assert result.exit_code == 130
     assert "run the same command to continue" in result.stderr
@@ -158,7 +155,7 @@ def test_a_failing_load_leaves_the_output_as_it_was(
     def refuse(model: str, **_: Any) -> None:
         raise OSError(f"{model}\nis not there")
 
-    monkeypatch.setattr(make_llm, "make_llm", refuse)
+    start_with(monkeypatch, refuse)
     result = desk.run_file("--overwrite")
     assert (result.exit_code, result.stderr) == (2, "pagespec: error: tiny is not there\n")
     assert desk.output.read_bytes() == whole

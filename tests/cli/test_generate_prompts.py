@@ -58,11 +58,9 @@ def test_options_reach_the_engine_and_the_request(desk: Desk) -> None:
     assert params[0].temperature == 0.5
 
 
-def test_flags_override_what_the_model_asks_for(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_override_what_the_model_asks_for(desk: Desk) -> None:
     asked = {"temperature": 0.3, "top_k": 5, "max_tokens": 7, "repetition_penalty": 1.5}
-    monkeypatch.setattr(FakeLLM, "default_sampling", asked)
+    desk.llm.default_sampling = asked
     desk.run("-p", "a", "--top-k", "0", "--max-tokens", "9")
     desk.run("-p", "a")
     overridden, plain = (params for _, params in desk.llm.seen)
@@ -71,12 +69,10 @@ def test_flags_override_what_the_model_asks_for(
     assert [getattr(plain, name) for name in names] == [0.3, 5, 7, 1.5, 1.0]
 
 
-def test_what_the_model_asks_for_may_be_refused(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_model_asks_for_may_be_refused(desk: Desk) -> None:
     desk.run("-p", "a", "--generation-config", "vllm")
     assert desk.started[0][1]["generation_config"] == "vllm"
-    monkeypatch.setattr(FakeLLM, "default_sampling", {"min_p": 7.0})
+    desk.llm.default_sampling = {"min_p": 7.0}
     result = desk.run("-p", "a")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "min_p" in result.stderr

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import pagespec
-from pagespec.cli import make_llm
 from pagespec.cli.main import app
+from tests.support.cli_fakes import start_with
 
 
 def call(*arguments: str, typed: str | bytes | None = None) -> Result:
@@ -80,6 +80,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def fail(model: str, **_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(make_llm, "make_llm", fail)
+    start_with(monkeypatch, fail)
     result = call("generate", "-m", "x", "-p", "hi")
     assert isinstance(result.exception, RuntimeError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -49,16 +50,16 @@ def test_kernels_in_gluon_serve_hopper_and_no_other(operation: str, format: str)
 
 @pytest.mark.parametrize("format", ["fp8", "int4", "int8"])
 def test_formats_of_weights_say_where_they_are_served(
-    format: str, monkeypatch: pytest.MonkeyPatch
+    format: str, cuda_capability: Callable[[tuple[int, int]], None]
 ) -> None:
     device = torch.device("cuda:0")
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        cuda_capability(capability)
         name = "sm" + "".join(map(str, capability))
         expected = f"weights in {format} are served on GPUs of sm90; this one is {name}"
         with pytest.raises(InvalidInputError, match=expected):
             check_capability(format, device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    cuda_capability((9, 0))
     check_capability(format, device)
     check_capability(format, torch.device("cpu"))
 

@@ -13,7 +13,6 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepResult
-from tests.runner.test_gpu_runner import PassedEvent
 from tests.support import both_runners
 from tests.support.both_runners import BLOCK_SIZE, RUNNERS
 from tests.support.captures import graph_cache
@@ -26,6 +25,8 @@ from tests.support.edited_requests import (
 )
 from tests.support.models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 
 @cache
 def captured() -> CapturedModel:
@@ -37,13 +38,6 @@ def make_runner(kind: str, num_blocks: int, overlap: bool, on_logits: Any) -> An
     return both_runners.make_runner(
         captured(), kind, num_blocks, max_num_blocks=20, overlap=overlap, on_logits=on_logits
     )
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
-    pytest.importorskip("triton")
-    monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
 
 
 @pytest.mark.parametrize("kind", RUNNERS)

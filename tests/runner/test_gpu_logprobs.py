@@ -15,20 +15,16 @@ from pagespec.engine.core import Engine
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
-from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.runner.test_gpu_runner import Recomputed
 from tests.support.captures import graph_cache
 from tests.support.driving import hf_logits
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("triton")
 gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+pytestmark = pytest.mark.usefixtures("passed_events")
 
 BLOCK_SIZE, MAX_NUM_SEQS, NUM_TOP = 4, 5, 3
-
-
-@pytest.fixture(autouse=True)
-def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
 
 
 def _words(request: Request, name: str) -> list[tuple[float, int, list[int], list[float]]]:

@@ -29,16 +29,9 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("triton")
 gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+pytestmark = pytest.mark.usefixtures("passed_events")
 
 BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
-
-
-class PassedEvent:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Recomputed:
@@ -57,11 +50,6 @@ class Recomputed:
     def replay(self, shape: StepShape) -> torch.Tensor:
         self.replayed.append(shape)
         return self._run(shape)
-
-
-@pytest.fixture(autouse=True)
-def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -24,12 +24,11 @@ from tests.support.captures import graph_cache
 from tests.support.driving import hf_greedy
 from tests.support.models import VOCAB_SIZE, tiny_model
 
-from .test_gpu_runner import BLOCK_SIZE, MAX_NUM_SEQS, Recomputed, events_that_pass
+from .test_gpu_runner import BLOCK_SIZE, MAX_NUM_SEQS, Recomputed
 
 pytest.importorskip("triton")
 gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
-pytestmark = pytest.mark.usefixtures("events_that_pass")
-assert events_that_pass  # a fixture
+pytestmark = pytest.mark.usefixtures("passed_events")
 
 INTERVAL = 8
 

@@ -30,7 +30,6 @@ from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.models import tiny_model
-from tests.support.packers import PassedEvent
 
 SLOTS = {"a": 3, "b": 1}
 SLOT = Field(
@@ -177,14 +176,14 @@ def test_padding_of_a_step_smaller_than_the_graph_takes() -> None:
     assert [[[1, -1], [1, -1], axes, [0.5, 0.5], [0, 1, 1], [0]]] == SEEN
 
 
-def test_ranks_and_padded_steps_of_a_runner_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("passed_events")
+def test_ranks_and_padded_steps_of_a_runner_on_a_gpu() -> None:
     """Its kernels under Triton's interpreter; staged as for several ranks."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
     from pagespec.runner import gpu_runner
     from tests.runner.test_gpu_runner import Recomputed
 
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
     captured = captured_with("graph", (*FIELDS, *NEW))
     sizes = {"max_num_tokens": 24, "max_num_rows": 4, "max_num_blocks": 20}
     runner = gpu_runner.GpuRunner(captured, block_size=8, num_blocks=12, **sizes)

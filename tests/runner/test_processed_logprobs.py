@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pagespec import SamplingParams
 from tests.runner.test_edits import captured
-from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.runner.test_gpu_runner import Recomputed
 from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.support.edited_requests import END_TOKEN_IDS, Asked, LogitsByPosition, serve
 from tests.support.plain_sampling import edited_logits, probabilities
@@ -26,11 +25,8 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+def few_rows(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in RUNNERS:
-        pytest.importorskip("triton")
-        monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
         monkeypatch.setattr("pagespec.runner.gpu_logprobs._PROCESSED_ROWS", 2)
 
 

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from pagespec import StructuredOutputs
 from pagespec.compile.captured_model import CapturedModel, capture_model
@@ -22,12 +21,13 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from tests.runner.test_gpu_runner import PassedEvent
 from tests.support import both_runners
 from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 from tests.support.structured import END, check_output, make_request, random_outputs, tokenizer
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @cache
@@ -88,13 +88,6 @@ def mixed_requests(
         edits = rng.choice([{}, {"repetition_penalty": 1.3}])
         requests.append(make_request(str(number), outputs, rng, max_tokens, **edits))
     return requests, checks
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
-    if len(RUNNERS) > 1:
-        monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
 
 
 def test_complete_answers_meet_what_was_asked() -> None:

@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from pagespec import StructuredOutputs
 from pagespec.engine.reasoning import Reasoning
 from pagespec.engine.request import Request
 from pagespec.engine.token_bytes import TokenBytes
-from tests.runner.test_gpu_runner import PassedEvent
 from tests.runner.test_structured import run_out, serve
 from tests.support.both_runners import RUNNERS
 from tests.support.structured import END, make_request, random_outputs, tokenizer
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 OPEN = Reasoning(b"(", b"ab", is_open=True)
 MAY_OPEN = replace(OPEN, is_open=False)
@@ -67,13 +67,6 @@ def content_of(request: Request) -> bytes | None:
         text = text.lstrip()[len(reasoning.opening) :]
     _, closing, content = text.partition(reasoning.closing)
     return content if closing else None
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
-    if len(RUNNERS) > 1:
-        monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
 
 
 def check_content(requests: list[Request], checks: list[Callable[[str], bool]]) -> list[bytes]:

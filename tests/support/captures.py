@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pagespec.compile.fusions.fuse_rope_store import fuse_rope_store
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel
-from pagespec.compile.passes import PassContext
+from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.driving import drive, make_requests
@@ -81,11 +81,36 @@ def capture_once(monkeypatch: pytest.MonkeyPatch) -> list[CapturedModel]:
     return found
 
 
+class NoSweeps:
+    """In place of plans of matmuls, which are measured on a GPU: the library computes all."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def prepare(self, matmuls: Any) -> None: ...
+
+    def max_custom_rows(self, *_: Any) -> int:
+        return 0
+
+
+def use_passes(patch: pytest.MonkeyPatch, passes: Mapping[str, Any]) -> None:
+    """Captures on a CPU run these passes behind the common ones, in place of a CPU's."""
+    patch.setattr(capture_module, "cpu_passes", lambda _: passes)
+
+
+def use_gpu_passes(patch: pytest.MonkeyPatch, *, has_sweeps: bool = False) -> None:
+    """Captures on a CPU run the passes of a GPU, whose kernels are interpreted."""
+    use_passes(patch, gpu_passes())
+    if not has_sweeps:
+        from pagespec.compile.lowering import lower_gpu  # imports Triton
+
+        patch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+
+
 def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
     """A model captured with the passes that every machine runs, and no others."""
     loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_module, "cpu_passes", lambda _: {})
+        use_passes(patch, {})
         return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -47,11 +47,11 @@ class FakeLLM:
     """Pulls ``window`` requests ahead, as the engine does, so that order is not a given."""
 
     window = 3
-    stop_after: int | None = None  # requests until a Ctrl-C
-    default_sampling: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
+        self.stop_after: int | None = None  # requests until a Ctrl-C
+        self.default_sampling: dict[str, Any] = {}
         self.chat_reader = chat_reader(tokenizer)
         self.read_messages = self.chat_reader.read
         self.reader = prompt_reader(tokenizer)
@@ -100,6 +100,11 @@ class FakeLLM:
         return RequestOutput("r", text, ids, outputs)
 
 
+def start_with(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    """Commands make their engines by ``make(model, **arguments)``."""
+    monkeypatch.setattr(make_llm, "make_llm", make)
+
+
 class Desk:
     """One command after another in one folder, with a fresh fake engine each."""
 
@@ -108,7 +113,7 @@ class Desk:
         self.output = folder / "out.jsonl"
         self.llm = FakeLLM()
         self.started: list[tuple[str, dict[str, Any]]] = []
-        monkeypatch.setattr(make_llm, "make_llm", self._make)
+        start_with(monkeypatch, self._make)
 
     def _make(self, model: str, **arguments: Any) -> FakeLLM:
         self.started.append((model, arguments))
@@ -122,7 +127,8 @@ class Desk:
         return call("generate", "-m", "tiny", *options)
 
     def run_file(self, *options: str) -> Result:
-        self.llm = FakeLLM(self.llm.tokenizer)
+        last, self.llm = self.llm, FakeLLM(self.llm.tokenizer)
+        self.llm.stop_after, self.llm.default_sampling = last.stop_after, last.default_sampling
         return self.run("--input", str(self.source), "--output", str(self.output), *options)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fusions.fuse_all_reduce_norm import fuse_all_reduce_norm
 from pagespec.compile.fx.pass_context import PassContext
@@ -24,6 +23,7 @@ from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
 from pagespec.kernels.fused import dispatch as fused
 from tests.compile.fx.test_spec import JOINING, bindings
+from tests.support.captures import use_gpu_passes
 from tests.support.models import tiny_model
 
 K = 64
@@ -134,7 +134,7 @@ def captured_shard(arch: str, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
     loaded, shard = load_model(model), Shard(0, 2)
     loaded = replace(loaded, shard=shard, vocab_sizes=shard_model(model, shard))
     communicator = LoneRank(0, 2)
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    use_gpu_passes(monkeypatch, has_sweeps=True)
     with communicator_scope(communicator):
         specs = probe_model(loaded)
         return capture_model(

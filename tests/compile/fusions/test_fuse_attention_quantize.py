@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fusions.fuse_attention_quantize import fuse_attention_quantize
 from pagespec.compile.passes import PassContext
@@ -29,7 +28,7 @@ from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
 from pagespec.kernels.quantized import dispatch_fp8
 from tests.compile.lowering.test_gpu_quantized import captured_from
-from tests.support.captures import generate
+from tests.support.captures import generate, use_gpu_passes
 from tests.support.quantized_files import write_quantized
 
 OPS = torch.ops.pagespec
@@ -52,7 +51,7 @@ def capture(folder: Path, head_dim: int) -> CapturedModel:
     """Two layers for a GPU, but for attention's operators, which are lowered below."""
     write_quantized(folder, "fp8 blocks", head_dim=head_dim, num_attention_heads=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+        use_gpu_passes(patch, has_sweeps=True)
         return captured_from(folder)
 
 

@@ -10,7 +10,6 @@ import torch
 from torch.fx import GraphModule
 
 pytest.importorskip("triton")
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fusions.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.fx.nodes import calls
@@ -19,8 +18,7 @@ from pagespec.compile.passes import PassContext
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.experts.grouped_mm import grouped_mm
 from pagespec.kernels.experts.sort_by_expert import sort_by_expert
-from pagespec.kernels.linear.plan_cache import LinearPlans
-from tests.support.captures import capture_plain, first, generate
+from tests.support.captures import capture_plain, first, generate, use_gpu_passes
 from tests.support.models import tiny_model
 
 
@@ -90,9 +88,7 @@ def test_a_mask_of_other_rows_stays() -> None:
 
 def test_matmuls_of_experts_are_ours_and_take_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all passes of a GPU; the kernels are interpreted."""
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
-    monkeypatch.setattr(LinearPlans, "prepare", lambda *_: None)
-    monkeypatch.setattr(LinearPlans, "max_custom_rows", lambda *_: 0)
+    use_gpu_passes(monkeypatch)
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=1))
     captured = capture_model(loaded, probe_model(loaded), CaptureOptions(transparent=False))
     assert captured.rewrites["fuse_expert_sort"] == 1

@@ -24,8 +24,6 @@ from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.experts.route import route
 from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.experts.sort_by_expert import sort_by_expert
-from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.fused import rms_norm
 from tests.support.captures import capture_plain, generate
 
 Change = Callable[[GraphModule], None]
@@ -63,11 +61,8 @@ def first(gm: GraphModule, function: object) -> Node:
         pytest.param("olmoe", 2, torch.float32, marks=pytest.mark.nightly),
     ],
 )
-def test_no_bit_changes(
-    monkeypatch: pytest.MonkeyPatch, arch: str, num_layers: int, dtype: torch.dtype
-) -> None:
-    # The kernel's mean, of which the one in the joined kernel is a copy, in place of torch's.
-    monkeypatch.setattr(fused, "add_rms_norm", rms_norm.add_rms_norm)
+@pytest.mark.usefixtures("interpreted_norm")
+def test_no_bit_changes(arch: str, num_layers: int, dtype: torch.dtype) -> None:
     captured, gm, context = prepared(arch, dtype)
     gm.graph.lint()
     gm.recompile()

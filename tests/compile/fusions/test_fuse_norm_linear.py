@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.fused import dispatch as fused
-from tests.support.captures import graph_cache
+from tests.support.captures import graph_cache, use_gpu_passes
 from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -121,7 +120,7 @@ def test_finds_the_norms_of_models(
 ) -> None:
     """Of two layers all but the first, and the last, which is not the head's alone."""
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    use_gpu_passes(monkeypatch, has_sweeps=True)
     captured = capture_model(
         loaded, probe_model(loaded), CaptureOptions(transparent=False), graph_cache=graph_cache()
     )

@@ -11,14 +11,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fusions.fuse_rope_latent import fuse_rope_latent
 from pagespec.compile.fx.nodes import calls
-from pagespec.compile.passes import PassContext, gpu_passes
+from pagespec.compile.passes import PassContext
 from pagespec.kernels.mla import dispatch as mla
-from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
-from tests.support.captures import capture_plain, first, generate
+from tests.support.captures import capture_plain, first, generate, use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 
@@ -119,8 +117,7 @@ def test_a_query_that_is_written_keeps_its_call() -> None:
 def test_tokens_behind_the_passes_for_a_gpu_are_those_of_hugging_face(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    use_gpu_passes(monkeypatch)
     model = tiny_model("deepseek_v2")
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4)
     captured = llm._runner.captured

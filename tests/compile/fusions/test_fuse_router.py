@@ -12,16 +12,14 @@ from torch.fx import GraphModule, Node
 
 pytest.importorskip("triton")
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
 from pagespec.compile.fusions.fuse_router import fuse_router
 from pagespec.compile.fx.nodes import calls
-from pagespec.compile.passes import PassContext, gpu_passes
+from pagespec.compile.passes import PassContext
 from pagespec.kernels.experts import expert_rows
 from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.experts.route import route
 from pagespec.kernels.experts.route_rows import route_rows
-from pagespec.kernels.linear.plan_cache import LinearPlans
-from tests.support.captures import capture_plain, first
+from tests.support.captures import capture_plain, first, use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 
@@ -41,9 +39,7 @@ Change = Callable[[GraphModule], None]
 def test_tokens_are_those_of_hugging_face(
     monkeypatch: pytest.MonkeyPatch, arch: str, function: object, normalisation: str
 ) -> None:
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(LinearPlans, "prepare", lambda *_: None)
-    monkeypatch.setattr(LinearPlans, "max_custom_rows", lambda *_: 0)
+    use_gpu_passes(monkeypatch)
     model = tiny_model(arch)
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4, state_interval=16)
     nodes = llm._runner.captured.graph.graph.nodes

@@ -12,17 +12,12 @@ from torch.fx import GraphModule, Node
 
 pytest.importorskip("triton")
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
 from pagespec.compile.fusions.fuse_combine_norm import fuse_combine_norm
 from pagespec.compile.fx.nodes import calls
-from pagespec.compile.passes import gpu_passes
 from pagespec.kernels.experts import expert_rows
 from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
-from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.fused import rms_norm
-from pagespec.kernels.linear.plan_cache import LinearPlans
 from tests.compile.fusions.test_fuse_few_tokens_of_experts import count, first, prepared
-from tests.support.captures import generate
+from tests.support.captures import generate, use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 
@@ -32,10 +27,10 @@ Change = Callable[[GraphModule], None]
 @pytest.mark.parametrize(
     ("arch", "num_layers", "has_gate"), [("qwen2_moe", 2, True), ("deepseek_v2", 1, False)]
 )
+@pytest.mark.usefixtures("interpreted_norm")
 def test_no_bit_changes(
     monkeypatch: pytest.MonkeyPatch, arch: str, num_layers: int, has_gate: bool
 ) -> None:
-    monkeypatch.setattr(fused, "add_rms_norm", rms_norm.add_rms_norm)
     captured, gm, context = prepared(arch, torch.bfloat16)
     gm.graph.lint()
     gm.recompile()
@@ -74,9 +69,7 @@ _SMALL = {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermed
 def test_tokens_are_those_of_hugging_face(
     monkeypatch: pytest.MonkeyPatch, arch: str, num_layers: int, settings: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(LinearPlans, "prepare", lambda *_: None)
-    monkeypatch.setattr(LinearPlans, "max_custom_rows", lambda *_: 0)
+    use_gpu_passes(monkeypatch)
     model = tiny_model(arch, **settings)
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4)
     graph = llm._runner.captured.graph

@@ -12,18 +12,15 @@ from torch.fx import GraphModule, Node
 
 pytest.importorskip("triton")
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fusions.fuse_wide_linear import fuse_wide_linear
 from pagespec.compile.fx.nodes import calls, calls_function, dtype_of
-from pagespec.compile.lowering import lower_gpu
 from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.kernels.experts import expert_rows
 from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
 from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.linear.wide_matmul import wide_linear
-from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
-from tests.support.captures import capture_plain, generate
+from tests.support.captures import capture_plain, generate, use_gpu_passes, use_passes
 from tests.support.models import tiny_model
 
 Change = Callable[[GraphModule, PassContext], None]
@@ -42,8 +39,7 @@ Change = Callable[[GraphModule, PassContext], None]
 def test_all_around_experts_is_found_beside_it(
     monkeypatch: pytest.MonkeyPatch, arch: str, spread: object
 ) -> None:
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    use_gpu_passes(monkeypatch)
     model = tiny_model(arch).to(torch.bfloat16)
 
     def engine() -> LLM:
@@ -59,7 +55,7 @@ def test_all_around_experts_is_found_beside_it(
     assert not any(calls(node, "type") for node in nodes)
     with monkeypatch.context() as patch:
         without = {k: v for k, v in gpu_passes().items() if k != "fuse_wide_linear"}
-        patch.setattr(captured_model, "cpu_passes", lambda _: without)
+        use_passes(patch, without)
         plain = engine()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompts = [[5, 6, 7, 8, 9]]

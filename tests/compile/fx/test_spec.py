@@ -15,13 +15,13 @@ from pagespec.compile.fx.nodes import example, is_ours
 from pagespec.compile.fx.products import library_matmuls
 from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
 from pagespec.compile.load.load import load_model
-from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext, gpu_passes
+from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
-from tests.support.captures import graph_cache
+from tests.support.captures import graph_cache, use_gpu_passes
 from tests.support.models import ARCHITECTURES, tiny_model
 from tests.support.sparse_models import SPARSE
 
@@ -69,7 +69,7 @@ def capture(
 
     monkeypatch.setattr(capture_module, "run_passes", run_and_check)
     if stage == "gpu":
-        monkeypatch.setattr(capture_module, "cpu_passes", lambda _: gpu_passes())
+        use_gpu_passes(monkeypatch, has_sweeps=True)
     loaded = load_model(tiny_model(arch).to(dtype))
     # Transparent, the passes for a GPU would try their kernels out.
     is_cpu = stage == "cpu"

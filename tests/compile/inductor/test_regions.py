@@ -23,7 +23,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
-from tests.support.captures import graph_cache
+from tests.support.captures import graph_cache, use_passes
 from tests.support.driving import drive, make_requests
 from tests.support.models import BY_DAY, tiny_model
 
@@ -42,7 +42,7 @@ class AsItIs:
 
 def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CapturedModel:
     """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
+    use_passes(monkeypatch, {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
     loaded = load_model(tiny_model(arch, **changes))
     return capture_model(
@@ -83,7 +83,7 @@ def test_a_size_goes_by_the_symbol_of_the_tensors_sizes(monkeypatch: pytest.Monk
 
     # As on a GPU, where one operation between two matmuls of experts is a region.
     monkeypatch.setattr(regions, "is_on_cpu", lambda values: False)
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
+    use_passes(monkeypatch, {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, compiler))
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=2))
     capture_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
@@ -20,7 +20,7 @@ from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.quantized import cpu_expanded
-from tests.support.captures import generate, graph_cache
+from tests.support.captures import generate, graph_cache, use_gpu_passes
 from tests.support.quantized_files import write_quantized
 
 pytestmark = pytest.mark.skipif(
@@ -56,7 +56,7 @@ def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cpu_expanded, "linear_fp8", rounding_rows)
     on_cpu = captured_from(tmp_path)
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    use_gpu_passes(monkeypatch, has_sweeps=True)
     captured = captured_from(tmp_path)
     assert captured.graph is not None
     assert on_cpu.graph is not None
@@ -81,7 +81,7 @@ def test_a_stand_in_that_something_else_reads_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_quantized(tmp_path, "fp8 blocks")
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    use_gpu_passes(monkeypatch, has_sweeps=True)
     from pagespec.compile.lowering import lower_gpu
 
     monkeypatch.setattr(lower_gpu.QuantizedCalls, "__call__", lambda *_, **__: None)
@@ -109,14 +109,16 @@ def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
             assert torch.equal(parameter, weights[name])
 
 
-def test_integers_are_lowered_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_are_lowered_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_capability: Callable[[str], None]
+) -> None:
     """In float32, where nothing is rounded."""
     from pagespec.kernels.quantized import dispatch_int4
 
     write_quantized(tmp_path, "gptq asymmetric", num_hidden_layers=1)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    cpu_capability("DEFAULT")
     on_cpu = captured_from(tmp_path)
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    use_gpu_passes(monkeypatch, has_sweeps=True)
     captured = captured_from(tmp_path)
     assert captured.graph is not None
     assert on_cpu.graph is not None

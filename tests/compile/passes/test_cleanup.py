@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from pagespec import LLM
-from pagespec.compile import captured_model
 from pagespec.compile.fx.nodes import is_ours
 from pagespec.compile.inductor.regions import is_opaque
-from pagespec.compile.passes import gpu_passes
-from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
+from tests.support.captures import use_gpu_passes
 from tests.support.models import tiny_model
 
 lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
@@ -33,8 +31,7 @@ def test_no_matmul_is_left_to_the_library(
     """Their routers multiply ``x.type(float32)`` and ``weight.type(float32)``. Of a float32 model
     both are nothing, but the weight was no constant then, and its matmul cuBLAS's, which chooses an
     order of summation by the number of rows: GLM-5's bits followed the schedule on a GPU."""
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    use_gpu_passes(monkeypatch)
     llm = LLM(tiny_model(arch).to(dtype), device="cpu", max_model_len=64)
     graph = llm._runner.captured.graph
     calls = [n for n in graph.graph.nodes if n.op in ("call_function", "call_method")]

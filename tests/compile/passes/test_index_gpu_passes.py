@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
-from pagespec.compile.passes import gpu_passes
 from pagespec.kernels.attention import chosen, index_kernels
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
-from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
+from tests.support.captures import use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 
@@ -46,8 +44,7 @@ def test_tokens_are_those_of_hugging_face(
     def attention(query: Any, kv: Any, scale: float, rank: int, indices: Any = None) -> Any:
         return launch.attention(query, kv, scale, rank, indices=indices)
 
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    use_gpu_passes(monkeypatch)
     monkeypatch.setattr(mla, "attention", noted("latents", attention))
     for module, name in ((index_kernels, "index_topk"), (chosen, "chosen_attention")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))

@@ -21,7 +21,7 @@ from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.support.captures import graph_cache
+from tests.support.captures import graph_cache, use_passes
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 
@@ -63,7 +63,7 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("arch", MERGED)
 def test_records_what_running_every_node_gives(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
+    use_passes(monkeypatch, {})
     loaded = load_model(tiny_model(arch))
     # What latent attention is made of are no operators: fake tensors do not run through it.
     captured = capture_model(

@@ -3,31 +3,17 @@ Hugging Face, and Mamba's matmul from the left is one of ours."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile import captured_model
-from pagespec.compile.passes import gpu_passes
 from pagespec.kernels.linear import dispatch
+from tests.support.captures import use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 from tests.support.recurrent_models import RECURRENT
 
 lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
-
-
-class NoSweeps:
-    """In place of what is found out about each matmul on a GPU: the library computes all."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def prepare(self, matmuls: Any) -> None: ...
-
-    def max_custom_rows(self, *_: Any) -> int:
-        return 0
 
 
 @pytest.mark.parametrize(
@@ -38,8 +24,7 @@ class NoSweeps:
     ],
 )
 def test_tokens_are_those_of_hugging_face(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
-    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    use_gpu_passes(monkeypatch)
     model = tiny_model(arch)
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4, state_interval=16)
     graph = llm._runner.captured.graph

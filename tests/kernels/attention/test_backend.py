@@ -25,13 +25,13 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
+def choose(cuda_capability: Callable[[tuple[int, int]], None]) -> Callable[..., AttentionBackend]:
     """:func:`select_backend` on an H100, bf16, blocks of 16, unless said otherwise."""
 
     def run(
         requested: str, capability: tuple[int, int] = (9, 0), **changes: Any
     ) -> AttentionBackend:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+        cuda_capability(capability)
         arguments = {
             "device": CUDA,
             "dtype": torch.bfloat16,

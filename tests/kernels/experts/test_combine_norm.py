@@ -97,6 +97,7 @@ def gated(num_tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "hidden_size"), [(1, 8, 64), (3, 1, 304), (64, 2, 48), (65, 2, 48)]
 )
+@pytest.mark.usefixtures("interpreted_norm")
 def test_a_shared_expert_is_added_as_by_operations_in_turn(
     monkeypatch: pytest.MonkeyPatch,
     num_tokens: int,
@@ -118,7 +119,6 @@ def test_a_shared_expert_is_added_as_by_operations_in_turn(
         x + (sigmoid * shared if has_gate else shared), residual, norm_weight, 1e-6, "rounded"
     )
     assert not torch.equal(x, x + (sigmoid * shared if has_gate else shared))
-    monkeypatch.setattr(kernel.fused, "add_rms_norm", rms_norm.add_rms_norm)
     # One launch, or two: no operation between them.
     monkeypatch.delattr(kernel, "combine_experts" if num_tokens <= 64 else "_combine_norm_kernel")
     found = kernel.combine_add_rms_norm(*given, 1e-6, "rounded", shared, gate if has_gate else None)
@@ -127,16 +127,14 @@ def test_a_shared_expert_is_added_as_by_operations_in_turn(
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("interpreted_norm")
 @pytest.mark.parametrize("has_gate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_token_has_its_bits_among_few_and_many(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_gate: bool
-) -> None:
+def test_a_token_has_its_bits_among_few_and_many(dtype: torch.dtype, has_gate: bool) -> None:
     top_k, hidden_size = 2, 48
     rows, weights, _, _, residual, norm_weight = operands(65, top_k, hidden_size, dtype, dtype)
     shared, gate = gated(65, hidden_size, dtype)
     inverse = torch.arange(65 * top_k)
-    monkeypatch.setattr(kernel.fused, "add_rms_norm", rms_norm.add_rms_norm)
 
     def of(begin: int, end: int) -> tuple[Tensor, Tensor]:
         of_experts, tokens = slice(begin * top_k, end * top_k), slice(begin, end)
@@ -181,13 +179,13 @@ def _no_tokens(given: list[Any]) -> None:
     "change",
     [_many, _odd_width, _another_dtype, _strided_residual, _strided_shared, _no_tokens],
 )
+@pytest.mark.usefixtures("interpreted_norm")
 def test_what_it_has_no_launch_for_takes_two(
     monkeypatch: pytest.MonkeyPatch, change: Change
 ) -> None:
     given = list(operands(3, 2, 48, torch.float32, torch.float32))
     change(given)
     given, shared = given[:6], given[6:]
-    monkeypatch.setattr(kernel.fused, "add_rms_norm", rms_norm.add_rms_norm)
     monkeypatch.delattr(kernel, "_combine_norm_kernel")
     found = kernel.combine_add_rms_norm(*given, 1e-6, "rounded", *shared)
     for a, b in zip(found, apart(*given, "rounded", *shared), strict=True):

@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 
-sort_by_expert = pytest.importorskip("pagespec.kernels.experts.sort_by_expert")
+pytest.importorskip("triton")
+from pagespec.kernels.experts import sort_by_expert
+from pagespec.kernels.jit.parallel_build import parallel_build
 
 
 @pytest.fixture(params=["few", "many"], autouse=True)
@@ -61,33 +63,34 @@ def test_padding_is_no_experts(monkeypatch: pytest.MonkeyPatch, num_real: int) -
 
 def test_what_a_build_leaves_out_can_be_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of kernels that are being built do nothing; what reads at their results runs."""
-    monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
     left_out = dict.fromkeys([(6,), (1,)], lambda *_, **__: None)
     for kernel in ("_sort_kernel", "_count_kernel", "_place_kernel"):
         monkeypatch.setattr(sort_by_expert, kernel, left_out)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, -(1 << 40)))
-    found = sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
+    with parallel_build(torch.device("cpu")):
+        found = sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
     assert all((part == 0).all() for part in found)
 
 
 def test_what_was_not_counted_is_placed_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the two launches for many rows may be left out, and the other not."""
     monkeypatch.setattr(sort_by_expert, "_MANY", 0)
-    monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
     monkeypatch.setattr(sort_by_expert, "_count_kernel", {(1,): lambda *_, **__: None})
-    for part in sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5):
+    with parallel_build(torch.device("cpu")):
+        found = sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
+    for part in found:
         assert ((part >= 0) & (part < 5)).all()
 
 
 def test_a_step_of_many_rows_makes_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest step may be the only one with prompts in which kernels are made."""
     monkeypatch.setattr(sort_by_expert, "_MANY", 0)
-    monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
     launched: list[str] = []
     for kernel in ("_sort_kernel", "_count_kernel", "_place_kernel"):
         launch = functools.partial(lambda name, *_, **__: launched.append(name), kernel)
         monkeypatch.setattr(sort_by_expert, kernel, {(6,): launch, (1,): launch})
-    sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
+    with parallel_build(torch.device("cpu")):
+        sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
     assert launched == ["_sort_kernel", "_count_kernel", "_place_kernel"]
 
 

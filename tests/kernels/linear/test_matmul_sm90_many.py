@@ -163,6 +163,7 @@ def test_while_kernels_are_made_those_of_both_ways_are_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that a start makes all whose largest step goes but one way."""
+    from pagespec.kernels.jit.parallel_build import parallel_build
     from pagespec.kernels.linear import dispatch
 
     x, weight = normal(num_rows, 320), normal(256, 320, seed=1)
@@ -172,12 +173,12 @@ def test_while_kernels_are_made_those_of_both_ways_are_launched(
         activations.append(len(args[0]))
         return act_mul(*args)
 
-    monkeypatch.setattr(dispatch, "may_skip_launches", lambda: True)
-    dispatch.linear(x, weight, None, 0)
-    dispatch.linear(x[:, :256], normal(256, 256), None, 0)  # which it cannot compute
-    monkeypatch.setattr(dispatch, "matmul_many", lambda *args: launched.append(args[2]))
-    monkeypatch.setattr(fused, "act_mul", watched)
-    dispatch.linear_silu_mul(x, weight, None, 0)
+    with parallel_build(torch.device("cpu")):
+        dispatch.linear(x, weight, None, 0)
+        dispatch.linear(x[:, :256], normal(256, 256), None, 0)  # which it cannot compute
+        monkeypatch.setattr(dispatch, "matmul_many", lambda *args: launched.append(args[2]))
+        monkeypatch.setattr(fused, "act_mul", watched)
+        dispatch.linear_silu_mul(x, weight, None, 0)
     assert launched == [((num_rows, 320), False), True]
     assert activations == [num_rows]
 

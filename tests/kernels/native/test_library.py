@@ -82,12 +82,13 @@ def test_a_machine_without_what_they_need(monkeypatch: pytest.MonkeyPatch, build
 )
 def test_flags_by_processor(
     monkeypatch: pytest.MonkeyPatch,
+    cpu_capability: Callable[[str], None],
     capability: str,
     has_vnni: bool,
     features: str,
     flag: str | None,
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cpu_capability(capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni, raising=False)
     monkeypatch.setattr(library, "_processor_features", lambda: set(features.split()))
     flags = library._processor_flags()

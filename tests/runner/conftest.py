@@ -1,0 +1,24 @@
+"""Runners for a GPU where there is none: their kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.support.packers import PassedEvent
+
+
+@pytest.fixture
+def passed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of CUDA have passed as soon as they are recorded."""
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+
+
+@pytest.fixture
+def small_chunks(passed_events: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edited rows are sent two at a time: few requests need several launches."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.importorskip("triton")
+        monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
