@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
@@ -23,8 +22,6 @@ from .cpu_runner import ModelRunner
 from .cpu_threads import StepThreads, step_threads
 from .host_memory import available_bytes
 from .kv_budget import fitting_length, num_cpu_blocks, num_cpu_state_slots
-
-logger = logging.getLogger("pagespec")
 
 _PACKING_PART = 4  # of the memory available, one part is for packed weights
 _ROWS_OF_STEP = (1, 2, 5)
@@ -112,11 +109,7 @@ def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
     shapes = _states(captured) | _indexes(captured)
     if all(keeps_batched_bits(*shape, threads.numbers) for shape in sorted(shapes)):
         return threads
-    fixed = threads.fixed()
-    logger.info(
-        "CPU threads: %d, which stays: bits of this model follow the number", *fixed.numbers
-    )
-    return fixed
+    return threads.fixed("this model follow")
 
 
 _Shape = tuple[int, int, int, tuple[int, ...]]

@@ -17,10 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import torch
 
@@ -43,55 +42,17 @@ _CLEARLY = 0.8
 _SAY_INTERVAL_S = 60.0
 
 
-class StepThreads(Protocol):
-    """The numbers of threads of an engine's steps.
-
-    Attributes:
-        numbers: all that may be used, the most first.
-    """
-
-    @property
-    def numbers(self) -> tuple[int, ...]: ...
-
-    def apply(self) -> None:
-        """Set torch's number for a step of the calling thread."""
-        ...
-
-    def add(self, step_s: float) -> None:
-        """Count the seconds that a step took."""
-        ...
-
-    def fixed(self) -> FixedThreads:
-        """One number for every step of an engine that starts now."""
-        ...
-
-
-class FixedThreads:
-    """The same number for every step."""
-
-    def __init__(self, number: int) -> None:
-        self.numbers: tuple[int, ...] = (number,)
-
-    def apply(self) -> None:
-        _use(self.numbers[0])
-
-    def add(self, step_s: float) -> None:
-        """Nothing follows the time of steps."""
-
-    def fixed(self) -> FixedThreads:
-        return self
-
-
-class AdaptiveThreads:
-    """The number whose matmuls were the quickest of late. Engines of one process share the object.
+class StepThreads:
+    """The number of threads of an engine's steps: that whose matmuls were the quickest of late.
+    Engines of one process share the object.
 
     After every 10 s of steps, the number in use and its two neighbours are measured. Another number
     is used if it takes less than 0.8 times the time, in two measurements 1 s apart. If measuring
     would take more than 0.5% of the time, it is done less often.
 
     Args:
-        numbers: those that may be used, the most first.
-        number: the first in use.
+        numbers: all that may be used, the most first; a single one is never measured.
+        number: the first in use; None: the most.
         measure: seconds of a matmul with so many threads; may leave torch's number changed.
         clock: seconds.
     """
@@ -99,20 +60,21 @@ class AdaptiveThreads:
     def __init__(
         self,
         numbers: Sequence[int],
-        number: int,
-        measure: Callable[[int], float],
+        number: int | None = None,
+        measure: Callable[[int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.numbers = tuple(numbers)
-        self.number = number
-        self._measure, self._clock = measure, clock
+        self.number = number or self.numbers[0]
+        self._measure, self._clock = measure or measured_again, clock
         self._lock = threading.Lock()  # of one measurement at a time
         self._step_s = self._cost_s = 0.0
         self._wait_s = _INTERVAL_S
         self._rival: int | None = None
-        self._said, self._said_at = number, float("-inf")
+        self._said, self._said_at = self.number, float("-inf")
 
     def apply(self) -> None:
+        """Set torch's number for a step of the calling thread."""
         is_due = len(self.numbers) > 1 and self._step_s >= self._wait_s
         if is_due and self._lock.acquire(blocking=False):
             try:
@@ -122,12 +84,21 @@ class AdaptiveThreads:
         _use(self.number)
 
     def add(self, step_s: float) -> None:
+        """Count the seconds that a step took."""
         self._step_s += step_s
 
-    def fixed(self) -> FixedThreads:
-        """The quickest number as the machine is now. The number in use may have fallen while
-        another engine served, and an engine that keeps its number would keep that."""
-        return FixedThreads(_quickest(self.numbers, self._measure)[0])
+    def fixed(self, reason: str) -> StepThreads:
+        """One number for every step of an engine that starts now: the quickest as the machine is.
+        The number in use may have fallen while another engine served.
+
+        Args:
+            reason: whose bits follow the number, for the log.
+        """
+        if len(self.numbers) == 1:
+            return self
+        number = _quickest(self.numbers, self._measure)[0]
+        logger.info("CPU threads: %d, which stays: bits of %s the number", number, reason)
+        return StepThreads((number,))
 
     def _measure_again(self) -> None:
         self._step_s = 0.0
@@ -172,19 +143,10 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
             number, so that it stays what it is at start.
     """
     torchs_number()
-    if threads is not None:
-        return FixedThreads(threads)
-    if num_ranks > 1:
-        return FixedThreads(torch.get_num_threads())
+    if threads is not None or num_ranks > 1:
+        return StepThreads((threads or torch.get_num_threads(),))
     shared = shared_threads()
-    if not is_eager or len(shared.numbers) == 1:
-        return shared
-    fixed = shared.fixed()
-    logger.info(
-        "CPU threads: %d, which stays: bits of compile='eager' may follow the number",
-        *fixed.numbers,
-    )
-    return fixed
+    return shared.fixed("compile='eager' may follow") if is_eager else shared
 
 
 def rank_threads(threads: int | None, num_ranks: int) -> int:
@@ -207,11 +169,11 @@ def torchs_number() -> int:
 
 
 @cache
-def shared_threads() -> AdaptiveThreads:
+def shared_threads() -> StepThreads:
     """Of all engines of the process whose number is measured."""
     numbers = halvings(min(torchs_number(), usable_cores()))
     number = quickest(numbers, torchs_number(), measured)
-    return AdaptiveThreads(numbers, number, measured_again)
+    return StepThreads(numbers, number, measured_again)
 
 
 def halvings(most: int) -> tuple[int, ...]:
@@ -278,9 +240,7 @@ def measured(threads: int, num_calls: int = _NUM_CALLS, trial_s: float = _TRIAL_
     return median(found)
 
 
-def measured_again(threads: int) -> float:
-    """:func:`measured` with few calls."""
-    return measured(threads, _NUM_CALLS_AGAIN, _TRIAL_AGAIN_S)
+measured_again = partial(measured, num_calls=_NUM_CALLS_AGAIN, trial_s=_TRIAL_AGAIN_S)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -26,7 +26,7 @@ from pagespec.kernels.recurrent.spec import RecurrentSpec
 from pagespec.runner import cpu_platform, cpu_threads
 from pagespec.runner.cpu_platform import steady
 from pagespec.runner.cpu_runner import ModelRunner
-from pagespec.runner.cpu_threads import AdaptiveThreads, FixedThreads, halvings, step_threads
+from pagespec.runner.cpu_threads import StepThreads, halvings, step_threads
 from tests.support.captures import capture_once, graph_cache
 from tests.support.driving import drive, make_requests
 from tests.support.models import save_word_model, tiny_model
@@ -69,11 +69,11 @@ class Machine:
         self.now += self.cost_s
         return self.load[number]
 
-    def threads(self, number: int | None = None) -> AdaptiveThreads:
+    def threads(self, number: int | None = None) -> StepThreads:
         numbers = sorted(self.load, reverse=True)
-        return AdaptiveThreads(numbers, number or numbers[0], self.measure, lambda: self.now)
+        return StepThreads(numbers, number or numbers[0], self.measure, lambda: self.now)
 
-    def run(self, threads: AdaptiveThreads, seconds: float, step_s: float = 0.5) -> list[int]:
+    def run(self, threads: StepThreads, seconds: float, step_s: float = 0.5) -> list[int]:
         """The number of threads of every step of so many seconds."""
         used = []
         for _ in range(int(seconds / step_s)):
@@ -194,7 +194,6 @@ def test_engines_that_keep_their_number_start_with_what_the_machine_has_now(
     fallen.load = BUSY
     assert step_threads(None, is_eager=True).numbers == (1,)
     shared = step_threads(None)
-    assert isinstance(shared, AdaptiveThreads)
     assert shared.number == 1  # it follows its own measurements
 
 
@@ -300,7 +299,7 @@ def test_a_failing_measurement_leaves_the_number_and_the_lock() -> None:
         torch.set_num_threads(number)
         raise MemoryError
 
-    threads = AdaptiveThreads((4, 2, 1), 4, fails, lambda: 0.0)
+    threads = StepThreads((4, 2, 1), 4, fails, lambda: 0.0)
     threads.add(11)
     with pytest.raises(MemoryError):
         threads.apply()
@@ -434,7 +433,7 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
     """Matmuls that have no trial of their own: of states, and of an indexer."""
     caplog.set_level(logging.INFO, "pagespec")
     made = _captured(index_dim, *recurrent)
-    threads = AdaptiveThreads((2, 1), 2, QUIET.__getitem__)
+    threads = StepThreads((2, 1), 2, QUIET.__getitem__)
     torch.set_num_threads(2)
     assert steady(threads, made) is threads
     of_torch = torch.bmm
@@ -458,7 +457,7 @@ def captured() -> CapturedModel:
 
 
 def test_an_engine_falls_back_and_comes_back_with_equal_answers(captured: CapturedModel) -> None:
-    def answers(threads: cpu_threads.StepThreads) -> list[list[int]]:
+    def answers(threads: StepThreads) -> list[list[int]]:
         runner = ModelRunner(captured, block_size=4, num_blocks=120, threads=threads)
         requests = make_requests([[9, 8, 7, 6, 5], [100, 200, 300], [4] * 20], 40)
         drive(runner, requests, block_size=4, num_blocks=120, chunk=5)
@@ -467,7 +466,7 @@ def test_an_engine_falls_back_and_comes_back_with_equal_answers(captured: Captur
     machine = Machine({2: 1.0, 1: 1.9})
     used = []
 
-    class Slow(AdaptiveThreads):
+    class Slow(StepThreads):
         """Steps that take seconds; another process holds the cores during the second third."""
 
         def apply(self) -> None:
@@ -480,7 +479,7 @@ def test_an_engine_falls_back_and_comes_back_with_equal_answers(captured: Captur
 
     found = answers(Slow((2, 1), 2, machine.measure, lambda: machine.now))
     assert [used[0], used[28], used[-1]] == [2, 1, 2]
-    assert found == answers(FixedThreads(1))
+    assert found == answers(StepThreads((1,)))
 
 
 def test_a_real_measurement_sees_a_busy_machine() -> None:
@@ -492,7 +491,7 @@ def test_a_real_measurement_sees_a_busy_machine() -> None:
     ]
     try:
         time.sleep(0.2)
-        threads = AdaptiveThreads((8 * cores, 1), 8 * cores, cpu_threads.measured_again)
+        threads = StepThreads((8 * cores, 1), 8 * cores, cpu_threads.measured_again)
         for _ in range(40):
             threads.add(100)
             threads.apply()
@@ -506,7 +505,7 @@ def test_a_real_measurement_sees_a_busy_machine() -> None:
 
 
 def test_threads_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never() -> AdaptiveThreads:
+    def never() -> StepThreads:
         raise AssertionError("no trial")
 
     monkeypatch.setattr(cpu_threads, "shared_threads", never)
