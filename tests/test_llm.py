@@ -299,7 +299,7 @@ def test_a_closed_iterator_leaves_nothing_behind(llm: LLM) -> None:
     next(results)
     results.close()
     assert not llm.engine.has_work
-    assert llm.engine.scheduler.blocks.num_available_blocks == 40
+    assert llm.engine.scheduler.blocks.num_available == 40
 
 
 def test_a_failing_step_ends_its_requests_and_not_the_engine(

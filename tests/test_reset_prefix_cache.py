@@ -26,7 +26,7 @@ def reset_for_new_weights(llm: LLM) -> None:
     runner.change_weights()
     blocks = llm.engine.scheduler.blocks
     assert not blocks.index
-    assert len(blocks.free_blocks) == blocks.num_blocks
+    assert len(blocks.free) == blocks.num_blocks
     check_state(llm.engine.scheduler)
 
 

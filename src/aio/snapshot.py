@@ -40,7 +40,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     scheduler = engine.scheduler
     blocks, queues = scheduler.blocks, scheduler.queues
     states = [request.state for request in list(scheduler.requests.values())]
-    num_cached, num_free = len(blocks.lru_blocks), len(blocks.free_blocks)
+    num_cached, num_free = len(blocks.lru), len(blocks.free)
     return EngineSnapshot(
         num_running=states.count(RequestState.RUNNING),
         num_waiting=sum(states.count(state) for state in _WAITING),

@@ -1,7 +1,7 @@
 """The engine: plans each step and settles its results. No torch here.
 
 Read in this order: ``request`` and ``plan`` (the decision for one step), ``queues``,
-``block_manager``, ``planner``, ``scheduler`` (dispatch and commit), ``policy`` (the order of
+``ledger``, ``block_manager``, ``planner``, ``scheduler`` (dispatch and commit), ``policy`` (the order of
 service), ``core`` (the step loop, around a ``runner``), ``generation`` (what ``generate`` does). At
 the door: ``config``, ``sampling_params`` with ``edit_checks``,
 ``logit_edits``, ``structured_outputs``, ``inputs``, ``request_factory``, ``detokenizer``,

@@ -1,12 +1,5 @@
-"""The pool of KV-cache blocks: reference counts, a prefix index, and eviction of the least
-recently used. Pure bookkeeping over block ids; it never sees a tensor. A model with recurrent
-layers has a pool of state slots beside it, in which each request has slots as well.
-
-Every block is in exactly one of three places (S2), decided by its count and its key (S4)::
-
-    ref_count > 0                  owned: in that many block tables
-    ref_count == 0, key present    cached: in the LRU queue, still in the prefix index
-    ref_count == 0, key absent     free: on the free stack
+"""The pool of KV-cache blocks. A model with recurrent layers has a pool of state slots beside it,
+in which each request has slots as well.
 
 Property numbers (S1, S2 ...) are those of ``spec/README.md``.
 """
@@ -14,11 +7,11 @@ Property numbers (S1, S2 ...) are those of ``spec/README.md``.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import xxhash
 
+from .ledger import Ledger
 from .request import Request
 from .segments import content_key
 from .state_slots import StateSlots
@@ -40,7 +33,7 @@ def root_key(cache_salt: bytes) -> bytes:
     return xxhash.xxh3_128_digest(b"pagespec prefix root:" + cache_salt)
 
 
-class BlockManager:
+class BlockManager(Ledger):
     """Allocates, shares, caches and evicts blocks of ``block_size`` token slots.
 
     Args:
@@ -75,28 +68,13 @@ class BlockManager:
                 block_size,
                 enable_prefix_caching=enable_prefix_caching,
             )
-        self.reset()
+        super().__init__(num_blocks)
 
     def reset(self) -> None:
         """Free and unpublish every block and every state slot, whatever their state."""
-        num_blocks = self.num_blocks
-        self.ref_counts = [0] * num_blocks
-        # A stack: the block freed last is the likeliest to be in the processor's caches.
-        self.free_blocks = list(range(num_blocks - 1, -1, -1))
-        # Oldest first. OrderedDict and not dict: popping the head of a dict rescans its holes.
-        self.lru_blocks: OrderedDict[int, None] = OrderedDict()
-        self.keys: list[bytes | None] = [None] * num_blocks
-        self.index: dict[bytes, int] = {}
-        # What each published block holds: a look-up compares it, so that two different blocks
-        # whose keys collide are never taken for one another.
-        self._contents: list[bytes | None] = [None] * num_blocks
+        super().reset()
         if self.states is not None:
             self.states.reset()
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks an allocation could take now: free ones, then cached ones."""
-        return len(self.free_blocks) + len(self.lru_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Length of the block table that holds ``num_tokens`` slots."""
@@ -137,11 +115,7 @@ class BlockManager:
 
     def acquire(self, request: Request, hits: list[int]) -> None:
         """Make ``hits`` (fresh from ``match``) the start of ``request``'s empty block table."""
-        ref_counts, lru = self.ref_counts, self.lru_blocks
-        for block in hits:
-            if ref_counts[block] == 0:
-                del lru[block]
-            ref_counts[block] += 1
+        self.share(hits)
         request.block_table = list(hits)
         request.num_slots = len(hits) * self.block_size
         request.num_published = len(hits)
@@ -155,14 +129,9 @@ class BlockManager:
         Raises:
             OutOfBlocksError: fewer are available; nothing was changed.
         """
-        if num_new_blocks > self.num_available_blocks:
-            raise OutOfBlocksError(f"{num_new_blocks} of {self.num_available_blocks} blocks")
-        free, ref_counts = self.free_blocks, self.ref_counts
-        taken: list[int] = []
-        for _ in range(num_new_blocks):
-            block = free.pop() if free else self._evict()
-            ref_counts[block] = 1
-            taken.append(block)
+        if num_new_blocks > self.num_available:
+            raise OutOfBlocksError(f"{num_new_blocks} of {self.num_available} blocks")
+        taken = self.take(num_new_blocks)
         request.block_table += taken
         request.num_slots += num_new_blocks * self.block_size
         return tuple(taken)
@@ -171,14 +140,7 @@ class BlockManager:
         """Give back all of ``request``'s blocks and state slots. Safe only when no step in flight
         writes them (S28). The last block goes first: a chain is evicted from its tail, so that what
         stays cached can still be reached from the root."""
-        ref_counts, keys = self.ref_counts, self.keys
-        for block in reversed(request.block_table):
-            ref_counts[block] -= 1
-            if ref_counts[block] == 0:
-                if keys[block] is None:
-                    self.free_blocks.append(block)
-                else:
-                    self.lru_blocks[block] = None
+        self.drop(reversed(request.block_table))
         request.block_table = []
         request.num_slots = 0
         request.num_published = 0
@@ -187,10 +149,7 @@ class BlockManager:
 
     def publish(self, request: Request) -> None:
         """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7), and
-        the states at the end of settled intervals.
-
-        A block whose key is taken already stays private: the index keeps one block per key (S8).
-        """
+        the states at the end of settled intervals."""
         if self.enable_prefix_caching:
             self._publish_blocks(request)
         if self.states is not None:
@@ -204,23 +163,9 @@ class BlockManager:
         if begin >= num_full_blocks:
             return
         self._extend_keys(request, num_full_blocks)
-        for i in range(begin, num_full_blocks):
-            key, tokens = request.block_keys[i]
-            if key not in self.index:
-                block = request.block_table[i]
-                self.index[key] = block
-                self.keys[block] = key
-                self._contents[block] = tokens
+        keys = request.block_keys[begin:num_full_blocks]
+        self.offer(request.block_table[begin:num_full_blocks], keys)
         request.num_published = num_full_blocks
-
-    def _evict(self) -> int:
-        block, _ = self.lru_blocks.popitem(last=False)
-        key = self.keys[block]
-        assert key is not None, "a block in the LRU queue has a key (S4)"
-        del self.index[key]
-        self.keys[block] = None
-        self._contents[block] = None
-        return block
 
     def _extend_keys(self, request: Request, num_full_blocks: int) -> None:
         """Make ``request.block_keys`` cover its first ``num_full_blocks`` blocks."""

@@ -137,11 +137,11 @@ class Engine:
 
     def pause(self, request_id: str) -> None:
         """See Scheduler.pause."""
-        self._run(self._pause, request_id)
+        self._run(self._serve, self.scheduler.pause, "pause", request_id)
 
     def resume(self, request_id: str) -> None:
         """See Scheduler.resume."""
-        self._run(self._resume, request_id)
+        self._run(self._serve, self.scheduler.resume, "resume", request_id)
 
     def step(self) -> list[Request]:
         """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
@@ -303,19 +303,17 @@ class Engine:
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._records.note_aborted(request)
-            if self._trace is not None:
-                self._trace.abort(request_id, "abort")
+            self._write("abort", id=request_id, reason="abort")
             self._records.deliver([request])
 
-    def _pause(self, request_id: str) -> None:
-        self.scheduler.pause(request_id)
-        if self._trace is not None:
-            self._trace.pause(request_id)
+    def _serve(self, change: Callable[[str], None], event: str, request_id: str) -> None:
+        """Take a request out of service, or into it again."""
+        change(request_id)
+        self._write(event, id=request_id)
 
-    def _resume(self, request_id: str) -> None:
-        self.scheduler.resume(request_id)
+    def _write(self, event: str, **fields: object) -> None:
         if self._trace is not None:
-            self._trace.resume(request_id)
+            self._trace.write(event, **fields)
 
     def _drop(self, request: Request) -> None:
         if self.scheduler.requests.get(request.request_id) is request:
@@ -421,8 +419,7 @@ class Engine:
         request = self.scheduler.abort(request_id, "error")
         if request is not None:  # a finished request may have positions in flight that fail
             self._records.note_failed(request, failure)
-            if self._trace is not None:
-                self._trace.abort(request_id, "error")
+            self._write("abort", id=request_id, reason="error")
         return request
 
 

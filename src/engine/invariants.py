@@ -8,8 +8,11 @@ and about runs as a whole are checked by the tests, not here.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import chain, pairwise
 
+from .block_manager import BlockManager
+from .ledger import Ledger
 from .plan import StepPlan
 from .request import Request, RequestState
 from .scheduler import Scheduler
@@ -34,10 +37,16 @@ def _require(condition: bool, property_id: str, detail: str, *values: object) ->
 def check_state(scheduler: Scheduler) -> None:
     """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
     S24, S27, S28, S33, S40, S43, S44, S46, S47, S50, S53, S59 or S60."""
-    _check_pool(scheduler)
-    _check_content(scheduler)
-    if scheduler.blocks.states is not None:
-        _check_state_slots(scheduler, scheduler.blocks.states)
+    holders = {*scheduler.requests.values(), *scheduler.queues.draining}
+    is_idle = not scheduler.requests and not scheduler.in_flight
+    blocks, states = scheduler.blocks, scheduler.blocks.states
+    tables = [request.block_table for request in holders]
+    _check_ledger(blocks, tables, "block", is_idle, ("S1", "S2", "S3", "S4", "S8", "S14"))
+    _check_content(blocks, holders)
+    if states is not None:
+        slots = [set(request.state_table) for request in holders]
+        _check_ledger(states, slots, "slot", is_idle, (*["S43"] * 5, "S50"))
+        _check_state_tables(scheduler, states, holders)
     _check_requests(scheduler)
     for plan, requests in scheduler.in_flight:
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
@@ -46,40 +55,50 @@ def check_state(scheduler: Scheduler) -> None:
             _require(holds, "S28", "{} gave back blocks that step {} writes", request, plan.step)
 
 
-def _check_pool(scheduler: Scheduler) -> None:
-    blocks = scheduler.blocks
-    holders = {*scheduler.requests.values(), *scheduler.queues.draining}
-    owners = Counter(block for request in holders for block in request.block_table)
-    free, lru = set(blocks.free_blocks), set(blocks.lru_blocks)
-    is_once = len(free) == len(blocks.free_blocks) and len(lru) == len(blocks.lru_blocks)
-    _require(is_once, "S2", "a block is queued twice")
-    for block, (count, key) in enumerate(zip(blocks.ref_counts, blocks.keys, strict=True)):
-        num_owners, is_free, is_cached = owners.get(block, 0), block in free, block in lru
+def _check_ledger(
+    ledger: Ledger,
+    tables: Iterable[Iterable[int]],
+    what: str,
+    is_idle: bool,
+    properties: tuple[str, ...],
+) -> None:
+    """Checks the counts and places of a pool's items.
+
+    Args:
+        tables: the items of each holder. is_idle: there is no request, and no step in flight.
+        properties: the ids of those that are checked, as of blocks: S1, S2, S3, S4, S8 and S14.
+    """
+    s1, s2, s3, s4, s8, s14 = properties
+    owners = Counter(chain.from_iterable(tables))
+    free, lru = set(ledger.free), set(ledger.lru)
+    is_once = len(free) == len(ledger.free) and len(lru) == len(ledger.lru)
+    _require(is_once, s2, "a {} is queued twice", what)
+    for item, (count, key) in enumerate(zip(ledger.ref_counts, ledger.keys, strict=True)):
+        num_owners, is_free, is_cached = owners.get(item, 0), item in free, item in lru
         is_to_be_free, is_to_be_cached = not count and key is None, not count and key is not None
-        is_indexed = key is None or blocks.index.get(key) == block
+        is_indexed = key is None or ledger.index.get(key) == item
         has_place = is_free == is_to_be_free and is_cached == is_to_be_cached
         if count == num_owners and has_place and is_indexed:
             continue  # pools have thousands of blocks: what is broken is looked for where it is
-        _require(count >= 0, "S3", "block {} has count {}", block, count)
-        _require(count == num_owners, "S1", "block {}: {} counted, {}", block, count, num_owners)
+        name = f"{what} {item}"
+        _require(count >= 0, s3, "{} has count {}", name, count)
+        _require(count == num_owners, s1, "{}: {} counted, {}", name, count, num_owners)
         places = (count > 0) + is_free + is_cached
-        _require(places == 1, "S2", "block {} is in {} places", block, places)
-        _require(is_free == is_to_be_free, "S4", "block {} on free list", block)
-        _require(is_cached == is_to_be_cached, "S4", "block {} in LRU", block)
-        _require(is_indexed, "S8", "key of block {} leads elsewhere", block)
-    for key, block in blocks.index.items():
-        _require(blocks.keys[block] == key, "S8", "index entry of block {} is stale", block)
-    if not scheduler.requests and not scheduler.in_flight:
-        num_idle = len(blocks.free_blocks) + len(blocks.lru_blocks)
-        _require(num_idle == blocks.num_blocks, "S14", "{} blocks idle with no request", num_idle)
+        _require(places == 1, s2, "{} is in {} places", name, places)
+        _require(is_free == is_to_be_free, s4, "{} on free list", name)
+        _require(is_cached == is_to_be_cached, s4, "{} in LRU", name)
+        _require(is_indexed, s8, "key of {} leads elsewhere", name)
+    for key, item in ledger.index.items():
+        _require(ledger.keys[item] == key, s8, "index entry of {} {} is stale", what, item)
+    is_whole = ledger.num_available == len(ledger.keys)
+    _require(is_whole or not is_idle, s14, "a {} is owned with no request", what)
 
 
-def _check_content(scheduler: Scheduler) -> None:
+def _check_content(blocks: BlockManager, holders: Iterable[Request]) -> None:
     """Compares what positions hold, and no keys."""
-    blocks = scheduler.blocks
     size = blocks.block_size
     first_owners: dict[int, Request] = {}
-    for request in (*scheduler.requests.values(), *scheduler.queues.draining):
+    for request in holders:
         total = sum(segment.length for segment in request.info.segments)
         _require(total == request.num_prompt_tokens, "S59", "segments of {}", request)
         for i, block in enumerate(request.block_table):
@@ -103,23 +122,9 @@ def _held(request: Request, begin: int, end: int) -> list[tuple[bytes, int] | No
     return held
 
 
-def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:
-    holders = {*scheduler.requests.values(), *scheduler.queues.draining}
-    owners = Counter(slot for request in holders for slot in set(request.state_table))
-    places = Counter([*states.free_slots, *states.lru_slots])
-    for slot in range(states.num_slots):
-        count, key = states.ref_counts[slot], states.keys[slot]
-        _require(count == owners[slot], "S43", "slot {}: {} counted, {}", slot, count, owners[slot])
-        _require((count > 0) + places[slot] == 1, "S43", "slot {} is not in one place", slot)
-        is_cached = count == 0 and key is not None
-        _require((slot in states.lru_slots) == is_cached, "S43", "slot {} in LRU", slot)
-        is_indexed = key is None or states.index.get(key) == slot
-        _require(is_indexed, "S43", "key of slot {} leads elsewhere", slot)
-    num_keys = sum(key is not None for key in states.keys)
-    _require(len(states.index) == num_keys, "S43", "a stale entry in the index of states")
-    is_idle = states.num_available_slots == states.num_slots
-    has_any = scheduler.requests or scheduler.in_flight
-    _require(bool(has_any) or is_idle, "S50", "a slot is owned with no request")
+def _check_state_tables(
+    scheduler: Scheduler, states: StateSlots, holders: Iterable[Request]
+) -> None:
     for request in holders:
         _check_state_table(states, request)
     for plan, requests in scheduler.in_flight:

@@ -59,10 +59,11 @@ class PlanAccount:
     num_evicted: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Planner:
     """The draft of one step. Used once: ``plan()``.
 
-    Args:
+    Args, in order:
         queues: their requests are served, admitted and preempted.
         max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
         step: its number.
@@ -75,67 +76,35 @@ class Planner:
     time; ``_freeze`` fills in the rest.
     """
 
-    __slots__ = (
-        "_account",
-        "_admitted_rows",
-        "_blocks",
-        "_copies",
-        "_drafter",
-        "_drafts",
-        "_held",
-        "_in_flight",
-        "_is_closed",
-        "_last_steps",
-        "_max_num_batched_tokens",
-        "_max_num_seqs",
-        "_new_blocks",
-        "_new_state_slots",
-        "_num_extra_tokens",
-        "_preempted",
-        "_queues",
-        "_requests",
-        "_running",
-        "_starts",
-        "_step",
-        "_unusual_rows",
-    )
+    _queues: Queues
+    _max_num_seqs: int
+    _max_num_batched_tokens: int
+    _step: int
+    _in_flight: deque[InFlightStep]
+    _last_steps: Sequence[InFlightStep]
+    _drafter: Drafter | None = None
+    _account: PlanAccount | None = None
+    _blocks: BlockManager = field(init=False)
+    _running: list[Request] = field(init=False)
+    _drafts: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _requests: list[Request] = field(init=False, default_factory=list)
+    _starts: list[int] = field(init=False, default_factory=list)
+    # Numbers of tokens and of samples.
+    _unusual_rows: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)
+    _num_extra_tokens: int = 0
+    # Blocks are taken, and requests admitted, for the row that is written next.
+    _admitted_rows: list[int] = field(init=False, default_factory=list)
+    _new_blocks: dict[int, Blocks] = field(init=False, default_factory=dict)
+    _new_state_slots: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _copies: list[tuple[int, int]] = field(init=False, default_factory=list)
+    _preempted: list[Request] = field(init=False, default_factory=list)
+    # Victims with tokens in flight: kept out of the plan until they have drained.
+    _held: set[Request] = field(init=False, default_factory=set)
+    # An older request is short of blocks, so younger ones may not allocate in this step.
+    _is_closed: bool = False
 
-    def __init__(
-        self,
-        queues: Queues,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        step: int,
-        in_flight: deque[InFlightStep],
-        last_steps: Sequence[InFlightStep],
-        drafter: Drafter | None = None,
-        account: PlanAccount | None = None,
-    ) -> None:
-        self._queues = queues
-        self._blocks = queues.blocks
-        self._running = queues.running
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._step = step
-        self._in_flight = in_flight
-        self._last_steps = last_steps
-        self._drafter = drafter
-        self._account = account
-        self._drafts: dict[int, tuple[int, ...]] = {}
-        self._requests: list[Request] = []
-        self._starts: list[int] = []
-        self._unusual_rows: dict[int, tuple[int, int]] = {}  # numbers of tokens and of samples
-        self._num_extra_tokens = 0
-        # Blocks are taken, and requests admitted, for the row that is written next.
-        self._admitted_rows: list[int] = []
-        self._new_blocks: dict[int, Blocks] = {}
-        self._new_state_slots: dict[int, tuple[int, ...]] = {}
-        self._copies: list[tuple[int, int]] = []
-        self._preempted: list[Request] = []
-        # Victims with tokens in flight: kept out of the plan until they have drained.
-        self._held: set[Request] = set()
-        # An older request is short of blocks, so younger ones may not allocate in this step.
-        self._is_closed = False
+    def __post_init__(self) -> None:
+        self._blocks, self._running = self._queues.blocks, self._queues.running
 
     def plan(self) -> InFlightStep:
         """Walk, moving requests between the queues and blocks into tables; return the plan with
@@ -193,7 +162,7 @@ class Planner:
             drafts = tuple(drafter.propose(request)[:most]) if most > 0 else ()
             num_wanted = blocks.num_blocks_for(end + len(drafts)) - len(request.block_table)
             if drafts and num_wanted > 0 and not (self._is_closed or self._preempted):
-                num_taken = min(num_wanted, blocks.num_available_blocks)
+                num_taken = min(num_wanted, blocks.num_available)
                 if num_taken:
                     new = blocks.allocate(request, num_taken)
                     self._new_blocks[row] = self._new_blocks.get(row, ()) + new
@@ -231,7 +200,7 @@ class Planner:
         """Fast path: allocate one block for ``request`` if one is free or cached."""
         if self._is_closed or request.state is not RequestState.RUNNING:
             return False
-        if not self._blocks.num_available_blocks:
+        if not self._blocks.num_available:
             return False
         self._new_blocks[len(self._requests)] = self._blocks.allocate(request, 1)
         if self._blocks.states is not None:
@@ -308,9 +277,9 @@ class Planner:
         blocks = self._blocks
         num_blocks = blocks.num_blocks_for(request.num_dispatched + num_tokens)
         num_wanted = num_blocks - len(request.block_table)
-        if blocks.num_available_blocks == 0 and request.num_slots == request.num_dispatched:
+        if blocks.num_available == 0 and request.num_slots == request.num_dispatched:
             self._make_room(request, 1)
-        num_taken = min(num_wanted, blocks.num_available_blocks)
+        num_taken = min(num_wanted, blocks.num_available)
         if num_taken < num_wanted:
             self._is_closed = True
         if num_taken:
@@ -367,7 +336,7 @@ class Planner:
             num_tokens = request.num_shared_tokens
             hits = source.block_table[: num_tokens // blocks.block_size]
         num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
-        num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
+        num_available = blocks.num_available - blocks.num_cached_among(hits)
         shortage = num_wanted - num_available
         if not self._make_room(request, shortage, hits, displaced):
             self._is_closed = True

@@ -1,31 +1,24 @@
-"""The pool of state slots: recurrent states of requests, and their checkpoints. Pure
-bookkeeping over slot ids; it never sees a tensor.
+"""The pool of state slots: recurrent states of requests, and their checkpoints.
 
 Time is cut into intervals. Entry i of a request's *state table* is the slot that its state is in
 while positions of interval i are computed. Where the next entry is another slot, the first keeps
 the state at the end of its interval: a *checkpoint*, which is published once it is settled. Where
 it is the same slot, the state moves on in place. Like a block, every slot is in exactly one of
-three places (S43)::
-
-    ref_count > 0                  owned: in that many state tables
-    ref_count == 0, key present    cached: a checkpoint in the LRU queue, still in the index
-    ref_count == 0, key absent     free: on the free stack
+three places (S43), see ``ledger``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..errors import InvalidInputError
+from .ledger import BlockKey, Ledger
 from .request import Request
 
 NO_SLOT = -1  # an entry whose slot was given up
 
-BlockKey = tuple[bytes, bytes]  # chained prefix key, token ids as bytes
 
-
-class StateSlots:
+class StateSlots(Ledger):
     """Allocates, shares, caches and evicts state slots.
 
     Args:
@@ -45,21 +38,7 @@ class StateSlots:
         self.interval = interval
         self.blocks_per_interval = interval // block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.reset()
-
-    def reset(self) -> None:
-        """Free and unpublish every slot, whatever its state."""
-        self.ref_counts = [0] * self.num_slots
-        self.free_slots = list(range(self.num_slots - 1, -1, -1))
-        self.lru_slots: OrderedDict[int, None] = OrderedDict()
-        self.keys: list[bytes | None] = [None] * self.num_slots
-        self.index: dict[bytes, int] = {}
-        self._contents: list[bytes | None] = [None] * self.num_slots  # as BlockManager's
-
-    @property
-    def num_available_slots(self) -> int:
-        """Slots that could be taken now: free ones, then cached ones."""
-        return len(self.free_slots) + len(self.lru_slots)
+        super().__init__(num_slots)
 
     # Prefix look-up ---------------------------------------------------------------------------
 
@@ -67,14 +46,14 @@ class StateSlots:
         """How many of these blocks end at the last checkpoint that is cached (S49)."""
         size = self.blocks_per_interval
         for num_blocks in range(len(block_keys) // size * size, 0, -size):
-            if self._find(block_keys[num_blocks - 1]) is not None:
+            if self.find(block_keys[num_blocks - 1]) is not None:
                 return num_blocks
         return 0
 
     def has_one_beside(self, request: Request, num_hits: int) -> bool:
         """Whether there is a slot for ``request`` alone, beside the checkpoint after its first
         ``num_hits`` blocks, as found by ``longest``."""
-        num_left = self.num_available_slots
+        num_left = self.num_available
         if num_hits:
             num_left -= self.ref_counts[self.index[request.block_keys[num_hits - 1][0]]] == 0
         return num_left >= 1
@@ -84,16 +63,9 @@ class StateSlots:
         blocks, as found by ``longest``. It is shared, and only read."""
         if num_hits:
             slot = self.index[request.block_keys[num_hits - 1][0]]
-            if self.ref_counts[slot] == 0:
-                del self.lru_slots[slot]
-            self.ref_counts[slot] += 1
+            self.share([slot])
             request.num_past_states = num_hits // self.blocks_per_interval - 1
             request.state_table = [NO_SLOT] * request.num_past_states + [slot]
-
-    def _find(self, block_key: BlockKey) -> int | None:
-        key, tokens = block_key
-        slot = self.index.get(key)
-        return None if slot is None or self._contents[slot] != tokens else slot
 
     # Ownership --------------------------------------------------------------------------------
 
@@ -108,10 +80,10 @@ class StateSlots:
             return ()
         for _ in range(num_new):
             has_own = bool(table) and self.keys[table[-1]] is None
-            if has_own and not (self.enable_prefix_caching and self.num_available_slots):
+            if has_own and not (self.enable_prefix_caching and self.num_available):
                 table.append(table[-1])
             else:
-                table.append(self._take())
+                table += self.take(1)
         return tuple(table[-num_new:])
 
     def settle(self, request: Request) -> None:
@@ -125,46 +97,14 @@ class StateSlots:
             if slot != table[i + 1]:
                 if self.enable_prefix_caching and self.keys[slot] is None:
                     last_block = (i + 1) * self.blocks_per_interval - 1
-                    self._publish(slot, *request.block_keys[last_block])
-                self._drop(slot)
+                    self.offer([slot], [request.block_keys[last_block]])
+                self.drop([slot])
         request.num_past_states = max(begin, end)
 
     def release(self, request: Request) -> None:
         """Give back all of ``request``'s slots, the last first. Safe only when no step in flight
         reads or writes them (S47)."""
-        for slot in dict.fromkeys(reversed(request.state_table)):
-            if slot != NO_SLOT:
-                self._drop(slot)
+        slots = dict.fromkeys(reversed(request.state_table))
+        self.drop(slot for slot in slots if slot != NO_SLOT)
         request.state_table = []
         request.num_past_states = 0
-
-    # ------------------------------------------------------------------------------------------
-
-    def _publish(self, slot: int, key: bytes, tokens: bytes) -> None:
-        """Add a checkpoint, unless the index has its key."""
-        if key not in self.index:
-            self.index[key] = slot
-            self.keys[slot] = key
-            self._contents[slot] = tokens
-
-    def _take(self) -> int:
-        slot = self.free_slots.pop() if self.free_slots else self._evict()
-        self.ref_counts[slot] = 1
-        return slot
-
-    def _evict(self) -> int:
-        slot, _ = self.lru_slots.popitem(last=False)
-        key = self.keys[slot]
-        assert key is not None, "a slot in the LRU queue has a key (S43)"
-        del self.index[key]
-        self.keys[slot] = None
-        self._contents[slot] = None
-        return slot
-
-    def _drop(self, slot: int) -> None:
-        self.ref_counts[slot] -= 1
-        if self.ref_counts[slot] == 0:
-            if self.keys[slot] is None:
-                self.free_slots.append(slot)
-            else:
-                self.lru_slots[slot] = None

@@ -50,10 +50,11 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import sub
 from typing import Any
 
+from .ledger import Ledger
 from .plan import Blocks, StepPlan
 from .planner import PlanAccount
 from .request import Request
@@ -82,7 +83,7 @@ class TraceWriter:
         self._owners: dict[str, int] = {}  # a trace has numbers in place of names
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
-        self._write(
+        self.write(
             "start",
             version=TRACE_VERSION,
             num_blocks=blocks.num_blocks,
@@ -103,7 +104,8 @@ class TraceWriter:
             state_interval=blocks.states.interval if blocks.states is not None else 0,
         )
 
-    def _write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event with these fields."""
         line = json.dumps({"event": event, "t": self._now(), **fields}).encode() + b"\n"
         num_written = 0
         while num_written < len(line):  # a pipe or a full disk may take a part
@@ -118,10 +120,9 @@ class TraceWriter:
 
     def _pools(self) -> dict[str, list[int]]:
         blocks = self._scheduler.blocks
-        pools = {"pool": _counts(blocks.num_blocks, blocks.free_blocks, blocks.lru_blocks)}
-        states = blocks.states
-        if states is not None:
-            pools["state_pool"] = _counts(states.num_slots, states.free_slots, states.lru_slots)
+        pools = {"pool": _counts(blocks)}
+        if blocks.states is not None:
+            pools["state_pool"] = _counts(blocks.states)
         return pools
 
     def _states(self, plan: StepPlan) -> dict[str, list[tuple[str, Blocks]]]:
@@ -133,7 +134,7 @@ class TraceWriter:
         }
 
     def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
-        self._write(
+        self.write(
             "add",
             id=request.request_id,
             prompt=request.token_ids[: request.num_prompt_tokens],
@@ -162,7 +163,7 @@ class TraceWriter:
             for row in plan.tables
             if plan.starts[row]
         ]
-        self._write(
+        self.write(
             "plan",
             times=times,
             step=plan.step,
@@ -220,7 +221,7 @@ class TraceWriter:
     ) -> None:
         """A result was awaited and collected, at these readings of the clock, and just
         committed."""
-        self._write(
+        self.write(
             "result",
             times=[self._since_start(asked), self._since_start(collected), self._now()],
             step=plan.step,
@@ -230,17 +231,8 @@ class TraceWriter:
             **self._pools(),
         )
 
-    def abort(self, request_id: str, reason: str) -> None:
-        self._write("abort", id=request_id, reason=reason)
-
-    def pause(self, request_id: str) -> None:
-        self._write("pause", id=request_id)
-
-    def resume(self, request_id: str) -> None:
-        self._write("resume", id=request_id)
-
     def reset(self) -> None:
-        self._write("reset", **self._pools())
+        self.write("reset", **self._pools())
 
     def fail(self) -> None:
         """The scheduler was reset. What was written of the event of that moment is cut off."""
@@ -248,8 +240,9 @@ class TraceWriter:
         if self._is_regular:
             self._file.truncate(self._num_bytes)
             self._file.seek(self._num_bytes)
-        self._write("fail", **self._pools())
+        self.write("fail", **self._pools())
 
 
-def _counts(num_things: int, free: Collection[int], cached: Collection[int]) -> list[int]:
-    return [len(free), len(cached), num_things - len(free) - len(cached)]
+def _counts(ledger: Ledger) -> list[int]:
+    num_free, num_cached = len(ledger.free), len(ledger.lru)
+    return [num_free, num_cached, len(ledger.keys) - num_free - num_cached]

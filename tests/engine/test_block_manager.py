@@ -29,7 +29,7 @@ def test_blocks_come_from_the_free_stack_then_from_the_oldest_cached() -> None:
     first = fill(pool, [1, 2, 3, 4])
     assert first.block_table == [0, 1]
     pool.release(first)
-    assert list(pool.lru_blocks) == [1, 0], "the tail of a chain is the first to be evicted"
+    assert list(pool.lru) == [1, 0], "the tail of a chain is the first to be evicted"
     second = make_request([9] * 6)
     assert pool.allocate(second, 3) == (2, 3, 1)
     assert pool.keys[1] is None, "S5: an evicted block loses its key in the same step"
@@ -40,10 +40,10 @@ def test_an_allocation_that_fails_changes_nothing() -> None:
     pool = BlockManager(3, 2)
     request = make_request([1, 2, 3])
     pool.allocate(request, 2)
-    before = (list(pool.free_blocks), list(request.block_table), list(pool.ref_counts))
+    before = (list(pool.free), list(request.block_table), list(pool.ref_counts))
     with pytest.raises(OutOfBlocksError, match="2 of 1"):
         pool.allocate(request, 2)
-    assert (pool.free_blocks, request.block_table, pool.ref_counts) == before
+    assert (pool.free, request.block_table, pool.ref_counts) == before
 
 
 def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
@@ -84,7 +84,7 @@ def test_equal_blocks_keep_one_index_entry() -> None:
     pool.release(first)
     assert pool.match(make_request([1, 2, 3])) == [0]
     pool.release(second)
-    assert pool.num_available_blocks == 8
+    assert pool.num_available == 8
 
 
 def test_a_shared_block_is_cached_once_its_last_owner_leaves() -> None:
@@ -93,9 +93,9 @@ def test_a_shared_block_is_cached_once_its_last_owner_leaves() -> None:
     second = fill(pool, [1, 2, 4])
     assert pool.ref_counts[0] == 2
     pool.release(first)
-    assert 0 not in pool.lru_blocks
+    assert 0 not in pool.lru
     pool.release(second)
-    assert 0 in pool.lru_blocks
+    assert 0 in pool.lru
 
 
 def test_without_prefix_caching_nothing_is_published() -> None:

@@ -159,11 +159,11 @@ def test_drafts_take_no_block_that_another_request_is_short_of() -> None:
     added(scheduler, "a", max_num_tokens=8)
     scheduler.commit(planned(scheduler), (0,) * 4)
     added(scheduler, "b", prompt=[3] * 6, max_num_tokens=8)  # finds too few, and closes the step
-    num_free = scheduler.blocks.num_available_blocks
+    num_free = scheduler.blocks.num_available
     assert num_free
     plan = planned(scheduler)
     assert [row[0] for row in rows(plan)] == ["a"]
-    assert scheduler.blocks.num_available_blocks == num_free
+    assert scheduler.blocks.num_available == num_free
 
 
 def test_blocks_of_wrong_drafts_are_filled_by_the_next_tokens() -> None:

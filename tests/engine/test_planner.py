@@ -140,7 +140,7 @@ def test_no_younger_takes_blocks_in_a_step_in_which_an_older_was_refused() -> No
     add(scheduler, "c", 2)
     step(scheduler)
     scheduler.resume("b")
-    assert scheduler.blocks.num_available_blocks == 3, "and one of c's: b wants five"
+    assert scheduler.blocks.num_available == 3, "and one of c's: b wants five"
     assert rows(step(scheduler)) == [("a", 7, 1, True)]
     assert older.state is RequestState.WAITING
 

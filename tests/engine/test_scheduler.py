@@ -119,7 +119,7 @@ def test_steps_overlap_and_an_early_stop_drops_what_is_in_flight() -> None:
     assert scheduler.commit(second, [3]) == []
     assert request.output_token_ids == [7]
     assert request.block_table == []
-    assert scheduler.blocks.num_available_blocks == 16
+    assert scheduler.blocks.num_available == 16
 
 
 def test_the_last_token_is_not_fed_back_even_when_steps_overlap() -> None:
@@ -161,7 +161,7 @@ def test_abort_from_any_state_gives_all_blocks_back(state: str) -> None:
         scheduler.commit(plan, [1])
     assert request.output_token_ids == ([1] if state in ("running", "paused") else [])
     check_state(scheduler)
-    assert scheduler.blocks.num_available_blocks == 16
+    assert scheduler.blocks.num_available == 16
 
 
 def test_a_request_that_can_never_fit_is_refused_and_nothing_changes() -> None:
@@ -257,7 +257,7 @@ def test_a_reset_of_the_prefix_cache_sends_who_runs_back_to_its_place() -> None:
     scheduler.reset_prefix_cache()
     check_state(scheduler)
     assert scheduler.queues.waiting == [older, younger, waiter]
-    assert scheduler.blocks.free_blocks == list(range(15, -1, -1))
+    assert scheduler.blocks.free == list(range(15, -1, -1))
     assert not scheduler.blocks.index
     assert (older.output_token_ids, younger.output_token_ids) == ([7], [8])
     assert (older.num_computed, older.block_table, older.num_preemptions) == (0, [], 1)

@@ -269,7 +269,7 @@ def test_a_block_that_is_shared_across_content_breaks_an_invariant() -> None:
     if key is not None:
         del blocks.index[key]
         blocks.keys[lost] = None
-    blocks.free_blocks.append(lost)
+    blocks.free.append(lost)
     second.block_keys[0] = first.block_keys[0]  # as a key that does not see the content
     with pytest.raises(InvariantError, match=r"^S60"):
         check_state(scheduler)

@@ -29,14 +29,14 @@ def test_each_interval_has_a_slot_and_a_checkpoint_is_left_behind() -> None:
     plan = step(scheduler)
     assert (plan.state_tables, plan.new_state_slots) == ({0: (0, 1)}, {})
     assert a.state_table == [-1, 1], "S44: what is settled goes beyond the first interval"
-    assert list(states.lru_slots) == [0], "S46: its end is a checkpoint"
+    assert list(states.lru) == [0], "S46: its end is a checkpoint"
     step(scheduler)
     assert a.num_computed == 7
     plan = step(scheduler)
     assert plan.new_state_slots == {}, "the last position of the interval"
     plan = step(scheduler)
     assert (plan.new_state_slots, a.state_table) == ({0: (2,)}, [-1, -1, 2])
-    assert list(states.lru_slots) == [0, 1]
+    assert list(states.lru) == [0, 1]
 
 
 def test_a_slot_is_given_up_only_when_the_position_behind_is_settled() -> None:
@@ -55,7 +55,7 @@ def test_a_hit_ends_at_the_longest_checkpoint() -> None:
     scheduler = with_states()
     add(scheduler, "a", 7, 1)
     step(scheduler)
-    assert scheduler.blocks.states.num_available_slots == 5
+    assert scheduler.blocks.states.num_available == 5
     b = add(scheduler, "b", 9, 4, token=ord("a"))
     plan = scheduler.schedule()
     assert rows(plan) == [("b", 4, 5, True)], "S49: three blocks are cached, the state after two"
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_is_taken_loses_its_key() -> None:
     states = scheduler.blocks.states
     add(scheduler, "a", 6, 1)
     step(scheduler)
-    assert (list(states.lru_slots), states.free_slots) == ([0], [1])
+    assert (list(states.lru), states.free) == ([0], [1])
     add(scheduler, "b", 6, 1)
     plan = step(scheduler)
     assert plan.state_tables == {0: (1, 0)}, "S52: the free one first"
@@ -115,7 +115,7 @@ def test_a_second_state_for_the_same_tokens_is_no_checkpoint() -> None:
     add(scheduler, "a", 6, 1)
     add(scheduler, "b", 6, 1, token=ord("a"))
     step(scheduler)
-    assert (len(states.index), len(states.lru_slots), len(states.free_slots)) == (1, 1, 4)
+    assert (len(states.index), len(states.lru), len(states.free)) == (1, 1, 4)
 
 
 def test_siblings_share_no_state_and_so_no_blocks() -> None:
@@ -141,10 +141,10 @@ def test_a_reset_forgets_all_states() -> None:
     step(scheduler)
     scheduler.reset_prefix_cache()
     states = scheduler.blocks.states
-    assert (a.state_table, states.num_available_slots, states.index) == ([], 5, {})
+    assert (a.state_table, states.num_available, states.index) == ([], 5, {})
     step(scheduler)
     scheduler.reset("error")
-    assert (a.state_table, scheduler.blocks.states.free_slots[-1]) == ([], 0)
+    assert (a.state_table, scheduler.blocks.states.free[-1]) == ([], 0)
 
 
 def test_a_runner_knows_the_tables_from_the_plans_alone() -> None:

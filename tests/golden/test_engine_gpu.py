@@ -191,7 +191,7 @@ def test_a_thousand_requests_leave_memory_as_it_was() -> None:
     assert device_memory() == before
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work
-    assert scheduler.blocks.num_available_blocks == llm.num_blocks
+    assert scheduler.blocks.num_available == llm.num_blocks
     assert not any(scheduler.blocks.ref_counts)
 
 

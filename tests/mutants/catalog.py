@@ -20,9 +20,7 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(
-        1, "evicted block keeps its index entry", "BlockManager._evict", "del self.index[key]", ""
-    ),
+    Mutant(1, "evicted block keeps its index entry", "Ledger._evict", "del self.index[key]", ""),
     Mutant(
         2,
         "hit covers the whole prompt",
@@ -84,7 +82,7 @@ MUTANTS = [
     Mutant(
         11,
         "equal blocks overwrite one index entry",
-        "BlockManager._publish_blocks",
+        "Ledger.offer",
         "key not in self.index",
         "True",
     ),
@@ -99,15 +97,15 @@ MUTANTS = [
         13,
         "only the root of a hit chain is counted",
         "BlockManager.acquire",
-        "for block in hits:\n    ...",
-        "for block in hits[:1]:\n    ...",
+        "self.share(hits)",
+        "self.share(hits[:1])",
     ),
     Mutant(
         14,
         "the last block of a hit chain is not counted",
         "BlockManager.acquire",
-        "for block in hits:\n    ...",
-        "for block in hits[:-1]:\n    ...",
+        "self.share(hits)",
+        "self.share(hits[:-1])",
     ),
     Mutant(
         15,
@@ -126,9 +124,9 @@ MUTANTS = [
     Mutant(
         17,
         "a block with one owner left goes to the free list",
-        "BlockManager.release",
-        "ref_counts[block] == 0",
-        "ref_counts[block] <= 1",
+        "Ledger.drop",
+        "ref_counts[item] == 0",
+        "ref_counts[item] <= 1",
     ),
     Mutant(
         18,
@@ -155,39 +153,37 @@ MUTANTS = [
         20,
         "an allocation touches blocks before it fails",
         "BlockManager.allocate",
-        "raise OutOfBlocksError(f'{num_new_blocks} of {self.num_available_blocks} blocks')",
-        "if self.free_blocks:\n"
-        "    self.ref_counts[self.free_blocks.pop()] = 1\n"
-        "raise OutOfBlocksError(f'{num_new_blocks} of {self.num_available_blocks} "
+        "raise OutOfBlocksError(f'{num_new_blocks} of {self.num_available} blocks')",
+        "if self.free:\n"
+        "    self.ref_counts[self.free.pop()] = 1\n"
+        "raise OutOfBlocksError(f'{num_new_blocks} of {self.num_available} "
         "blocks')",
     ),
     Mutant(
         21,
         "acquired hits can still be evicted",
-        "BlockManager.acquire",
-        "if ref_counts[block] == 0:\n    del lru[block]",
+        "Ledger.share",
+        "if ref_counts[item] == 0:\n    del lru[item]",
         "",
     ),
     Mutant(
         22,
         "an owner that leaves un-caches a block others share",
-        "BlockManager.release",
-        "if ref_counts[block] == 0:\n"
-        "    if keys[block] is None:\n"
-        "        self.free_blocks.append(block)\n"
+        "Ledger.drop",
+        "if ref_counts[item] == 0:\n"
+        "    if keys[item] is None:\n"
+        "        self.free.append(item)\n"
         "    else:\n"
-        "        self.lru_blocks[block] = None",
-        "if ref_counts[block]:\n"
-        "    self.index.pop(keys[block] or b'', None)\n"
-        "if ref_counts[block] == 0:\n"
-        "    if keys[block] is None:\n"
-        "        self.free_blocks.append(block)\n"
+        "        self.lru[item] = None",
+        "if ref_counts[item]:\n"
+        "    self.index.pop(keys[item] or b'', None)\n"
+        "if ref_counts[item] == 0:\n"
+        "    if keys[item] is None:\n"
+        "        self.free.append(item)\n"
         "    else:\n"
-        "        self.lru_blocks[block] = None",
+        "        self.lru[item] = None",
     ),
-    Mutant(
-        23, "an evicted block keeps its key", "BlockManager._evict", "self.keys[block] = None", ""
-    ),
+    Mutant(23, "an evicted block keeps its key", "Ledger._evict", "self.keys[item] = None", ""),
     Mutant(
         24,
         "the last chunk of k blocks is not sampled",
@@ -227,9 +223,9 @@ MUTANTS = [
     Mutant(
         28,
         "a block enters the free list twice",
-        "BlockManager.release",
-        "self.free_blocks.append(block)",
-        "self.free_blocks += [block, block]",
+        "Ledger.drop",
+        "self.free.append(item)",
+        "self.free += [item, item]",
     ),
     Mutant(
         29,
@@ -296,8 +292,8 @@ MUTANTS = [
     Mutant(
         36,
         "a released cached block is in no queue",
-        "BlockManager.release",
-        "self.lru_blocks[block] = None",
+        "Ledger.drop",
+        "self.lru[item] = None",
         "pass",
     ),
     Mutant(
@@ -310,20 +306,20 @@ MUTANTS = [
     Mutant(
         38,
         "cached before its last owner let go",
-        "BlockManager.release",
-        "ref_counts[block] -= 1\n"
-        "if ref_counts[block] == 0:\n"
-        "    if keys[block] is None:\n"
-        "        self.free_blocks.append(block)\n"
+        "Ledger.drop",
+        "ref_counts[item] -= 1\n"
+        "if ref_counts[item] == 0:\n"
+        "    if keys[item] is None:\n"
+        "        self.free.append(item)\n"
         "    else:\n"
-        "        self.lru_blocks[block] = None",
-        "if ref_counts[block] > 1:\n"
-        "    ref_counts[block] -= 1\n"
-        "if ref_counts[block] <= 1:\n"
-        "    if keys[block] is None:\n"
-        "        self.free_blocks.append(block)\n"
+        "        self.lru[item] = None",
+        "if ref_counts[item] > 1:\n"
+        "    ref_counts[item] -= 1\n"
+        "if ref_counts[item] <= 1:\n"
+        "    if keys[item] is None:\n"
+        "        self.free.append(item)\n"
         "    else:\n"
-        "        self.lru_blocks[block] = None",
+        "        self.lru[item] = None",
     ),
     Mutant(
         39,
@@ -562,8 +558,8 @@ MUTANTS = [
         "blocks = self.blocks\n"
         "blocks.index.clear()\n"
         "blocks.keys = [None] * blocks.num_blocks\n"
-        "blocks.free_blocks += blocks.lru_blocks\n"
-        "blocks.lru_blocks.clear()",
+        "blocks.free += blocks.lru\n"
+        "blocks.lru.clear()",
     ),
     Mutant(
         0,
@@ -596,16 +592,9 @@ MUTANTS = [
     Mutant(
         0,
         "the newest checkpoint is evicted first",
-        "StateSlots._evict",
-        "self.lru_slots.popitem(last=False)",
-        "self.lru_slots.popitem()",
-    ),
-    Mutant(
-        0,
-        "an evicted checkpoint keeps its index entry",
-        "StateSlots._evict",
-        "del self.index[key]",
-        "",
+        "Ledger._evict",
+        "self.lru.popitem(last=False)",
+        "self.lru.popitem()",
     ),
     Mutant(
         0,

@@ -30,7 +30,7 @@ from tests.mutants import kill
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "build" / "mutmut"
 TABLE = ROOT / "tests" / "mutants" / "MUTMUT.md"
-MODULES = ("block_manager", "scheduler", "queues", "planner", "policy")
+MODULES = ("block_manager", "ledger", "scheduler", "queues", "planner", "policy")
 MUTMUT = (sys.executable, "-c", "from mutmut.__main__ import cli; cli()")
 LONG_SUITE = (sys.executable, "-m", "tests.mutants.mutmut_run", "--long-suite")
 

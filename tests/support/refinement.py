@@ -331,8 +331,8 @@ def abstraction(pair: Pair) -> State:
         refs=tuple(blocks.ref_counts),
         keys=tuple(None if key is None else names[key] for key in blocks.keys),
         index=tuple(sorted((names[key], block) for key, block in blocks.index.items())),
-        free=tuple(blocks.free_blocks),
-        lru=tuple(blocks.lru_blocks),
+        free=tuple(blocks.free),
+        lru=tuple(blocks.lru),
         contents=(),
         view=tuple(sorted((int(name), table) for name, table in pair.view.items())),
         left=tuple(sorted(map(int, scheduler.queues.released))),
@@ -374,8 +374,8 @@ def _abstract_slots(states: StateSlots | None, names: dict[bytes, int]) -> Slots
         refs=tuple(states.ref_counts),
         keys=tuple(None if key is None else names[key] for key in states.keys),
         index=tuple(sorted((names[key], slot) for key, slot in states.index.items())),
-        free=tuple(states.free_slots),
-        lru=tuple(states.lru_slots),
+        free=tuple(states.free),
+        lru=tuple(states.lru),
         contents=(),
     )
 

@@ -213,15 +213,15 @@ class Scenario:
 
     def _refusals_change_nothing(self) -> None:
         blocks = self.scheduler.blocks
-        before = copy.deepcopy((blocks.free_blocks, blocks.lru_blocks, blocks.ref_counts))
+        before = copy.deepcopy((blocks.free, blocks.lru, blocks.ref_counts))
         greedy = Request("greedy", [0], _PARAMS, max_num_tokens=2)
         try:
-            blocks.allocate(greedy, blocks.num_available_blocks + 1)
+            blocks.allocate(greedy, blocks.num_available + 1)
         except OutOfBlocksError:
             pass
         else:
             raise PropertyError("S13", "more blocks were given than there are")
-        if (blocks.free_blocks, blocks.lru_blocks, blocks.ref_counts) != before:
+        if (blocks.free, blocks.lru, blocks.ref_counts) != before:
             raise PropertyError("S13", "a failed allocation changed the pool")
         too_long = Request("x", [0], _PARAMS, max_num_tokens=self.capacity + 1)
         try:
@@ -257,7 +257,7 @@ class Scenario:
         self.engine.reset_prefix_cache()
         self.runner.change_weights()
         blocks = self.scheduler.blocks
-        if blocks.index or len(blocks.free_blocks) < self.num_blocks or self.scheduler.in_flight:
+        if blocks.index or len(blocks.free) < self.num_blocks or self.scheduler.in_flight:
             raise PropertyError("S41", "after a reset of the prefix cache something is left of it")
 
     def step(self) -> None:
@@ -311,7 +311,7 @@ class Scenario:
     def _watched(self, schedule, *budget: int | None) -> StepPlan:
         scheduler = self.scheduler
         twin = _twin(scheduler)
-        num_available = scheduler.blocks.num_available_blocks
+        num_available = scheduler.blocks.num_available
         num_waiting = len(scheduler.queues.waiting)
         running = list(scheduler.queues.running)
         tables = {r: list(r.block_table) for r in running}
