@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from .values import json_text, parameters_of, typed
+from .values import PYTHON_WORDS, json_text, parameters_of, typed
 
 _T = TypeVar("_T")
 Waiting = Generator[None, None, _T]
@@ -104,6 +104,21 @@ def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
     return match
 
 
+def _search(view: View, pattern: str, place: int, length: int) -> Waiting[Any]:
+    """The next match of a pattern, whose matches have at most ``length`` characters.
+
+    Raises:
+        NoCall: there is none.
+    """
+    compiled = _compiled(pattern)
+    while (match := compiled.search(view.text, place)) is None:
+        if view.is_whole:
+            raise NoCall
+        place = max(place, len(view.text) - length + 1)
+        yield
+    return match
+
+
 def _skip(view: View, place: int, blanks: str) -> Waiting[int]:
     """The place of the next character that is none of these, or the end of the text."""
     while True:
@@ -166,23 +181,13 @@ def _string_end(view: View, place: int, quote: str) -> Waiting[int]:
     Raises:
         NoCall: a control character stands in the string, or it is not closed.
     """
-    stop = _compiled(rf"[{quote}\\\x00-\x1f]")
     while True:
-        match = stop.search(view.text, place)
-        if match is None:
-            place = len(view.text)
-        elif match.group() == quote:
-            return int(match.end())
-        elif match.group() != "\\":
+        match = yield from _search(view, rf"{quote}|\\.|[\x00-\x1f]", place, 2)
+        place = match.end()
+        if match.group() == quote:
+            return place
+        if match.group()[0] != "\\":
             raise NoCall
-        elif match.end() < len(view.text):
-            place = match.end() + 1
-            continue
-        else:
-            place = match.start()
-        if view.is_whole:
-            raise NoCall
-        yield
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -371,17 +376,12 @@ class TaggedCalls:
             NoCall: there is none.
         """
         while True:
-            found = view.text.find(self.value_close, place)
-            if found >= 0:
-                match = yield from _match(view, following, found + len(self.value_close))
-                if match is not None:
-                    return found
-                place = found + 1
-            elif view.is_whole:
-                raise NoCall
-            else:
-                place = max(place, len(view.text) - len(self.value_close) + 1)
-                yield
+            tag = re.escape(self.value_close)
+            close = yield from _search(view, tag, place, len(self.value_close))
+            match = yield from _match(view, following, close.end())
+            if match is not None:
+                return int(close.start())
+            place = close.start() + 1
 
     def _unpadded(self, raw: str) -> str:
         return raw.removeprefix(self.pad).removesuffix(self.pad) if self.pad else raw
@@ -437,15 +437,8 @@ class PythonCalls:
             NoCall: they or a string in them are not closed.
         """
         depth = 0
-        mark = _compiled("[\"'()\\[\\]{}]")
         while True:
-            match = mark.search(view.text, place)
-            if match is None:
-                if view.is_whole:
-                    raise NoCall
-                place = len(view.text)
-                yield
-                continue
+            match = yield from _search(view, "[\"'()\\[\\]{}]", place, 1)
             place = match.end()
             if match.group() in "\"'":
                 place = yield from _string_end(view, place, match.group())
@@ -497,63 +490,26 @@ class GemmaCalls:
 
     def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         header = yield from _expect(view, r"call:(?P<name>[^{<\s]+)(?=\{)", place)
-        marks = _compiled(f"{re.escape(self.quote)}|{re.escape(close)}")
-        place, is_text = header.end(), False
-        while True:  # the closing delimiter outside of strings
-            match = marks.search(view.text, place)
-            if match is None:
-                if view.is_whole:
-                    raise NoCall
-                place = max(place, len(view.text) - max(len(self.quote), len(close)) + 1)
-                yield
-                continue
-            place = match.end()
-            if match.group() == self.quote:
-                is_text = not is_text
-            elif not is_text:
-                break
+        marks = f"{re.escape(self.quote)}|{re.escape(close)}"
+        place, is_text, found = header.end(), False, ""
+        while found != close or is_text:
+            match = yield from _search(view, marks, place, max(len(self.quote), len(close)))
+            place, found = match.end(), match.group()
+            is_text ^= found == self.quote
         text = view.text[header.end() : match.start()]
-        return Found(_calls(lambda: [make_call(header.group("name"), self._object(text))]), place)
+        make = lambda: [make_call(header.group("name"), self._json(text))]  # noqa: E731
+        return Found(_calls(make), place)
 
-    def _object(self, text: str) -> dict[str, Any]:
-        value, end = self._value(text, 0)
-        if end != len(text) or not isinstance(value, dict):
-            raise ValueError("arguments are one object")
-        return value
+    def _json(self, text: str) -> str:
+        parts = text.split(self.quote)
+        parts[1::2] = map(json.dumps, parts[1::2])
+        parts[::2] = [re.sub(_UNQUOTED, _quoted, part) for part in parts[::2]]
+        return "".join(parts)
 
-    def _value(self, text: str, place: int) -> tuple[Any, int]:
-        if text.startswith(self.quote, place):
-            begin = place + len(self.quote)
-            end = text.index(self.quote, begin)
-            return text[begin:end], end + len(self.quote)
-        if text.startswith(("{", "["), place):
-            return self._items(text, place)
-        match = _compiled(r"[-+.\w]+").match(text, place)
-        if match is None:
-            raise ValueError("no value")
-        word = {"True": "true", "False": "false", "None": "null"}.get(match.group(), match.group())
-        return json.loads(word), match.end()
 
-    def _items(self, text: str, place: int) -> tuple[Any, int]:
-        is_object = text[place] == "{"
-        close = "}" if is_object else "]"
-        items: list[Any] = []
-        place += 1
-        while not text.startswith(close, place):
-            if items:
-                if not text.startswith(",", place):
-                    raise ValueError("no comma")
-                place += 1
-            key: Any = None
-            if is_object:
-                if text.startswith(self.quote, place):
-                    key, place = self._value(text, place)
-                else:
-                    end = text.index(":", place)
-                    key, place = text[place:end], end
-                if not text.startswith(":", place):
-                    raise ValueError("no colon")
-                place += 1
-            value, place = self._value(text, place)
-            items.append((key, value) if is_object else value)
-        return (dict(items) if is_object else items), place + 1
+# A key with the mark before it, or a word of Python.
+_UNQUOTED = r"([{,])([^:{}\[\],]*)(?=:)|\b(?:True|False|None)\b"
+
+
+def _quoted(match: re.Match[str]) -> str:
+    return match[1] + json.dumps(match[2]) if match[1] else PYTHON_WORDS[match[0]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # Python's spelling of JSON's words; templates that print with `string` write these.
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFERENCES = 8  # that lead from one schema to the next
 
 
@@ -100,7 +100,7 @@ def _spelled(text: str) -> Iterator[Any]:
     count."""
     for read in (json.loads, ast.literal_eval):
         try:
-            value = read(_PYTHON.get(text, text))
+            value = read(PYTHON_WORDS.get(text, text))
             json_text(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
