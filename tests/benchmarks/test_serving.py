@@ -16,7 +16,7 @@ from benchmarks.http_server import MODEL, pagespec_engine, running, write_tokeni
 from benchmarks.serving import gaps, latencies, percentiles, rate_between, ratios, row
 from benchmarks.workload import LOADS, make_workload, model_config, model_folder
 
-FAKE = Path(__file__).parents[1] / "support" / "fake_vllm.py"
+FAKE = Path(__file__).with_name("fake_vllm.py")
 TINY = ["--model", "tiny", "--workload", "tiny", "--streams", "3", "--seconds", "1"]
 
 

@@ -32,7 +32,7 @@ def test_a_ctrl_c_ends_the_command_line_with_130_and_no_traceback(
     question = ["--prompt", "abab", "--ignore-eos"]
     if form == "input":
         question = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
-    command = [sys.executable, "-m", "tests.support.interrupted_cli", "generate", "-m", "x"]
+    command = [sys.executable, "-m", "tests.cli.interrupted_cli", "generate", "-m", "x"]
     process = subprocess.Popen(
         [*command, *question, *GREEDY],
         stderr=subprocess.PIPE,

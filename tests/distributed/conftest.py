@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.rank_group import Group, assert_gone
 from tests.support.models import tiny_model
-from tests.support.rank_group import Group, assert_gone
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 
 from pagespec import LLM, EngineError, SamplingParams
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
-from tests.support.rank_group import BOUND_S, assert_gone
+from tests.distributed.rank_group import BOUND_S, assert_gone
 
 
 def main(folder: str, max_num_seqs: int) -> None:

@@ -16,8 +16,16 @@ import pytest
 import torch.distributed as dist
 
 from pagespec import LLM, EngineError, InvalidInputError
+from tests.distributed.rank_group import (
+    BOUND_S,
+    GREEDY,
+    HOSTILE,
+    Group,
+    assert_gone,
+    is_there,
+    lose,
+)
 from tests.support.models import tiny_model
-from tests.support.rank_group import BOUND_S, GREEDY, HOSTILE, Group, assert_gone, is_there, lose
 
 _PROGRAM = """
 import json, sys

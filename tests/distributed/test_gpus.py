@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pagespec import LLM, EngineError, SamplingParams
+from tests.distributed.rank_group import BOUND_S, assert_gone
 from tests.support.apart import run_apart
-from tests.support.rank_group import BOUND_S, assert_gone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,6 +19,7 @@ from pagespec import LLM, EngineError, InvalidInputError, SamplingParams
 from pagespec.distributed import workers as workers_module
 from pagespec.engine.plan import StepPlan
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
+from tests.distributed.rank_group import GREEDY, HOSTILE, Group, check_trace, is_there, lose
 from tests.golden.harness import (
     Condition,
     Reference,
@@ -32,7 +33,6 @@ from tests.support.driving import hf_logits
 from tests.support.interrupts import LineRaiser
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.plain_sampling import edited_logits
-from tests.support.rank_group import GREEDY, HOSTILE, Group, check_trace, is_there, lose
 
 LENGTHS, NUM_OUTPUTS = [1, 2, 17, 40, 64, 90, 33, 48], [16, 24, 12, 16, 24, 16, 8, 12]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, InvalidInputError, SamplingParams
+from tests.distributed.replicas import ray_cluster
 from tests.support.models import save_word_model
-from tests.support.replicas import ray_cluster
 
 pa = pytest.importorskip("pyarrow")
 

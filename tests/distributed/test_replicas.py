@@ -15,8 +15,8 @@ import pytest
 
 from pagespec.distributed.replicas import MAX_STARTS, ReplicaPool
 from pagespec.errors import PagespecError
-from tests.support.replica_work import die_at_start, lines_of, make_work, refuse_work
-from tests.support.replicas import ray_cluster
+from tests.distributed.replica_work import die_at_start, lines_of, make_work, refuse_work
+from tests.distributed.replicas import ray_cluster
 
 
 @pytest.fixture(scope="module", autouse=True)

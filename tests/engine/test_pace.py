@@ -6,7 +6,7 @@ import pytest
 
 from pagespec.engine.pace import MIN_PROMPT_TOKENS, StepPace
 from pagespec.engine.plan import StepPlan
-from tests.support.schedules import add, make_scheduler, rows
+from tests.engine.schedules import add, make_scheduler, rows
 
 TARGET_S = 0.5
 BUDGET = 2048

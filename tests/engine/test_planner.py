@@ -9,7 +9,7 @@ import pytest
 
 from pagespec.engine.planner import choose_victims
 from pagespec.engine.request import RequestState
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 
 def test_steps_are_numbered_in_the_order_of_dispatch() -> None:

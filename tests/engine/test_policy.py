@@ -7,7 +7,7 @@ import pytest
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 
 def make_request(seniority: int, num_tokens: int = 10, priority: int = 0) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pagespec.engine.planner import PlanAccount
 from pagespec.engine.scheduler import Scheduler
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 
 def explained(scheduler: Scheduler) -> PlanAccount:

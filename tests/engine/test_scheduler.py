@@ -7,7 +7,7 @@ import pytest
 from pagespec import InvalidInputError
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import RequestState
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_sampled_once_at_its_end() -> None:

@@ -12,7 +12,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 NUM_SLOTS = 4
 

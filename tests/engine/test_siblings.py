@@ -7,8 +7,8 @@ from pagespec.engine.core import Engine
 from pagespec.engine.request import Request, RequestState
 from pagespec.engine.scheduler import Scheduler
 from spec import replay
+from tests.engine.schedules import add, make_scheduler, rows, step
 from tests.support.content_runner import ContentRunner, stream_alone
-from tests.support.schedules import add, make_scheduler, rows, step
 
 
 def add_group(

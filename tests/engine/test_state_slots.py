@@ -8,7 +8,7 @@ from pagespec import InvalidInputError
 from pagespec.engine.invariants import RunnerView
 from pagespec.engine.planner import PlanAccount
 from pagespec.engine.scheduler import Scheduler
-from tests.support.schedules import add, make_scheduler, rows, step
+from tests.engine.schedules import add, make_scheduler, rows, step
 
 
 def with_states(num_state_slots: int = 5, state_interval: int = 4, **more) -> Scheduler:

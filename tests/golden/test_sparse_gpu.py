@@ -13,11 +13,11 @@ import torch
 from pagespec import LLM, InvalidInputError, SamplingParams
 from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
+from tests.golden.partings import first_partings
 from tests.golden.subjects import BEYOND_CONDITIONS, GATE_SIZE, beyond, tiny
 from tests.golden.test_engine_gpu import device_memory, late_work, mixed_params
 from tests.golden.test_golden_gpu import CONDITIONS
 from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.partings import first_partings
 from tests.support.sparse_models import SPARSE
 
 pytestmark = pytest.mark.gpu

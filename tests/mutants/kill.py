@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.support.crowded_walk import walk
+from tests.property.crowded_walk import walk
 from tests.support.refinement import RefinementError
 from tests.support.scenario import PropertyError, Scenario
 

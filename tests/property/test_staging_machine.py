@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 
 from spec.state import Scope
+from tests.property.crowded_walk import walk
 from tests.property.test_lockstep_machine import LockstepMachine
-from tests.support.crowded_walk import walk
 from tests.support.packers import CpuPacker, GpuStaging
 from tests.support.refinement import Packer
 

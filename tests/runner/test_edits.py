@@ -13,16 +13,16 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepResult
-from tests.support import both_runners
-from tests.support.both_runners import BLOCK_SIZE, RUNNERS
-from tests.support.captures import graph_cache
-from tests.support.edited_requests import (
+from tests.runner import both_runners
+from tests.runner.both_runners import BLOCK_SIZE, RUNNERS
+from tests.runner.edited_requests import (
     Asked,
     LogitsByPosition,
     check_tokens,
     mixed_cases,
     serve,
 )
+from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

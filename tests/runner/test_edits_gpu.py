@@ -10,7 +10,7 @@ import torch
 
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.device import count_triton_variants
-from tests.support.edited_requests import Asked, LogitsByPosition, check_tokens, mixed_cases
+from tests.runner.edited_requests import Asked, LogitsByPosition, check_tokens, mixed_cases
 from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.gpu

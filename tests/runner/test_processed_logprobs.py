@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pagespec import SamplingParams
+from tests.runner.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
+from tests.runner.edited_requests import END_TOKEN_IDS, Asked, LogitsByPosition, serve
 from tests.runner.test_edits import captured
 from tests.runner.test_gpu_runner import Recomputed
-from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
-from tests.support.edited_requests import END_TOKEN_IDS, Asked, LogitsByPosition, serve
 from tests.support.plain_sampling import edited_logits, probabilities
 
 NUM_BLOCKS, NUM_TOP = 60, 4

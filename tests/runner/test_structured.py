@@ -21,8 +21,8 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from tests.support import both_runners
-from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
+from tests.runner import both_runners
+from tests.runner.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 from tests.support.structured import END, check_output, make_request, random_outputs, tokenizer

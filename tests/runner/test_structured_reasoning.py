@@ -13,8 +13,8 @@ from pagespec import StructuredOutputs
 from pagespec.engine.reasoning import Reasoning
 from pagespec.engine.request import Request
 from pagespec.engine.token_bytes import TokenBytes
+from tests.runner.both_runners import RUNNERS
 from tests.runner.test_structured import run_out, serve
-from tests.support.both_runners import RUNNERS
 from tests.support.structured import END, make_request, random_outputs, tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

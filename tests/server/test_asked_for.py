@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from pagespec import LLM
+from tests.server.chunks import joined_answer, read_events
 from tests.support.chat_models import save_chat_model
-from tests.support.chunks import joined_answer, read_events
 from tests.support.server import serving
 
 HELLO = [{"role": "user", "content": "hé?"}]

@@ -23,8 +23,8 @@ from pagespec.server.context import ServerContext
 from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
 from pagespec.server.sampling import SamplingDefaults, chat_params, completion_params
 from pagespec.server.sse import EventStream
+from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.chat_models import WEATHER, save_chat_model
-from tests.support.chunks import alike, joined_answer, read_events
 from tests.support.scripted_llm import scripted_llm
 
 SCRIPTS = [

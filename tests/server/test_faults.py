@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from pagespec import AsyncLLM
+from tests.server.raw_http import connected, head
 from tests.support.content_llm import content_llm
 from tests.support.content_runner import ContentRunner
-from tests.support.raw_http import connected, head
 from tests.support.server import serving
 
 BODY = {"prompt": [0, 0], "max_tokens": 40, "ignore_eos": True, "seed": 1}

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from pagespec import LLM
+from tests.server.chunks import read_events
 from tests.server.test_bad_fields import JSON
 from tests.server.test_requests import CHAT, COMPLETIONS, GENERATE, HELLO, VALID
 from tests.support.chat_models import QWEN_TEMPLATE, save_chat_model
-from tests.support.chunks import read_events
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
 

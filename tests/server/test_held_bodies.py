@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.raw_http import connected, head, read_answer
-from tests.support.serve_content import server_process
+from tests.server.raw_http import connected, head, read_answer
+from tests.server.serve_content import server_process
 
 MIB = 1 << 20
 NUM_CLIENTS = 60

@@ -18,8 +18,8 @@ from pagespec import AsyncLLM
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
 from pagespec.server.run import listen
+from tests.server.raw_http import connected, head, read_answer
 from tests.support.content_llm import content_llm
-from tests.support.raw_http import connected, head, read_answer
 from tests.support.server import running, serving
 
 MAX_BYTES = 5000

@@ -13,8 +13,8 @@ from pagespec import LLM
 from pagespec.engine.outputs import Logprob
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.server.logprobs import CompletionLogprobs, TokenTexts, content_logprobs, id_entry
+from tests.server.chunks import read_events
 from tests.support.chat_models import save_chat_model
-from tests.support.chunks import read_events
 from tests.support.models import tiny_model
 from tests.support.server import serving
 from tests.support.tokenizers import byte_fallback, byte_level, unigram

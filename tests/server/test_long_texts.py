@@ -14,7 +14,7 @@ import pytest
 
 from pagespec.server.bodies import MAX_TEXT_BYTES
 from pagespec.server.tokenization import MAX_NUM_TOKENS
-from tests.support.raw_http import connected, head, read_answer
+from tests.server.raw_http import connected, head, read_answer
 from tests.support.scripted_llm import BLOCK_SIZE, scripted_llm
 from tests.support.server import serving
 

@@ -13,7 +13,7 @@ import pytest
 
 from pagespec import AsyncLLM
 from pagespec.server.app import create_app
-from tests.support.raw_http import connected, head
+from tests.server.raw_http import connected, head
 from tests.support.server import running, serving
 from tests.support.slow_llm import slow_llm
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.chunks import read_events
 from tests.support.chat_models import WEATHER
-from tests.support.chunks import read_events
 from tests.support.content_llm import content_llm
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving

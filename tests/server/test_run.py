@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from pagespec.cli.main import app
 from pagespec.server.requests import RequestIds
+from tests.server.serve_content import STEP_S, Process, server_process
 from tests.support.content_llm import content_llm
-from tests.support.serve_content import STEP_S, Process, server_process
 from tests.support.server import serving
 
 NUM_TOKENS = 60

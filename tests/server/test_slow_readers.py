@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.server.raw_http import head
+from tests.server.serve_content import Process, server_process
 from tests.server.test_run import Stream
-from tests.support.raw_http import head
-from tests.support.serve_content import Process, server_process
 
 # Each chunk repeats the id.
 BODY = {"prompt": [0, 0], "max_tokens": 480, "ignore_eos": True, "seed": 1, "stream": True,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pagespec import LLM, InvalidInputError, SamplingParams
-from tests.support.chunks import alike, joined_answer, read_events
+from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from pagespec import LLM
+from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.chat_models import WEATHER, save_chat_model
-from tests.support.chunks import alike, joined_answer, read_events
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
 

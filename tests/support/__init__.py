@@ -1,7 +1,6 @@
 """What tests share: models, runners, oracles, and programs to run by hand.
 
-Four are programs: `python -m tests.support.bad_inputs` (every bad input and its message),
-`python -m tests.support.interrupts 10000` (exceptions at random lines of the engine),
-`python -m tests.support.counterexample` (the shortest way to make the real code break) and, for a
-test that sends it a Ctrl-C, `interrupted_cli`.
+Three are programs: `python -m tests.support.bad_inputs` (every bad input and its message),
+`python -m tests.support.interrupts 10000` (exceptions at random lines of the engine) and
+`python -m tests.support.counterexample` (the shortest way to make the real code break).
 """

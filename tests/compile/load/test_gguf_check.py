@@ -14,7 +14,7 @@ from pagespec.compile.load import gguf
 from pagespec.compile.load.gguf_vocabulary import open_gguf, read_values
 from pagespec.compile.load.load import load_model
 from pagespec.errors import UnsupportedModelError
-from tests.support.gguf_models import MODELS, write_whole
+from tests.compile.load.gguf_models import MODELS, write_whole
 from tests.support.models import tiny_model
 
 BIAS = "blk.0.attn_output.bias"

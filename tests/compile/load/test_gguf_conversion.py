@@ -10,7 +10,7 @@ import pytest
 
 from pagespec.compile.load.load import load_model
 from pagespec.model_name import embedded_model_path
-from tests.support.gguf_models import VOCAB, write_whole
+from tests.compile.load.gguf_models import VOCAB, write_whole
 
 BYTES = json.loads((Path(__file__).parent / "gguf_tokenizers.json").read_text())["vocabularies"][
     "gpt2"

@@ -32,12 +32,12 @@ from pagespec import LLM
 from pagespec.compile.fx import weights as weights_module
 from pagespec.compile.load.weight_names import regions_of
 from pagespec.errors import InvalidInputError
-from tests.support import gguf_models
-from tests.support.gguf_models import SIZES as GGUF_SIZES
-from tests.support.gguf_models import write_whole
+from tests.compile.load import gguf_models
+from tests.compile.load.gguf_models import SIZES as GGUF_SIZES
+from tests.compile.load.gguf_models import write_whole
+from tests.compile.load.weight_checks import answers, bits, engine, held_by, map_of, write_each
 from tests.support.models import random_model, tiny_model
 from tests.support.quantized_files import SIZES, write_quantized
-from tests.support.weight_checks import answers, bits, engine, held_by, map_of, write_each
 
 
 def changed_file(folder: Path, to: Path, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -252,7 +252,7 @@ def test_restored_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_two_ranks(tmp_path: Path) -> None:
     tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path / "old")
     changed_file(tmp_path / "old", tmp_path / "new", other)
-    command = [sys.executable, "-m", "tests.support.rank_weights"]
+    command = [sys.executable, "-m", "tests.compile.load.rank_weights"]
     places = [str(tmp_path / name) for name in ("store", "old", "new")]
     ranks = [
         subprocess.Popen(

@@ -13,9 +13,9 @@ from triton.runtime import driver
 
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.decode import decode_kernel
+from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 from tests.support.paged import Rows, Shape
-from tests.support.rope_prologue import Case
 
 SHAPE = Shape(hq=16, hkv=8, dk=128, dv=128, dtype=torch.bfloat16)
 

@@ -23,11 +23,11 @@ from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import decode_prologue, triton_backend
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
+from tests.kernels.attention.rope_prologue import Case, same_bits
 from tests.kernels.attention.test_decode import SMALL, _dot, shuffled
 from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
 from tests.support.apart import by_day_and_night, run_apart
 from tests.support.paged import Rows, Shape, poisoned_memory
-from tests.support.rope_prologue import Case, same_bits
 
 SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
 ROWS: dict[str, Rows] = {

@@ -10,8 +10,8 @@ import torch
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.decode_prologue import fits
 from pagespec.kernels.attention.triton_backend import TritonBackend
+from tests.kernels.attention.rope_prologue import Case, same_bits
 from tests.support.paged import Rows, Shape, poisoned_memory
-from tests.support.rope_prologue import Case, same_bits
 
 pytestmark = pytest.mark.gpu
 

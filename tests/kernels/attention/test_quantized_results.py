@@ -20,10 +20,10 @@ from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
+from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.attention.test_decode import ROWS, SMALL, stored
 from tests.kernels.attention.test_e4m3_tiles import _halves
 from tests.support.paged import Shape, bundled, poisoned_memory
-from tests.support.rope_prologue import Case
 
 BF16 = torch.bfloat16
 SHAPES = [

@@ -18,11 +18,11 @@ from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
 from pagespec.kernels.quantized.quantized_weight import quantize_fp8
 from pagespec.kernels.registry import registry
+from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
 from tests.support.hopper import has_hopper_kernels
 from tests.support.models import tiny_model
 from tests.support.paged import Rows, Shape, bundled, poisoned_memory
-from tests.support.rope_prologue import Case
 
 pytestmark = [
     pytest.mark.gpu,

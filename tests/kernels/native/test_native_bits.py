@@ -15,7 +15,7 @@ from pagespec.kernels import ops
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.native import calls
 from pagespec.kernels.native.library import library
-from tests.support import native_model as model
+from tests.kernels.native import native_model as model
 from tests.support.paged import Shape, make_batch
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.frequencies import CASES, run
+from tests.kernels.sampling.frequencies import CASES, run
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -31,7 +31,7 @@ def test_draws_on_a_gpu_fit_the_definition(case: str) -> None:
 
 def test_a_wrong_probability_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """That tokens of the prompt counted as output would show."""
-    from tests.support import frequencies
+    from tests.kernels.sampling import frequencies
 
     edited = frequencies.edited_logits
 

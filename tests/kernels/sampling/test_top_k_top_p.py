@@ -12,7 +12,7 @@ from pagespec.kernels.sampling.sampler import sample
 
 pytest.importorskip("triton")
 from pagespec.kernels.sampling.top_k_top_p import sample_truncated
-from tests.support.kept import Row, draw, kept, reference_inputs, reference_kept, staged
+from tests.kernels.sampling.kept import Row, draw, kept, reference_inputs, reference_kept, staged
 
 INF = float("inf")
 TOP_KS = [0, -1, 1, 2, 7, 50, 400, 1999, 2000, 1 << 40]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.sampling.sampler import sample
-from tests.support.kept import Row, draw, kept, reference_inputs, reference_kept, staged
+from tests.kernels.sampling.kept import Row, draw, kept, reference_inputs, reference_kept, staged
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.gpu

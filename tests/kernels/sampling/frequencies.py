@@ -1,7 +1,8 @@
 """Prints how often tokens of edited rows are drawn, beside the probabilities of the definition.
 
-``python -m tests.support.frequencies [cuda]``: a line for each parameter and for some together,
-with the chi-square of the draws and the probability of one as large. On a GPU through its kernels.
+``python -m tests.kernels.sampling.frequencies [cuda]``: a line for each parameter and for some
+together, with the chi-square of the draws and the probability of one as large. On a GPU through its
+kernels.
 """
 
 from __future__ import annotations

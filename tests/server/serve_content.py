@@ -1,6 +1,6 @@
 """``pagespec serve`` over the content runner, slowed: a process for tests to send signals to.
 
-python -m tests.support.serve_content serve --model content --port 0
+python -m tests.server.serve_content serve --model content --port 0
 """
 
 from __future__ import annotations

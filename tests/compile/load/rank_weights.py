@@ -1,5 +1,5 @@
 """One of two ranks that write a checkpoint through their weight maps, each its part:
-``python -m tests.support.rank_weights RANK STORE OLD NEW``. It fails unless the engine then
+``python -m tests.compile.load.rank_weights RANK STORE OLD NEW``. It fails unless the engine then
 gives the answers of a fresh one of the changed checkpoint."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagespec.build import build
 from pagespec.compile.model.loaded import Shard
 from pagespec.distributed.group import join_group
 from pagespec.kernels.collectives.library import GatherCommunicator
-from tests.support.weight_checks import answers, bits, engine, held_by, map_of, write_each
+from tests.compile.load.weight_checks import answers, bits, engine, held_by, map_of, write_each
 
 
 def main() -> None:
