@@ -21,8 +21,7 @@ kernels = [decode.decode_kernel]
 if is_gluon_known():
     from pagespec.kernels.attention import prefill_sm90
     from pagespec.kernels.linear import matmul_sm90
-    kernels += [matmul_sm90.prefetch_matmul_kernel, matmul_sm90.normed_kernel]
-    kernels += [prefill_sm90.prefill_kernel]
+    kernels += [matmul_sm90.skinny_kernel, prefill_sm90.prefill_kernel]
 counts = [count_triton_variants()]
 for device, kernel in enumerate(kernels):
     kernel.device_caches[device] = ({"a form": object(), "another": object()},)

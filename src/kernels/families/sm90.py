@@ -56,7 +56,7 @@ IMPLEMENTATIONS = (
         _SM90,
         {
             "choose_tile": "quantized.tiles_fp8:choose_gated_tile",
-            "matmul": "quantized.matmul_fp8_sm90_gated:gated_matmul",
+            "matmul": "quantized.matmul_fp8_sm90:gated_matmul",
         },
         needs_gluon=True,
     ),

@@ -58,7 +58,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     if KIND != "none":
         factor = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
         if KIND == "silu" and tl.bfloat16 == DTYPE:
-            y = silu_of_bfloat16(y)
+            y = rounded(silu_of_bfloat16(y), tl.bfloat16)
         elif KIND == "silu":
             y = rounded(silu(y), DTYPE)
         else:

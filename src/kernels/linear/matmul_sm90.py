@@ -22,14 +22,14 @@ The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). A
 a kernel of its own for a microsecond of work. Here each program adds the residual and normalises
 all of its x itself, behind the same wait, while its weights are under way. Bits are those of
 :mod:`..fused.rms_norm` and of the matmul alone: a row is spread over four warps as there, which
-gives the same order of additions. Hence the bounds on K (:func:`fits_norm`).
+gives the same order of additions. Hence the bounds on K (:func:`serves_norm`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -45,17 +45,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra import libdevice
 
 from ..collectives.communicator import PushTarget
 from ..device import triggers_dependents_late
 from ..fused.dispatch import NormForm
-from .matmul import tile_begin
+from .matmul import _silu_mul, tile_begin
 from .tuned_tiles import PrefetchTile
 
 _AHEAD_BYTES = 6 << 20
 ATOM_BYTES = 128  # of a row
-_BLOCK = 1024  # elements of a normed row, padded: 8 for each thread of four warps
+_BLOCK = gl.constexpr(1024)  # elements of a normed row, padded: 8 for each thread of four warps
 MAX_NORM_ROWS = 4  # beyond, two launches are quicker
 
 
@@ -72,18 +71,51 @@ def load_weights_async(
     PIECES: gl.constexpr, BYTES: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr,
 ):  # fmt: skip
     """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
-    ATOMS: gl.constexpr = w_desc.block_type.shape[0]
-    RANK: gl.constexpr = len(w_desc.block_type.shape)
     for slot in gl.static_range(FROM, TO):
         mbarrier.init(bars.index(slot), count=1)
     for slot in gl.static_range(FROM, TO):
         mbarrier.expect(bars.index(slot), BYTES)
         target = stage_of(smem, slot, 0, PIECES, w_desc)
-        if RANK == 4:  # of gate and up, or as if of them
-            at = [slot * ATOMS, 0, begin, 0]
-        else:
-            at = [slot * ATOMS, begin, 0]
+        at = _place_of_weights(w_desc, slot, begin)
         tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
+
+
+@gluon.jit
+def _place_of_weights(w_desc, step, begin):
+    """Coordinates of a stage's box; gate and up, if there are, are a dimension."""
+    ATOMS: gl.constexpr = w_desc.block_type.shape[0]
+    if len(w_desc.block_type.shape) == 4:
+        at = [step * ATOMS, 0, begin, 0]
+    else:
+        at = [step * ATOMS, begin, 0]
+    return at
+
+
+@gluon.jit
+def load_rows_async(smem, bars, x_desc, begin_m, FROM: gl.constexpr, PIECES: gl.constexpr):
+    """Load all stages of x from row ``begin_m`` on; the barriers expect them already."""
+    ATOMS: gl.constexpr = x_desc.block_type.shape[0]
+    STAGES: gl.constexpr = bars.shape[0]
+    for slot in gl.static_range(STAGES):
+        target = stage_of(smem, slot, FROM, PIECES, x_desc)
+        at = [slot * ATOMS, begin_m, 0]
+        tma.async_copy_global_to_shared(x_desc, at, bars.index(slot), target)
+
+
+@gluon.jit
+def load_stage_async(
+    smem, bars, slot, step, pred, w_desc, x_desc, begin, begin_m,
+    W_PIECES: gl.constexpr, X_FROM: gl.constexpr, X_PIECES: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Load both operands of ``step`` into a stage that is free again, if ``pred``."""
+    bar = bars.index(slot)
+    mbarrier.expect(bar, BYTES, pred=pred)
+    target = stage_of(smem, slot, 0, W_PIECES, w_desc)
+    at = _place_of_weights(w_desc, step, begin)
+    tma.async_copy_global_to_shared(w_desc, at, bar, target, pred=pred)
+    target = stage_of(smem, slot, X_FROM, X_PIECES, x_desc)
+    at = [step * x_desc.block_type.shape[0], begin_m, 0]
+    tma.async_copy_global_to_shared(x_desc, at, bar, target, pred=pred)
 
 
 @gluon.jit
@@ -129,10 +161,7 @@ def store_outputs(
         )
         pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
         gate, up = gl.convert_layout(pairs, PAIRS).split()
-        # As rounding.silu and _silu_mul of matmul round it.
-        wide = gate.to(gl.float32)
-        activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
-        product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
+        product = _silu_mul(gate, up)
         result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
         n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
         m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
@@ -174,8 +203,8 @@ def push_outputs(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def prefetch_matmul_kernel(
-    x_desc,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]
+def skinny_kernel(
+    x,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]; with a norm a pointer to [M, K]
     w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
     out,  # [M, N], contiguous
     num_rows,
@@ -183,22 +212,29 @@ def prefetch_matmul_kernel(
     X_ROWS: gl.constexpr, ATOMS: gl.constexpr, STAGES: gl.constexpr,
     PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
-    PDL: gl.constexpr,
+    # Of a norm: [M, K], [K], [M, K] (written: residual + x); NORM_ROWS: M padded to a power of two.
+    residual=None, norm_weight=None, hidden=None, eps=None,
+    FORM: gl.constexpr = None, NORM_ROWS: gl.constexpr = 0,
+    # Of a PushTarget.
     boxes=None, row_numbers=None,
     RANK: gl.constexpr = 0, NUM_RANKS: gl.constexpr = 0, MAX_ROWS: gl.constexpr = 0,
     ROW_BYTES: gl.constexpr = 0,
 ):  # fmt: skip
-    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``; with boxes it is pushed there
-    instead, for an all-reduce.
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
+
+    With boxes the result is pushed there instead, for an all-reduce. With a norm, whose weight is
+    staged as a whole, ``hidden = residual + x`` and ``rms_norm(hidden, norm_weight, eps)`` stands
+    for x.
 
     Grid: ``(N / PART * ceil(M / X_ROWS),)``.
     """
-    if PDL and not LATE_TRIGGER:
+    if not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
+    HAS_NORM: gl.constexpr = FORM is not None
     STEPS: gl.constexpr = K // (64 * ATOMS)
     W_ROWS: gl.constexpr = HALVES * PART
     W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
-    X_PIECES: gl.constexpr = ATOMS * X_ROWS // 8
+    X_PIECES: gl.constexpr = 0 if HAS_NORM else ATOMS * X_ROWS // 8
     X_FROM: gl.constexpr = STAGES * W_PIECES
     LEFT: gl.constexpr = 128 if W_ROWS > 64 else 64  # 64 for each warpgroup
     NUM_WARPS: gl.constexpr = LEFT // 16
@@ -206,41 +242,84 @@ def prefetch_matmul_kernel(
     X_END: gl.constexpr = X_FROM + STAGES * X_PIECES
     W_END: gl.constexpr = X_FROM - W_ROWS // 8 + LEFT // 8
     PIECES: gl.constexpr = X_END if X_END > W_END else W_END
-    BYTES: gl.constexpr = ATOMS * (W_ROWS + X_ROWS) * 128
+    BYTES: gl.constexpr = (W_PIECES + X_PIECES) * 1024
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, X_ROWS, 16])
 
-    # Programs that share weights lie beside each other, so that one read from memory serves them.
-    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
-    row_tile = gl.program_id(0) % num_row_tiles
-    # A row that arrives twice would be taken for one of the next all-reduce.
-    begin_m = row_tile * X_ROWS if NUM_RANKS > 0 else tile_begin(row_tile, num_rows, X_ROWS)
-    begin = gl.program_id(0) // num_row_tiles * PART
+    if HAS_NORM:
+        begin_m = 0
+        begin = gl.program_id(0) * PART
+    else:
+        # Programs that share weights are adjacent, so that one read from memory serves them.
+        num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
+        row_tile = gl.program_id(0) % num_row_tiles
+        # A row that arrives twice would be taken for one of the next all-reduce.
+        begin_m = row_tile * X_ROWS if NUM_RANKS > 0 else tile_begin(row_tile, num_rows, X_ROWS)
+        begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
+    if HAS_NORM:  # by atom, 8 rows
+        normed = gl.allocate_shared_memory(gl.bfloat16, [_BLOCK // 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     load_weights_async(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if LATE_TRIGGER:
-            tl.extra.cuda.gdc_launch_dependents()
+    if HAS_NORM:
+        LINE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+        k = gl.arange(0, _BLOCK, gl.SliceLayout(0, LINE))
+        scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
+    tl.extra.cuda.gdc_wait()
+    if LATE_TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    if HAS_NORM:
+        row = gl.arange(0, NORM_ROWS, gl.SliceLayout(1, LINE))
+        mask = (row < num_rows)[:, None] & (k < K)[None, :]
+        places = row[:, None] * K + k[None, :]
+        h = gl.load(x + places, mask=mask, other=0.0)
+        more = gl.load(residual + places, mask=mask, other=0.0)
     load_weights_async(smem, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
-    for slot in gl.static_range(STAGES):
-        target = stage_of(smem, slot, X_FROM, X_PIECES, x_desc)
-        tma.async_copy_global_to_shared(
-            x_desc, [slot * ATOMS, begin_m, 0], bars.index(slot), target
-        )
+    if HAS_NORM:
+        h = (h.to(gl.float32) + more.to(gl.float32)).to(gl.bfloat16)
+        if gl.program_id(0) == 0:
+            gl.store(hidden + places, h, mask=mask)
+        # As _norm_kernel and scaled of rms_norm.
+        wide = h.to(gl.float32)
+        mean = gl.sum(wide * wide, 1) * (1.0 / K)
+        y = wide * gl.rsqrt(mean + eps)[:, None]
+        if FORM == "rounded":
+            y = y.to(gl.bfloat16).to(gl.float32)
+        if FORM == "plus_one":
+            scale = scale + 1.0
+        y = (y * scale[None, :]).to(gl.bfloat16)
+        # The unit of the swizzle is 8 rows: the same ones several times.
+        y = y.reshape([NORM_ROWS, _BLOCK // 64, 64]).permute([1, 0, 2])
+        y = y.reshape([_BLOCK // 64, 1, NORM_ROWS, 64])
+        y = y.broadcast_to([_BLOCK // 64, 8 // NORM_ROWS, NORM_ROWS, 64])
+        normed.store(y.reshape([_BLOCK // 8, 64]))
+        fence_async_shared()
+    else:
+        load_rows_async(smem, bars, x, begin_m, X_FROM, X_PIECES)
 
     if NUM_RANKS > 0:
         m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
         half = gl.load(row_numbers + m, mask=m < num_rows, other=0) & 1
+    slot = 0
     total = gl.zeros([LEFT, X_ROWS], gl.float32, SUM)
-    if STEPS == STAGES:  # nothing is loaded twice into a place, so nothing is waited for but data
+    if HAS_NORM:
+        total = warpgroup_mma_init(total)
+        for slot in gl.static_range(STAGES):
+            mbarrier.wait(bars.index(slot), 0)
+            for atom in gl.static_range(slot * ATOMS, (slot + 1) * ATOMS):
+                left = smem.index(atom * (W_ROWS // 8))
+                total = warpgroup_mma(
+                    left._reinterpret(gl.bfloat16, [LEFT, 64], OPERAND),
+                    normed.slice(atom * 8, 8).permute((1, 0)),
+                    total,
+                    is_async=True,
+                )
+    elif STEPS == STAGES:  # nothing is loaded twice into a place: only data is waited for
         total = warpgroup_mma_init(total)
         for slot in range(STAGES):
             mbarrier.wait(bars.index(slot), 0)
             total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
     else:
-        slot = 0
         phase = 0
         last = 0
         for step in range(STEPS):
@@ -250,15 +329,10 @@ def prefetch_matmul_kernel(
             total = warpgroup_mma_wait(ATOMS, deps=(total,))
             then = step + STAGES - 1
             go = (step > 0) & (then < STEPS)
-            bar = bars.index(last)
-            mbarrier.expect(bar, BYTES, pred=go)
-            target = stage_of(smem, last, 0, W_PIECES, w_desc)
-            at = [then * ATOMS, 0, begin, 0]
-            tma.async_copy_global_to_shared(w_desc, at, bar, target, pred=go)
-            target = stage_of(smem, last, X_FROM, X_PIECES, x_desc)
-            tma.async_copy_global_to_shared(
-                x_desc, [then * ATOMS, begin_m, 0], bar, target, pred=go
-            )
+            load_stage_async(
+                smem, bars, last, then, go, w_desc, x, begin, begin_m,
+                W_PIECES, X_FROM, X_PIECES, BYTES,
+            )  # fmt: skip
             last = slot
             slot += 1
             if slot == STAGES:
@@ -274,140 +348,29 @@ def prefetch_matmul_kernel(
         store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
-def normed_kernel(
-    x,  # [M, K], as residual and hidden
-    residual,
-    norm_weight,  # [K]
-    hidden,  # written: residual + x
-    w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
-    out,  # [M, N]
-    num_rows,
-    eps,
-    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
-    ROWS: gl.constexpr,  # M, padded to a power of two; at most 8
-    ATOMS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, FORM: gl.constexpr,
-    PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
-    LATE_TRIGGER: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """``hidden = residual + x``, ``out = rms_norm(hidden, norm_weight, eps) @ weight.T``, with two
-    HALVES ``silu(gate) * up``. Grid: ``(N / PART,)``.
+@functools.cache
+def _operand_layout(num_bits: int, num_dims: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, num_bits, num_dims)
+
+
+def describe(
+    matrix: Tensor, rows: int, line: int, *, halves: int = 0, atoms: int = 0
+) -> TensorDescriptor:
+    """A TMA descriptor of ``matrix [R, K]``, in boxes of ``rows`` by ``line`` elements.
+
+    Args:
+        halves: if not 0, ``[halves, R / halves, K]``, in boxes of ``rows`` of each half.
+        atoms: if not 0, the last dimension is split: ``[K / line, .., line]``, ``atoms`` to a box.
     """
-    if PDL and not LATE_TRIGGER:
-        tl.extra.cuda.gdc_launch_dependents()
-    W_ROWS: gl.constexpr = HALVES * PART
-    W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
-    BYTES: gl.constexpr = ATOMS * W_ROWS * 128
-    # Behind the last atom lies what its operand reads beyond: LEFT rows from its first on.
-    LEFT: gl.constexpr = 64
-    PIECES: gl.constexpr = STAGES * W_PIECES + (LEFT - W_ROWS) // 8
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
-
-    begin = gl.program_id(0) * PART
-    weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
-    normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
-    k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
-    scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if LATE_TRIGGER:
-            tl.extra.cuda.gdc_launch_dependents()
-
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LINE))
-    mask = (row < num_rows)[:, None] & (k < K)[None, :]
-    places = row[:, None] * K + k[None, :]
-    h = gl.load(x + places, mask=mask, other=0.0)
-    more = gl.load(residual + places, mask=mask, other=0.0)
-    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
-    h = h.to(gl.float32) + more.to(gl.float32)
-    rounded = h.to(gl.bfloat16)
-    if gl.program_id(0) == 0:
-        gl.store(hidden + places, rounded, mask=mask)
-    # As _norm_kernel and scaled of rms_norm.
-    h = rounded.to(gl.float32)
-    mean = gl.sum(h * h, 1) * (1.0 / K)
-    y = h * gl.rsqrt(mean + eps)[:, None]
-    if FORM == "rounded":
-        y = y.to(gl.bfloat16).to(gl.float32)
-    if FORM == "plus_one":
-        scale = scale + 1.0
-    y = (y * scale[None, :]).to(gl.bfloat16)
-    # The unit of the swizzle is 8 rows: the same ones several times.
-    y = y.reshape([ROWS, BLOCK // 64, 64]).permute([1, 0, 2])
-    y = y.reshape([BLOCK // 64, 1, ROWS, 64]).broadcast_to([BLOCK // 64, 8 // ROWS, ROWS, 64])
-    normed.store(y.reshape([BLOCK // 8, 64]))
-    fence_async_shared()
-
-    total = warpgroup_mma_init(gl.zeros([LEFT, 8], gl.float32, SUM))
-    for slot in gl.static_range(STAGES):
-        mbarrier.wait(bars.index(slot), 0)
-        for atom in gl.static_range(slot * ATOMS, (slot + 1) * ATOMS):
-            left = weights.index(atom * (W_ROWS // 8))
-            total = warpgroup_mma(
-                left._reinterpret(gl.bfloat16, [LEFT, 64], OPERAND),
-                normed.slice(atom * 8, 8).permute((1, 0)),
-                total,
-                is_async=True,
-            )
-    total = warpgroup_mma_wait(0, deps=(total,))
-    store_outputs(total, out, begin, 0, num_rows, N, HALVES, PART, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch worked out, for a GPU or for a compiler alone: descriptors' shapes and constants."""
-
-    x_box: list[int]
-    weight_box: list[int]
-    x_layout: gl.NVMMASharedLayout
-    weight_layout: gl.NVMMASharedLayout
-    num_programs: int
-    num_warps: int
-    constants: dict[str, object]
-
-    def describe(self, weight: Tensor) -> TensorDescriptor:
-        """``weight [halves * N, K]`` as ``[K / 64, halves, N, 64]``."""
-        halves, row = self.weight_box[1], weight.stride(0)
-        num_outs = len(weight) // halves
-        shape, strides = [weight.shape[1] // 64, halves, num_outs, 64], [64, num_outs * row, row, 1]
-        return TensorDescriptor(weight, shape, strides, self.weight_box, self.weight_layout)
-
-
-def plan_launch(
-    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: PrefetchTile, overlap: bool
-) -> Launch:
-    """Raises ValueError if the tile does not fit the shape."""
-    halves = 2 if has_gate else 1
-    x_rows = 8 if num_rows <= 8 else tile.x_rows
-    if not tile.fits(num_outs, k_size, has_gate):
-        raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
-    constants: dict[str, object] = {
-        "N": num_outs,
-        "K": k_size,
-        "HALVES": halves,
-        "PART": tile.part,
-        "X_ROWS": x_rows,
-        "ATOMS": tile.atoms,
-        "STAGES": tile.stages,
-        "PREFETCH_STAGES": stages_ahead(
-            num_rows, num_outs * halves, k_size * 2, tile.atoms, tile.stages
-        ),
-        "LATE_TRIGGER": triggers_dependents_late(num_rows),
-        "PDL": overlap,
-    }
-    return Launch(
-        [tile.atoms, x_rows, 64],
-        [tile.atoms, halves, tile.part, 64],
-        gl.NVMMASharedLayout(128, 16, 3),
-        gl.NVMMASharedLayout(128, 16, 4),
-        num_outs // tile.part * -(-num_rows // x_rows),
-        4 if tile.part * halves <= 64 else 8,
-        constants,
+    (size, width), row = matrix.shape, matrix.stride(0)
+    shape, strides, box = [size, width], [row, 1], [rows, line]
+    if halves:
+        size //= halves
+        shape, strides, box = [halves, size, width], [size * row, row, 1], [halves, rows, line]
+    if atoms:
+        shape, strides, box = [width // line, *shape[:-1], line], [line, *strides], [atoms, *box]
+    return TensorDescriptor(
+        matrix, shape, strides, box, _operand_layout(8 * matrix.itemsize, len(box))
     )
 
 
@@ -417,7 +380,7 @@ def stages_ahead(
     """Stages of weights loaded before the wait; the others are behind it.
 
     All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
-    that is staged as a whole: the kernel before ends only when what is under way has come.
+    that is staged as a whole: the kernel before ends only when its pending loads have arrived.
 
     Args:
         row_bytes: of a row of the weight. atoms: of 128 bytes of a row, in a stage.
@@ -427,26 +390,63 @@ def stages_ahead(
     return min(stages, max(1, stages * _AHEAD_BYTES // (num_weight_rows * row_bytes)))
 
 
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    tile: PrefetchTile,
+    has_gate: bool,
+    operands: dict[str, Any],
+    is_launched: bool = True,
+) -> Tensor:
+    """Launch :func:`skinny_kernel`, with ``operands`` of a norm or a push, and options; or only
+    compile it.
+
+    Raises:
+        ValueError: shapes do not fit each other or the tile.
+    """
+    (num_rows, k_size), halves = x.shape, 2 if has_gate else 1
+    num_outs = len(weight) // halves
+    if weight.shape[1] != k_size or not tile.fits(num_outs, k_size, has_gate):
+        raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)} or {tile}")
+    out = x.new_empty(num_rows, num_outs)
+    if num_rows == 0:
+        return out
+    x_rows = 8 if num_rows <= 8 else tile.x_rows
+    grid = (num_outs // tile.part * -(-num_rows // x_rows),)
+    kernel = skinny_kernel
+    (kernel[grid] if is_launched else functools.partial(kernel.warmup, grid=grid))(
+        x if "FORM" in operands else describe(x, x_rows, 64, atoms=tile.atoms),
+        describe(weight, tile.part, 64, halves=halves, atoms=tile.atoms),
+        out, num_rows,
+        N=num_outs, K=k_size, HALVES=halves, PART=tile.part, X_ROWS=x_rows, ATOMS=tile.atoms,
+        STAGES=tile.stages,
+        PREFETCH_STAGES=stages_ahead(num_rows, len(weight), k_size * 2, tile.atoms, tile.stages),
+        LATE_TRIGGER=triggers_dependents_late(num_rows),
+        num_warps=4 if tile.part * halves <= 64 else 8,
+        launch_pdl=True,
+        **operands,
+    )  # fmt: skip
+    return out
+
+
 def matmul(
     x: Tensor,
     weight: Tensor,
     *,
     tile: PrefetchTile,
     has_gate: bool = False,
-    overlap: bool = True,
     target: PushTarget | None = None,
 ) -> Tensor:
     """``x @ weight.T``, rounded; one launch.
 
     Args:
         x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
-        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same. Not written by the
-            kernels before, as far as they have not ended when the last one begins.
-        tile: how to cut it.
+        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same. No kernel that may
+            still run when the previous one ends writes it.
+        tile: sizes, without influence on the result.
         has_gate: whether to return ``silu(gate) * up``, each operation rounded.
-        overlap: whether to start before the kernel before has ended.
-        target: where to push the result, which is then nowhere else; not with a gate. One that is
-            not connected: the kernel is compiled alone.
+        target: where to push the result, which is then nowhere else; not with a gate. If it is not
+            connected, the kernel is only compiled.
 
     Returns:
         ``[M, N]``, contiguous; with a target not written.
@@ -454,42 +454,17 @@ def matmul(
     Raises:
         ValueError: shapes do not fit each other or the tile.
     """
-    num_rows, k_size = x.shape
-    halves = 2 if has_gate else 1
-    num_outs = weight.shape[0] // halves
-    if weight.shape[1] != k_size:
-        raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}")
-    out = x.new_empty(num_rows, num_outs)
-    if num_rows == 0:
-        return out
-    launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
-    x_desc = TensorDescriptor(
-        x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
-    )
-    kernel, grid = prefetch_matmul_kernel, (launch.num_programs,)
-    pushed: dict[str, object] = {}
-    if target is not None:
-        boxes = {"boxes": target.row_boxes, "row_numbers": target.row_numbers}
-        pushed = {**boxes, **target.constants}
-    is_launched = target is None or target.is_connected
-    (kernel[grid] if is_launched else functools.partial(kernel.warmup, grid=grid))(
-        x_desc, launch.describe(weight), out, num_rows, **launch.constants,
-        num_warps=launch.num_warps,
-        launch_pdl=overlap,
-        **pushed,
-    )  # fmt: skip
-    return out
+    if target is None:
+        return _launch(x, weight, tile, has_gate, {})
+    pushed = {"boxes": target.row_boxes, "row_numbers": target.row_numbers, **target.constants}
+    return _launch(x, weight, tile, has_gate, pushed, target.is_connected)
 
 
 def serves_norm(num_rows: int, k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
-    """Whether :func:`norm_matmul` computes so many rows, of this tile."""
-    return 0 < num_rows <= MAX_NORM_ROWS and fits_norm(k_size, tile, has_gate)
-
-
-def fits_norm(k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
-    """Whether :func:`norm_matmul` takes rows of ``k_size``, staged as a whole by this tile."""
+    """Whether :func:`norm_matmul` computes so many rows of ``k_size``, staged as a whole."""
     return (
-        _BLOCK // 2 < k_size <= _BLOCK
+        0 < num_rows <= MAX_NORM_ROWS
+        and _BLOCK.value // 2 < k_size <= _BLOCK.value
         and tile.stages * tile.atoms * 64 == k_size
         and tile.part * (2 if has_gate else 1) <= 64
     )
@@ -505,7 +480,6 @@ def norm_matmul(
     *,
     tile: PrefetchTile,
     has_gate: bool = False,
-    overlap: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(``norm(h) @ weight.T``, h) with h = ``residual + x``; one launch.
 
@@ -514,8 +488,8 @@ def norm_matmul(
             :data:`MAX_NORM_ROWS`.
         norm_weight: ``[K]``, a parameter like ``weight``: both are read before the wait. eps and
             form as of :func:`..fused.dispatch.add_rms_norm`.
-        weight, has_gate, overlap: as of :func:`matmul`.
-        tile: one that :func:`fits_norm`.
+        weight, has_gate: as of :func:`matmul`.
+        tile: one that :func:`serves_norm`.
 
     Returns:
         ``[M, N]`` and ``[M, K]``, contiguous.
@@ -524,31 +498,21 @@ def norm_matmul(
         ValueError: shapes do not fit each other or the tile.
     """
     num_rows, k_size = x.shape
-    num_outs = len(weight) // (2 if has_gate else 1)
-    if not 0 < num_rows <= MAX_NORM_ROWS or weight.shape[1] != k_size or residual.shape != x.shape:
+    if residual.shape != x.shape or not serves_norm(num_rows, k_size, tile, has_gate):
         raise ValueError(
-            f"x {list(x.shape)} does not fit residual {list(residual.shape)}, weight "
-            f"{list(weight.shape)} or {MAX_NORM_ROWS} rows"
+            f"x {list(x.shape)} does not fit residual {list(residual.shape)}, {tile} or "
+            f"{MAX_NORM_ROWS} rows"
         )
-    if not fits_norm(k_size, tile, has_gate):
-        raise ValueError(f"{tile} does not fit rows of {k_size}")
-    launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
-    out, hidden = x.new_empty(num_rows, num_outs), x.new_empty(num_rows, k_size)
-    normed_kernel[(launch.num_programs,)](
-        x, residual, norm_weight, hidden, launch.describe(weight), out, num_rows, eps,
-        **norm_constants(launch.constants, num_rows, form),
-        num_warps=4,
+    hidden = x.new_empty(num_rows, k_size)
+    norm = {
+        "residual": residual,
+        "norm_weight": norm_weight,
+        "hidden": hidden,
+        "eps": eps,
+        "FORM": form,
+        "NORM_ROWS": max(2, triton.next_power_of_2(num_rows)),
         # As for the norm alone. In the gate, which has it otherwise without a norm, it concerns
         # exp's last factor, a power of two, and the sum with 1: exact either way.
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
-    )  # fmt: skip
-    return out, hidden
-
-
-def norm_constants(
-    matmul_constants: dict[str, object], num_rows: int, form: NormForm
-) -> dict[str, object]:
-    """Constants of :func:`normed_kernel`, from those of the matmul alone."""
-    own = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
-    return {name: value for name, value in matmul_constants.items() if name != "X_ROWS"} | own
+        "enable_fp_fusion": False,
+    }
+    return _launch(x, weight, tile, has_gate, norm), hidden

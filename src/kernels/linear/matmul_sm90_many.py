@@ -21,8 +21,6 @@ would hide little, and a weight may so be what that one wrote (:mod:`..quantized
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,10 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..device import count_sms
+from ..fused.rounding import silu_of_bfloat16
 from .matmul import tile_begin
+from .matmul_sm90 import describe
 from .tiles import MANY_ROWS, MANY_WEIGHT_ROWS, count_many_tiles, fits_many_rows
 
 STAGES = gl.constexpr(4)  # of 64 summands
@@ -45,8 +44,6 @@ OUT_BUFFERS = gl.constexpr(2)  # of a warpgroup, 64 rows by 64 outputs each
 _ROWS = gl.constexpr(MANY_ROWS)
 _WIDE = gl.constexpr(MANY_WEIGHT_ROWS)
 _BAND = gl.constexpr(16)  # tiles of rows
-_STEP = 64  # summands of a stage
-NUM_WARPS = 4  # of the first warpgroup; the others are its workers
 
 
 @gluon.jit
@@ -87,27 +84,6 @@ def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
             target = target._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
             tma.async_copy_global_to_shared(w_desc, [0, begin, step * 64], bar, target)
             slot, phase = next_stage(slot, phase, 1, STAGES)
-
-
-@gluon.jit
-def silu_of_bfloat16(x):
-    """silu of float32 that holds a bfloat16; rounded to bfloat16 it has the bits of
-    :func:`..fused.rounding.silu` rounded.
-
-    By the instructions for 2 ** x and 1 / x as they are, which are off by a few units of float32.
-    It is enough as there are but 65,536 inputs: all were compared on an H200, 0 differ
-    (``test_matmul_sm90_many_gpu.py`` compares them again). An exact exponential and a step of
-    Newton's would take 4% of the time of 8B's gate and up, and 14% of 0.6B's. A quarter of the
-    divisor, as the reciprocal of all of it may be below the normal numbers.
-    """
-    e = gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
-    )
-    quarter = gl.fma(e, 0.25 + gl.zeros_like(e), 0.25 + gl.zeros_like(e))
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], gl.float32, True, 1
-    )
-    return x * 0.25 * inverse
 
 
 @gluon.jit
@@ -259,14 +235,13 @@ def many_rows_kernel(
     w_desc,  # [HALVES, N, K], boxes [HALVES, 256 / HALVES, 64]
     out_desc,  # [M, N], boxes [64, 64]
     num_rows,
-    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: up to a program per
     multiprocessor; they share ceil(N * HALVES / 256) * ceil(M / 128) tiles.
 
     No constant depends on the number of rows: one build serves all."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     PART: gl.constexpr = _WIDE // HALVES  # outputs of a tile
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     num_tiles = (num_rows + _ROWS - 1) // _ROWS * ((N + PART - 1) // PART)
@@ -279,8 +254,7 @@ def many_rows_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_wait()
     ring = (x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles)
     shared = (x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles)
     gl.warp_specialize(
@@ -294,42 +268,13 @@ def many_rows_kernel(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ManyLaunch:
-    """A launch worked out, for a GPU or for a compiler alone. Nothing in it depends on the number
-    of rows."""
-
-    x_box: list[int]  # that of the result, too
-    weight_box: list[int]
-    x_layout: gl.NVMMASharedLayout
-    weight_layout: gl.NVMMASharedLayout
-    constants: dict[str, object]
-
-
-def plan_many_launch(num_outs: int, k_size: int, has_gate: bool, overlap: bool) -> ManyLaunch:
-    """Raises ValueError if the shape does not suit the kernel."""
-    if not fits_many_rows(num_outs, k_size):
-        raise ValueError(f"a weight of {num_outs} x {k_size} does not suit the kernel")
-    halves = 2 if has_gate else 1
-    return ManyLaunch(
-        [64, _STEP],
-        [halves, MANY_WEIGHT_ROWS // halves, _STEP],
-        gl.NVMMASharedLayout(128, 16, 2),
-        gl.NVMMASharedLayout(128, 16, 3),
-        {"N": num_outs, "K": k_size, "HALVES": halves, "PDL": overlap},
-    )
-
-
-def matmul_many(
-    x: Tensor, weight: Tensor, has_gate: bool = False, *, overlap: bool = True
-) -> Tensor:
+def matmul_many(x: Tensor, weight: Tensor, has_gate: bool = False) -> Tensor:
     """``x @ weight.T``, rounded; one launch.
 
     Args:
         x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
         weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same.
         has_gate: whether to return ``silu(gate) * up``, each operation rounded.
-        overlap: whether to start before the kernel before has ended, and wait for it there.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -337,31 +282,25 @@ def matmul_many(
     Raises:
         ValueError: shapes do not fit each other or the kernel.
     """
-    num_rows, k_size = x.shape
-    halves = 2 if has_gate else 1
+    (num_rows, k_size), halves = x.shape, 2 if has_gate else 1
     num_outs = len(weight) // halves
-    if weight.shape[1] != k_size:
-        raise ValueError(f"{list(x.shape)} by {list(weight.shape)}")
-    launch = plan_many_launch(num_outs, k_size, has_gate, overlap)
+    if weight.shape[1] != k_size or not fits_many_rows(num_outs, k_size):
+        raise ValueError(
+            f"x {list(x.shape)} or the kernel does not suit weight {list(weight.shape)}"
+        )
     out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
         return out
-    row = weight.stride(0)
-    x_desc = TensorDescriptor(
-        x, [num_rows, k_size], [x.stride(0), 1], launch.x_box, launch.x_layout
-    )
-    w_desc = TensorDescriptor(
-        weight, [halves, num_outs, k_size], [num_outs * row, row, 1],
-        launch.weight_box, launch.weight_layout,
-    )  # fmt: skip
-    out_desc = TensorDescriptor(
-        out, [num_rows, num_outs], [num_outs, 1], launch.x_box, launch.x_layout
-    )
     num_tiles = count_many_tiles(num_rows, num_outs, has_gate)
     many_rows_kernel[(min(num_tiles, count_sms(x.device)),)](
-        x_desc, w_desc, out_desc, num_rows,
-        **launch.constants,
-        num_warps=NUM_WARPS,
-        launch_pdl=overlap,
-    )  # fmt: skip
+        describe(x, 64, 64),
+        describe(weight, MANY_WEIGHT_ROWS // halves, 64, halves=halves),
+        describe(out, 64, 64),
+        num_rows,
+        N=num_outs,
+        K=k_size,
+        HALVES=halves,
+        num_warps=4,  # of the first warpgroup; the others are its workers
+        launch_pdl=True,
+    )
     return out

@@ -104,7 +104,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
         total = rounded(total, DTYPE)
         if SILU:
             if tl.bfloat16 == DTYPE:
-                total = silu_of_bfloat16(total)
+                total = rounded(silu_of_bfloat16(total), tl.bfloat16)
             else:
                 total = rounded(silu(total), DTYPE)
         target = out + (begin + j).to(tl.int64)[:, None] * C + channels[None, :]

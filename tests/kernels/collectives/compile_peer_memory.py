@@ -25,7 +25,7 @@ from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.linear import dispatch
-from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
+from pagespec.kernels.linear.matmul_sm90 import skinny_kernel
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 from pagespec.kernels.registry import registry
 from tests.kernels.jit.parallel_build_cases import FakeDriver
@@ -96,7 +96,7 @@ def pushed(few: PeerCommunicator) -> list[str]:
     dispatch.supports_tma = lambda _: True  # type: ignore
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
     dispatch.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")
-    kernels = prefetch_matmul_kernel, few_rows_norm_kernel
+    kernels = skinny_kernel, few_rows_norm_kernel
     return [events(compiled(kernel)["ptx"]) for kernel in kernels]
 
 

@@ -5,53 +5,27 @@ A process of its own, started by ``test_matmul_sm90.py``: there, Triton interpre
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from pagespec.kernels.linear.matmul_sm90 import (
-    norm_constants,
-    normed_kernel,
-    plan_launch,
-    prefetch_matmul_kernel,
-)
+from pagespec.kernels.linear.matmul_sm90 import matmul, norm_matmul, skinny_kernel
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
-
-_POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
+from tests.kernels.linear.launched import compiled, empty
 
 
 def ptx_of(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: PrefetchTile, has_norm: bool
 ) -> str:
-    launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap=True)
-    kernel = normed_kernel if has_norm else prefetch_matmul_kernel
-    constants = (
-        norm_constants(launch.constants, num_rows, "rounded") if has_norm else launch.constants
-    )
-    names = kernel.arg_names
-    parameters = inspect.signature(kernel.fn).parameters.values()
-    constants |= {each.name: each.default for each in parameters if each.default is not each.empty}
-    pointers = [name for name in names if name in _POINTERS]
-    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(pointers, "*bf16")
-    kinds |= {
-        "x_desc": f"tensordesc<bf16{launch.x_box},{launch.x_layout!r}>",
-        "w_desc": f"tensordesc<bf16{launch.weight_box},{launch.weight_layout!r}>",
-        "num_rows": "i32",
-        "eps": "fp32",
-    }
-    source = GluonASTSource(
-        kernel,
-        {name: kinds[name] for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-    options = {"num_warps": launch.num_warps, "launch_pdl": True, "enable_fp_fusion": not has_norm}
-    return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    x, weight = empty(num_rows, k_size), empty(num_outs * (1 + has_gate), k_size)
+
+    def launch() -> None:
+        if has_norm:
+            norm_matmul(x, x, x[0], 1e-6, "rounded", weight, tile=tile, has_gate=has_gate)
+        else:
+            matmul(x, weight, tile=tile, has_gate=has_gate)
+
+    return str(compiled(skinny_kernel, launch).asm["ptx"])
 
 
 def events(ptx: str) -> str:

@@ -8,35 +8,14 @@ from __future__ import annotations
 import json
 import sys
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from pagespec.kernels.linear.matmul_sm90_many import (
-    NUM_WARPS,
-    many_rows_kernel,
-    plan_many_launch,
-)
+from pagespec.kernels.linear.matmul_sm90_many import many_rows_kernel, matmul_many
+from tests.kernels.linear.launched import compiled, empty
 from tests.support.assembled import assembled
 
 
 def described(num_outs: int, k_size: int, has_gate: bool) -> dict[str, object]:
-    launch = plan_many_launch(num_outs, k_size, has_gate, overlap=True)
-    rows = f"tensordesc<bf16{launch.x_box},{launch.x_layout!r}>"
-    names = many_rows_kernel.arg_names
-    kinds = dict.fromkeys(names, "constexpr") | {
-        "x_desc": rows,
-        "w_desc": f"tensordesc<bf16{launch.weight_box},{launch.weight_layout!r}>",
-        "out_desc": rows,
-        "num_rows": "i32",
-    }
-    source = GluonASTSource(
-        many_rows_kernel,
-        {name: kinds[name] for name in names},
-        {(names.index(name),): value for name, value in launch.constants.items()},
-    )
-    options = {"num_warps": NUM_WARPS, "launch_pdl": True}
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    x, weight = empty(700, k_size), empty(num_outs * (1 + has_gate), k_size)
+    made = compiled(many_rows_kernel, lambda: matmul_many(x, weight, has_gate))
     ptx = str(made.asm["ptx"])
     told = assembled(ptx)
     ahead, behind = ptx.split("griddepcontrol.wait")

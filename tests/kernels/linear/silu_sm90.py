@@ -8,7 +8,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pagespec.kernels.linear.matmul_sm90_many import pair, silu_of_bfloat16, unpacked
+from pagespec.kernels.fused.rounding import silu_of_bfloat16
+from pagespec.kernels.linear.matmul_sm90_many import pair, unpacked
 
 
 @gluon.jit

@@ -135,16 +135,16 @@ def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
-    from pagespec.kernels.linear.matmul_sm90 import fits_norm
+    from pagespec.kernels.linear.matmul_sm90 import serves_norm
 
     card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
     for shape, tile in WITH_NORM.items():
         chosen = choose_prefetch_tile(1, *shape, card)
         assert chosen == PrefetchTile(*tile, x_rows=8), shape
-        assert fits_norm(shape[1], chosen, shape[2])
+        assert serves_norm(1, shape[1], chosen, shape[2])
     for n, k, has_gate in ((1024, 512, False), (4096, 2048, False), (6144, 4096, False)):
         chosen = choose_prefetch_tile(1, n, k, has_gate, card)
         assert chosen is not None
-        assert not fits_norm(k, chosen, has_gate)
-    assert not fits_norm(1024, PrefetchTile(64, 4, 3), has_gate=False)  # stages are used again
-    assert not fits_norm(1024, PrefetchTile(64, 4, 4), has_gate=True)  # two warpgroups
+        assert not serves_norm(1, k, chosen, has_gate)
+    assert not serves_norm(1, 1024, PrefetchTile(64, 4, 3), has_gate=False)  # stages are used again
+    assert not serves_norm(1, 1024, PrefetchTile(64, 4, 4), has_gate=True)  # two warpgroups

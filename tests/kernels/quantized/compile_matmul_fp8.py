@@ -10,38 +10,23 @@ import re
 import sys
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
+from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.quantized.matmul_fp8 import fp8_kernel
-from pagespec.kernels.quantized.matmul_fp8_sm90 import plan_launch
-from pagespec.kernels.quantized.matmul_fp8_sm90_few import few_rows_kernel
-from pagespec.kernels.quantized.matmul_fp8_sm90_gated import (
-    NUM_WARPS,
-    OUT_BOX,
-    WEIGHT_BOX,
-    X_BOX,
-    constants_of,
-    gated_rows_kernel,
-    layout_of,
-)
+from pagespec.kernels.quantized.matmul_fp8_sm90 import few_rows_kernel, gated_matmul, matmul
 from pagespec.kernels.quantized.matmul_fp8_sm90_many import many_rows_kernel
 from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile
+from tests.kernels.linear.launched import compiled, empty
 from tests.support.assembled import assembled
 
-_POINTERS = ("x_scales", "w_scales", "out", "out_scales", "x", "weight")
+_POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
+_E4M3, _FP32 = torch.float8_e4m3fn, torch.float32
 
 
-def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
-    options = {
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "launch_pdl": True,
-        "enable_fp_fusion": False,
-    }
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+def described(made: Any) -> dict[str, Any]:
     ptx = str(made.asm["ptx"])
     told = assembled(ptx)
     return {
@@ -55,53 +40,27 @@ def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[st
     }
 
 
-def source_of(make: Any, kernel: Any, kinds: dict[str, str], constants: dict[str, Any]) -> Any:
-    names = kernel.arg_names
-    aligned = [name for name in names if name in _POINTERS]
-    return make(
-        kernel,
-        {name: kinds.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-
-
-TILES = {
-    "FewTile": (FewTile, few_rows_kernel),
-    "ManyTile": (ManyTile, many_rows_kernel),
-}
+def rows_of(num_rows: int, k_size: int) -> QuantizedRows:
+    values = empty(num_rows, k_size, dtype=_E4M3)
+    return QuantizedRows(values, empty(k_size // 128, num_rows, dtype=_FP32))
 
 
 def in_gluon(
     rows: int, outs: int, k_size: int, has_blocks: bool, name: str, *tile: int
 ) -> dict[str, Any]:
-    kind, kernel = TILES[name]
-    num_groups, shared = (k_size // 128, 128) if has_blocks else (1, 1)
-    launch = plan_launch(
-        rows, outs, k_size, num_groups, shared, kind(*tile), overlap=True, num_sms=132
-    )
-    layouts = [
-        f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
-        for box in (launch.x_box, launch.weight_box)
-    ]
-    kinds = {
-        "x_desc": layouts[0],
-        "w_desc": layouts[1],
-        "x_scales": "*fp32",
-        "w_scales": "*fp32",
-        "out": "*bf16",
-        "num_rows": "i32",
-    }
-    source = source_of(GluonASTSource, kernel, kinds, launch.constants)
-    return described(source, launch.num_warps)
+    kernel = few_rows_kernel if name == "FewTile" else many_rows_kernel
+    x, weight = rows_of(rows, k_size), empty(outs, k_size, dtype=_E4M3)
+    shape, shared = ((outs // 128, k_size // 128), 128) if has_blocks else ((outs, 1), 1)
+    options = {"shared": shared, "tile": (FewTile if name == "FewTile" else ManyTile)(*tile)}
+    scales = empty(*shape, dtype=_FP32)
+    return described(compiled(kernel, lambda: matmul(x, weight, scales, **options)))
 
 
 def with_gate(outs: int, k_size: int, *tile: int) -> dict[str, Any]:
-    kinds = {"x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32", "num_rows": "i32"}
-    for name, box in (("x_desc", X_BOX), ("w_desc", WEIGHT_BOX), ("out_desc", OUT_BOX)):
-        kinds[name] = f"tensordesc<fp8e4nv{box},{layout_of(box)!r}>"
-    constants = constants_of(outs, k_size, ManyTile(*tile), overlap=True)
-    return described(source_of(GluonASTSource, gated_rows_kernel, kinds, constants), NUM_WARPS)
+    x, weight = rows_of(777, k_size), empty(2 * outs, k_size, dtype=_E4M3)
+    scales = empty(2 * outs // 128, k_size // 128, dtype=_FP32)
+    launch = lambda: gated_matmul(x, weight, scales, tile=ManyTile(*tile))  # noqa: E731
+    return described(compiled(many_rows_kernel, launch))
 
 
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:
@@ -127,7 +86,17 @@ def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool
         kinds["weight_tiles"] = f"tensordesc<fp8e4nv[{n}, 128]>"
     else:
         constants |= {"x_tiles": None, "weight_tiles": None}
-    return described(source_of(ASTSource, fp8_kernel, kinds, constants), warps, stages)
+    names = fp8_kernel.arg_names
+    aligned = [name for name in names if name in _POINTERS]
+    source = ASTSource(
+        fp8_kernel,
+        {name: kinds.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    options["enable_fp_fusion"] = False
+    return described(compile(source, target=GPUTarget("cuda", 90, 32), options=options))
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def test_a_row_has_its_bits_among_1_to_512(num_outs: int, width: int, kind: str)
 def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: int) -> None:
     from pagespec.kernels.fused.quantize_rows import act_mul_quantize, quantize_rows
     from pagespec.kernels.quantized import dispatch_fp8
-    from pagespec.kernels.quantized.matmul_fp8_sm90_gated import gated_matmul
+    from pagespec.kernels.quantized.matmul_fp8_sm90 import gated_matmul
     from pagespec.kernels.quantized.tiles_fp8 import ManyTile
 
     tiles = [ManyTile(128, 128, 6), ManyTile(192, 128, 4)]

@@ -9,8 +9,11 @@ import importlib.util
 import json
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from pagespec.kernels.arch import Arch
 from tests.support.apart import run_apart
@@ -32,10 +35,22 @@ def _gluon() -> None:
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
 
 
+def operands(num_rows: int, num_weight_rows: int, k_size: int) -> tuple[Any, Tensor, Tensor]:
+    """Quantised rows, a weight and its scales, without memory."""
+    from pagespec.kernels.fused.e4m3_groups import QuantizedRows
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    num_groups = -(-k_size // 128)
+    x = QuantizedRows(empty(num_rows, k_size), empty(num_groups, num_rows))
+    return x, empty(num_weight_rows, k_size), empty(num_weight_rows // 128, num_groups)
+
+
 @pytest.mark.usefixtures("_gluon")
 def test_chosen_tiles_fit() -> None:
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.quantized.matmul_fp8_sm90 import plan_launch
+    from pagespec.kernels.quantized.matmul_fp8_sm90 import matmul
     from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile, choose_sm90_tile
 
     card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
@@ -44,16 +59,14 @@ def test_chosen_tiles_fit() -> None:
             tile = choose_sm90_tile(rows, *shape, card)
             assert tile is not None
             assert isinstance(tile, FewTile) == (rows <= (128 if shape[0] <= 4096 else 64))
-            launch = plan_launch(
-                rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
-            )
-            assert launch.num_programs >= 32
+            assert tile.fits(*shape)
+            assert shape[0] // tile.part * -(-rows // tile.x_rows) >= 32  # programs or tiles
     assert choose_sm90_tile(1, 640, 160, card) is None
     assert choose_sm90_tile(129, 640, 640, card) == ManyTile(192, 64, 6)  # an odd number of groups
     assert choose_sm90_tile(1, 645, 640, card) is None
     for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 64, 5)):
         with pytest.raises(ValueError, match="does not fit"):
-            plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True, num_sms=132)
+            matmul(*operands(1, 1024, 1024), shared=128, tile=tile)
 
 
 @pytest.mark.usefixtures("_gluon")
@@ -77,7 +90,7 @@ def test_what_was_the_quickest_is_taken() -> None:
 @pytest.mark.usefixtures("_gluon")
 def test_when_the_gate_is_applied_in_the_store() -> None:
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.quantized.matmul_fp8_sm90_gated import constants_of
+    from pagespec.kernels.quantized.matmul_fp8_sm90 import gated_matmul
     from pagespec.kernels.quantized.tiles_fp8 import ManyTile, choose_gated_tile
 
     card = Gpu(132, 227 << 10, arch=Arch("sm90", has_gluon=True))
@@ -92,10 +105,10 @@ def test_when_the_gate_is_applied_in_the_store() -> None:
     for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64)):
         assert choose_gated_tile(8192, 2 * num_outs, k_size, card) is None
         with pytest.raises(ValueError, match="does not suit"):
-            constants_of(num_outs, k_size, tile, overlap=True)
+            gated_matmul(*operands(1, 2 * num_outs, k_size), tile=tile)
     for tile in (ManyTile(192, 64, 6), ManyTile(128, 128, 5)):
         with pytest.raises(ValueError, match="does not suit"):
-            constants_of(12288, 4096, tile, overlap=True)
+            gated_matmul(*operands(1, 2 * 12288, 4096), tile=tile)
 
 
 @pytest.mark.usefixtures("_gluon")
