@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
@@ -135,6 +137,22 @@ def cpu_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
 
     return become
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.made.get(func, func)(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def torch_calls() -> Iterator[dict[Any, Any]]:
+    """What is called in place of functions of torch, such as ``F.linear``; at first nothing."""
+    with _Calls() as mode:
+        yield mode.made
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagespec.errors import UnsupportedModelError
@@ -177,19 +179,12 @@ def follows_the_rows(x: Tensor, weight: Tensor) -> Tensor:
     return out + len(x) + torch.arange(out.shape[-2]).unsqueeze(-1)
 
 
-def test_where_no_library_passes_the_order_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            invariant,
-            "F",
-            type("", (), {"linear": follows_the_rows, "pad": torch.nn.functional.pad}),
-        )
-        for dtype in DTYPES:
-            assert invariant.choose_recipe(5, 7, dtype) == invariant.FIXED_ORDER
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "bmm", follows_the_rows_of_heads)
-        assert head_matmul.choose_recipe(2, 5, 7, torch.float32, False).is_fixed_order
-        assert cpu_trial.choose_recipe(4, 2, 5, 7, False).is_fixed_order
+def test_where_no_library_passes_the_order_is_written_out(torch_calls: dict[Any, Any]) -> None:
+    torch_calls |= {F.linear: follows_the_rows, torch.bmm: follows_the_rows_of_heads}
+    for dtype in DTYPES:
+        assert invariant.choose_recipe(5, 7, dtype) == invariant.FIXED_ORDER
+    assert head_matmul.choose_recipe(2, 5, 7, torch.float32, False).is_fixed_order
+    assert cpu_trial.choose_recipe(4, 2, 5, 7, False).is_fixed_order
 
 
 def follows_the_rows_of_heads(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

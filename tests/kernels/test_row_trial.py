@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,6 @@ class Library:
     def __init__(self, differing: int, min_rows: int = 0, max_rows: int = 1 << 30) -> None:
         self.differing, self.min_rows, self.max_rows = differing, min_rows, max_rows
         self.num_calls = dict.fromkeys((3, *NUMBERS), 0)
-        self.bmm_of_torch = torch.bmm
 
     def changed(self, out: Tensor, num_rows: int) -> Tensor:
         self.num_calls[torch.get_num_threads()] += 1
@@ -60,23 +60,18 @@ class Library:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.changed(F.linear(x, weight), len(x))
 
-    @staticmethod
-    def pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        return F.pad(x, sizes)
-
     def bmm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        found = self.changed(self.bmm_of_torch(x, weight), x.shape[1])
+        found = self.changed(torch.bmm(x, weight), x.shape[1])
         return found if out is None else out.copy_(found)
 
 
 @pytest.mark.parametrize("differing", NUMBERS)
 @pytest.mark.usefixtures("without_threads")
 def test_a_library_that_follows_the_number_is_called_with_one_thread_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, differing: int
+    torch_calls: dict[Any, Any], differing: int
 ) -> None:
     library = Library(differing)
-    monkeypatch.setattr(invariant, "F", library)
-    monkeypatch.setattr(torch, "bmm", library.bmm)
+    torch_calls |= {F.linear: library.linear, torch.bmm: library.bmm}
     others = tuple(number for number in NUMBERS if number != differing)
     for dtype in (torch.float32, torch.bfloat16):
         assert invariant.choose_recipe(24, 40, dtype, threads=NUMBERS) == invariant.SERIAL
@@ -92,11 +87,10 @@ def test_a_library_that_follows_the_number_is_called_with_one_thread_or_not_at_a
 @pytest.mark.parametrize(("min_rows", "max_rows"), [(0, 12), (60, 1 << 30)])
 @pytest.mark.usefixtures("without_threads")
 def test_of_few_or_of_many_rows_alone_it_shows(
-    monkeypatch: pytest.MonkeyPatch, differing: int, min_rows: int, max_rows: int
+    torch_calls: dict[Any, Any], differing: int, min_rows: int, max_rows: int
 ) -> None:
     library = Library(differing, min_rows, max_rows)
-    monkeypatch.setattr(invariant, "F", library)
-    monkeypatch.setattr(torch, "bmm", library.bmm)
+    torch_calls |= {F.linear: library.linear, torch.bmm: library.bmm}
     for dtype in (torch.float32, torch.bfloat16):
         recipe = invariant.choose_recipe(24, 40, dtype, threads=NUMBERS)
         assert recipe == invariant.FALLBACK  # calls of 16 rows
@@ -118,21 +112,20 @@ def test_outputs_that_threads_share_with_other_bits() -> None:
 
 
 @pytest.mark.usefixtures("without_threads")
-def test_batches_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_keep_their_bits(torch_calls: dict[Any, Any]) -> None:
     shape = 4, 16, 32, (1, 2, 5)
     assert row_trial.keeps_batched_bits(*shape, (2, 1))
-    monkeypatch.setattr(torch, "bmm", Library(1).bmm)
+    torch_calls[torch.bmm] = Library(1).bmm
     assert not row_trial.keeps_batched_bits(*shape, (2, 1))
     assert row_trial.keeps_batched_bits(*shape, (4, 2))
-    of_torch = Library(0).bmm
-    monkeypatch.setattr(torch, "bmm", lambda x, y: of_torch(x, y) + (len(x) == 2))
+    torch_calls[torch.bmm] = lambda x, y: torch.bmm(x, y) + (len(x) == 2)
     assert not row_trial.keeps_batched_bits(*shape, (2,))
 
 
 @pytest.mark.usefixtures("without_threads")
-def test_other_numbers_get_few_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_get_few_of_the_calls(torch_calls: dict[Any, Any]) -> None:
     library = Library(0)
-    monkeypatch.setattr(invariant, "F", library)
+    torch_calls[F.linear] = library.linear
     invariant.choose_recipe(300, 200, torch.bfloat16, threads=NUMBERS)
     most, half, one = (library.num_calls[number] for number in NUMBERS)
     assert 1 < half == one < most / 3
@@ -140,14 +133,15 @@ def test_other_numbers_get_few_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("without_threads")
-def test_weights_that_are_held_quantised_are_tried_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_held_quantised_are_tried_alike(
+    torch_calls: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def multiply(rows: Tensor) -> Tensor:
         return rows[:, :40] * (1 + (torch.get_num_threads() == 2))
 
     assert cpu_quantized.is_row_invariant(multiply, 64, (4, 1))
     assert not cpu_quantized.is_row_invariant(multiply, 64, NUMBERS)
-    library = Library(1)
-    monkeypatch.setattr(invariant, "F", library)
+    torch_calls[F.linear] = Library(1).linear
     monkeypatch.setattr(invariant, "can_pack", lambda _: False)
     for threads in ((4, 2), NUMBERS):
         recipe = choose_expanded_recipe(24, 40, transparent=True, threads=threads)

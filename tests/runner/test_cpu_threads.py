@@ -38,6 +38,10 @@ def _captured(index_dim: int, *recurrent: RecurrentSpec) -> Any:
     return SimpleNamespace(loaded=loaded, specs=[SimpleNamespace(index_dim=index_dim)])
 
 
+def _follows_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, weight) + torch.get_num_threads()
+
+
 QUIET, BUSY = {4: 1.0, 2: 1.9, 1: 3.7}, {4: 9.0, 2: 6.0, 1: 3.7}
 
 
@@ -184,11 +188,11 @@ def test_ranks_start_with_what_the_machine_has_now(
 
 
 def test_engines_that_keep_their_number_start_with_what_the_machine_has_now(
-    fallen: Machine, monkeypatch: pytest.MonkeyPatch
+    fallen: Machine, torch_calls: dict[Any, Any]
 ) -> None:
     before = torch.get_num_threads()
     assert step_threads(None, is_eager=True).numbers == (4,)
-    monkeypatch.setattr(cpu_platform, "keeps_batched_bits", lambda *_: False)
+    torch_calls[torch.bmm] = _follows_threads
     assert steady(step_threads(None), _captured(16)).numbers == (4,)
     assert torch.get_num_threads() == before
     fallen.load = BUSY
@@ -424,7 +428,7 @@ def test_bits_do_not_follow_the_number_of_threads(
     ],
 )
 def test_a_model_whose_bits_follow_the_number_keeps_it(
-    monkeypatch: pytest.MonkeyPatch,
+    torch_calls: dict[Any, Any],
     caplog: pytest.LogCaptureFixture,
     recurrent: list[RecurrentSpec],
     index_dim: int,
@@ -436,12 +440,7 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
     threads = StepThreads((2, 1), 2, QUIET.__getitem__)
     torch.set_num_threads(2)
     assert steady(threads, made) is threads
-    of_torch = torch.bmm
-
-    def follows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return of_torch(x, weight) + torch.get_num_threads()
-
-    monkeypatch.setattr(torch, "bmm", follows)
+    torch_calls[torch.bmm] = _follows_threads
     found = steady(threads, made)
     assert found.numbers == ((2,) if keeps else (2, 1))
     said = "CPU threads: 2, which stays: bits of this model follow the number"
@@ -504,11 +503,7 @@ def test_a_real_measurement_sees_a_busy_machine() -> None:
     assert threads.number == 1
 
 
-def test_threads_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never() -> StepThreads:
-        raise AssertionError("no trial")
-
-    monkeypatch.setattr(cpu_threads, "shared_threads", never)
+def test_threads_as_given(tmp_path: Path) -> None:
     folder = save_word_model(tmp_path)
     llm = LLM(folder, device="cpu", num_blocks=4, threads=1)
     assert torch.get_num_threads() == 1
@@ -517,6 +512,7 @@ def test_threads_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     llm.generate("word1 word2", SamplingParams(max_tokens=2), use_tqdm=False)
     seen.append(torch.get_num_threads())
     assert seen == [1]
+    assert cpu_threads.shared_threads.cache_info().currsize == 0  # no trial
 
 
 @pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2", 1 << 40])
