@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,17 +95,25 @@ def test_a_grammar_may_be_gbnf() -> None:
     assert allows("ab", grammar='root ::= "a" tail\ntail ::= "b" | "c"')
 
 
-def test_a_constraint_is_compiled_once_and_the_oldest_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT_GRAMMARS", 2)
-    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
-    made: list[str] = []
-    compile_one = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda c: (made.append(c.text), compile_one(c))[1])
-    for regex in ("a", "b", "a", "c", "a", "b"):
+class Watched(Grammars):
+    """Notes what is compiled, after calling ``before``."""
+
+    def __init__(self, before: Callable[[str], object] = lambda _: None) -> None:
+        super().__init__(tokenizer(), NUM_TOKENS, {END})
+        self.before, self.compiled = before, list[str]()
+
+    def _compile(self, constraint: Any) -> Any:
+        self.compiled.append(constraint.text)
+        self.before(constraint.text)
+        return super()._compile(constraint)
+
+
+def test_a_constraint_is_compiled_once_and_the_oldest_forgotten() -> None:
+    grammars = Watched()
+    others = [f"c{i}" for i in range(module.MAX_KEPT_GRAMMARS - 1)]
+    for regex in ("a", "b", "a", *others, "a", "b"):
         grammars.matcher(StructuredOutputs(regex=regex))
-    assert made == ["a", "b", "c", "b"]
+    assert grammars.compiled == ["a", "b", *others, "b"]
 
 
 def chained(num_definitions: int) -> dict[str, Any]:
@@ -127,16 +136,12 @@ def test_long_chains_do_not_end_the_process() -> None:
             assert matcher.compute_bitmask()
 
 
-def test_nobody_waits_for_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_a_long_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_COMPILE_S", 0.2)
-    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+    go_on = threading.Event()
+    grammars = Watched(lambda text: text == "slow" and go_on.wait(30))
     kept = StructuredOutputs(regex="kept")
     grammars.check(kept)
-    go_on = threading.Event()
-    compile_one = grammars._compile
-    monkeypatch.setattr(
-        grammars, "_compile", lambda c: (c.text == "slow" and go_on.wait(30), compile_one(c))[1]
-    )
     slow = StructuredOutputs(regex="slow")
     for _ in range(module._MAX_COMPILING):
         with pytest.raises(InvalidInputError, match="too long"):
@@ -151,33 +156,31 @@ def test_nobody_waits_for_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -
     grammars.check(StructuredOutputs(regex="other"))
 
 
-def test_a_grammar_that_many_ask_for_has_several_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
-    compile_one, compiled = grammars._compile, []
-    monkeypatch.setattr(grammars, "_compile", lambda c: (compiled.append(c), compile_one(c))[1])
+def test_a_popular_grammar_has_several_lexers() -> None:
+    grammars = Watched()
     outputs = StructuredOutputs(regex="ab*")
     for _ in range(module._NUM_LEXERS + 3):
         grammars.check(outputs)
-    assert len(compiled) == module._NUM_LEXERS
+    assert len(grammars.compiled) == module._NUM_LEXERS
     masks = {bytes(grammars.matcher(outputs).compute_bitmask()) for _ in range(20)}
     assert len(masks) == 1
-    assert len(compiled) == module._NUM_LEXERS
+    assert len(grammars.compiled) == module._NUM_LEXERS
 
 
-def test_nobody_waits_for_another_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_nothing_waits_for_another_lexer(is_slow: bool) -> None:
+    """Neither while others compile, nor if the first one took long to compile."""
+    grammars = Watched(lambda _: time.sleep(2 * module._MAX_COMPILE_AGAIN_S * is_slow))
     known = StructuredOutputs(regex="known")
     grammars.check(known)
-    compiled: list[object] = []
-    monkeypatch.setattr(grammars, "_compile", compiled.append)
     for _ in range(module._MAX_COMPILING):  # others compile for ever
         grammars._places.acquire()
     grammars.check(known)
+    assert len(grammars.compiled) == 1
     for _ in range(module._MAX_COMPILING):
         grammars._places.release()
-    monkeypatch.setattr(module, "_MAX_COMPILE_AGAIN_S", 0.0)  # it took longer than that
     grammars.check(known)
-    assert compiled == []
+    assert len(grammars.compiled) == 2 - is_slow
 
 
 def test_matchers_do_not_share_their_place() -> None:
