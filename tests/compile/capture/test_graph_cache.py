@@ -21,7 +21,7 @@ from pagespec.compile.capture import dynamo as dynamo_module
 from pagespec.compile.capture import process_key
 from pagespec.compile.capture.dynamo import trace
 from pagespec.compile.capture.graph_cache import GraphCache, graph_key
-from pagespec.compile.capture.graph_json import NotSerializable, Traced, decode, encode
+from pagespec.compile.capture.graph_json import NotSerializable, decode, encode
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
@@ -54,7 +54,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def no_tracing(*_: Any) -> Traced:
+def no_tracing() -> None:
     raise AssertionError("traced again")
 
 
@@ -102,14 +102,11 @@ def test_the_graph_comes_back_and_computes_the_same(
         k: id(v) for k, v in traced.constants.items()
     }
 
-    cache = GraphCache(tmp_path)
     monkeypatch.setattr(dynamo_module, "trace", lambda *_: traced)
-    first = capture_model(loaded, specs, graph_cache=cache)
+    first = capture_model(loaded, specs, graph_cache=GraphCache(tmp_path))
     assert first.num_captures == 1
-    monkeypatch.setattr(dynamo_module, "trace", no_tracing)
-    monkeypatch.setattr(torch, "compile", no_tracing)
     loaded, specs = probed(arch, **OVERRIDES.get(arch, {}))  # the same weights in other places
-    second = capture_model(loaded, specs, graph_cache=cache)
+    second = capture_model(loaded, specs, graph_cache=GraphCache(tmp_path, no_tracing))
     assert second.num_captures == 0
     assert second.rewrites == first.rewrites
     tokens, logits = tokens_and_logits(first)
@@ -299,7 +296,6 @@ def test_an_engine_keeps_the_graph_of_a_folder_but_not_of_a_module(
     assert not (tmp_path / "cache" / "graphs").exists()
     assert run(tmp_path / "model") == given
     assert len(list((tmp_path / "cache" / "graphs").iterdir())) == 1
-    monkeypatch.setattr(torch, "compile", no_tracing)
     assert run(tmp_path / "model") == (0, given[1])
     # Wherever the folder lies.
     (tmp_path / "model").rename(tmp_path / "moved")
