@@ -174,7 +174,6 @@ def _compiled() -> bytes:
         return made.read_bytes()
 
 
-@functools.cache
 def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 

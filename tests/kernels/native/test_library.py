@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,56 +16,80 @@ Build = Callable[[], ctypes.CDLL | None]
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """A build as of a process of its own, with a cache of its own."""
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path))
-    return lambda: library.begin_build.__wrapped__().result()
+
+    def build() -> ctypes.CDLL | None:
+        library.reason_against.cache_clear()
+        return library.begin_build.__wrapped__().result()
+
+    yield build
+    library.reason_against.cache_clear()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only compiler that is found: a file that a test writes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder / "g++"
+
+
+def write_program(file: Path, text: str) -> None:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
 
 
 @pytest.mark.skipif(library.library() is None, reason="the native kernels cannot be built")
 def test_compiled_once_and_again_if_others_could_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build
+    tmp_path: Path, build: Build, compiler: Path
 ) -> None:
-    compiled, made = library._compiled, []
-
-    def counted() -> bytes:
-        made.append(compiled() if not made else made[0])
-        return made[0]
-
-    monkeypatch.setattr(library, "_compiled", counted)
+    made = library.library()
+    assert made is not None
+    compiled, log = made._name, tmp_path / "log"
+    # Its last arguments: "-o", the file to make, and OpenMP.
+    write_program(
+        compiler, f"echo >> '{log}'; eval made=\\${{$(($# - 1))}}; /bin/cp '{compiled}' $made"
+    )
     assert build() is not None
     assert build() is not None
-    assert len(made) == 1
+    assert log.read_text() == "\n"
     [file] = (tmp_path / "native").iterdir()
     file.chmod(0o666)
     assert build() is not None
-    assert len(made) == 2
+    assert log.read_text() == "\n\n"
     assert file.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.skipif(library.reason_against() is not None, reason=str(library.reason_against()))
 def test_a_compiler_that_fails(
-    monkeypatch: pytest.MonkeyPatch, build: Build, caplog: pytest.LogCaptureFixture
+    compiler: Path, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pagespec")
-    monkeypatch.setattr(library, "_compiler", lambda: "/bin/false")
+    write_program(compiler, "echo no memory >&2; exit 1")
     assert build() is None
-    assert "/bin/false failed" in caplog.text
+    assert f"{compiler} failed: no memory" in caplog.text
 
 
-def test_a_machine_without_what_they_need(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
-    find = library.reason_against.__wrapped__
-    monkeypatch.setattr(library, "reason_against", find)
-    monkeypatch.setattr(library, "_compiler", lambda: None)
-    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(library, "_processor_flags", lambda: ("-mavx2",))
-    assert "C++ compiler" in find()
-    monkeypatch.setattr(library, "_processor_flags", lambda: None)
-    assert "AVX2, FMA and F16C, or with AVX512 and VNNI" in find()
+@pytest.mark.skipif(library.reason_against() is not None, reason=str(library.reason_against()))
+@pytest.mark.usefixtures("compiler")
+def test_a_machine_without_what_they_need(
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_capability: Callable[[str], None],
+    build: Build,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pagespec")
+    assert build() is None
+    assert "C++ compiler" in caplog.messages[-1]
+    cpu_capability("DEFAULT")
+    assert build() is None
+    assert "AVX2, FMA and F16C, or with AVX512 and VNNI" in caplog.messages[-1]
     monkeypatch.setattr(library.platform, "machine", lambda: "arm64")
-    assert "Linux on x86-64" in find()
     assert build() is None
+    assert "Linux on x86-64" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(
