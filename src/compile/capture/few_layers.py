@@ -31,9 +31,11 @@ from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel, named_tensors
 from ..step_fields import FIELDS, Field, counts_of, graph_inputs
 from ..step_inputs import INPUT_NAMES, BoundGraph, KVCaches, StepInputs, padding_inputs
-from .dynamo import Traced, forward, trace
+from .dynamo import forward, trace
+from .graph_json import Traced, decode, encode
 from .layer_groups import GroupCalls, LayerGroups, LayersDiffer
 from .repeat_layers import repeat_layers
+from .results import NotSerializable
 
 logger = logging.getLogger("pagespec")
 
@@ -42,8 +44,9 @@ _INTERVAL = 64  # tokens of an interval of recurrent states
 
 def trace_layers(
     loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
-) -> Traced | None:
-    """The graph of a probed model, from a trace of some layers; None where that does not do.
+) -> tuple[Traced, dict[str, Any]] | None:
+    """The graph of a probed model, from a trace of some layers, and what :func:`.encode` gives of
+    it; None where that does not do.
 
     While it traces, the module has no others: for modules that nothing else holds.
     """
@@ -60,7 +63,8 @@ def trace_layers(
             return _trace_some(loaded, specs, found, groups, fields)
         except LayersDiffer as error:
             logger.info("%s, %s: not alike: %s", loaded.architecture, groups, error)
-        except UnsupportedModelError as error:  # the whole may do where a part does not
+        # The whole may do where a part does not.
+        except (NotSerializable, UnsupportedModelError) as error:
             logger.info("%s, %s: %s", loaded.architecture, groups, error)
             break
     return None
@@ -97,16 +101,17 @@ def _trace_some(
     found: LayerList,
     groups: LayerGroups,
     fields: Sequence[Field],
-) -> Traced:
+) -> tuple[Traced, dict[str, Any]]:
     module = loaded.module
     tensors = dict(named_tensors(module))
     with _only_layers(module, found.name, groups.traced):
-        traced = trace(loaded, specs, fields)
-    calls = GroupCalls.of(groups, found.calls, loaded.recurrent, traced)
-    repeat_layers(traced, tensors, f"{found.name}.", groups, calls)
+        some = trace(loaded, specs, fields)
+    calls = GroupCalls.of(groups, found.calls, loaded.recurrent, some)
+    data = repeat_layers(encode(some, tensors), f"{found.name}.", groups, calls)
+    traced = decode(data, tensors)
     if not _computes_the_same(traced, loaded, specs, fields):
         raise LayersDiffer("the graph computes other bits than the module")
-    return traced
+    return traced, data
 
 
 @contextmanager

@@ -74,11 +74,12 @@ class GraphCache:
         from .dynamo import trace
         from .few_layers import trace_layers
 
-        traced = trace_layers(loaded, specs, fields) or trace(loaded, specs, fields)
+        few = trace_layers(loaded, specs, fields)
+        traced, data = few or (trace(loaded, specs, fields), None)
         if key is not None:
             # As no pass has touched it. A graph that cannot be kept costs only the cache.
             try:
-                write_json(self.folder, key, encode(traced, tensors))
+                write_json(self.folder, key, data or encode(traced, tensors))
                 self.key = key
             except (NotSerializable, OSError) as error:
                 logger.info("the graph of %s is not kept: %s", loaded.architecture, error)

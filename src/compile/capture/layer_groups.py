@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
-from torch.fx import Node
+from typing import Any
 
 from ...kernels.recurrent.spec import RecurrentSpec
-from ..fx.nodes import calls_op, recurrent_interval
+from ..fx.nodes import RECURRENT_KINDS
 from .graph_json import Traced
+
+_MIXERS = ("paged_attention", *RECURRENT_KINDS)
+"""Operators of ours that read the KV or the states of requests."""
 
 Key = tuple[str, int, str | int]
 """Within a group: ``("parameter", layer, name)``, ``("cache", call, which)`` or ``("state", call,
@@ -107,33 +108,29 @@ class GroupCalls:
 
 
 def inputs_of_groups(
-    traced: Traced,
-    tensors: Mapping[str, Tensor],
-    prefix: str,
-    groups: LayerGroups,
-    calls: GroupCalls,
-) -> dict[Node, tuple[int, Key]]:
-    """Of each input of the graph that belongs to a layer: its group, negative in front of all, and
-    which of the group's.
+    nodes: Sequence[Any], prefix: str, groups: LayerGroups, calls: GroupCalls
+) -> dict[int, tuple[int, Key]]:
+    """Of each input of the graph that belongs to a layer, by number: its group, negative in front
+    of all, and which of the group's.
+
+    Args:
+        nodes: of :func:`.graph_json.encode`.
+        prefix: what layers' parameters' names begin with before the number.
 
     Raises:
         LayersDiffer: the groups that are compared have others than each other.
     """
-    # Of the names of a tied tensor, the first.
-    names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    found: dict[Node, tuple[int, Key]] = {}
-    for node in traced.gm.graph.find_nodes(op="placeholder"):
-        kind, *numbers = traced.sources.get(node.name, ("",))
-        if node.name in traced.constants:
-            name = names[id(traced.constants[node.name])]
-            if name.startswith(prefix):
-                layer, _, rest = name.removeprefix(prefix).partition(".")
-                group, number = groups.place(int(layer))
-                found[node] = group, ("parameter", number, rest)
+    found: dict[int, tuple[int, Key]] = {}
+    for at, (op, _, _, source, _) in enumerate(nodes):
+        kind, *where = source if op == "placeholder" else ("",)
+        if kind == "constant" and where[0].startswith(prefix):
+            layer, _, rest = where[0].removeprefix(prefix).partition(".")
+            group, number = groups.place(int(layer))
+            found[at] = group, ("parameter", number, rest)
         elif kind in ("cache", "state"):
-            call, which = numbers if kind == "cache" else (*numbers, 0)
+            call, which = where if kind == "cache" else (*where, 0)
             group, number = calls.place(kind, call)
-            found[node] = group, (kind, number, which)
+            found[at] = group, (kind, number, which)
     keys = [{key for group, key in found.values() if group == g} for g in groups.compared]
     if not keys[0] == keys[1] == keys[2] or not keys[0]:
         raise LayersDiffer("layers with other parameters")
@@ -141,7 +138,7 @@ def inputs_of_groups(
 
 
 def last_mixers(
-    nodes: Sequence[Node], inputs: Mapping[Node, tuple[int, Key]], groups: Sequence[int]
+    nodes: Sequence[Any], inputs: Mapping[int, tuple[int, Key]], groups: Sequence[int]
 ) -> list[int]:
     """Where in ``nodes`` the last attention call or recurrence of each of ``groups`` is.
 
@@ -150,13 +147,14 @@ def last_mixers(
     """
     found: dict[int, int] = {}
     reached = -1
-    for at, node in enumerate(nodes):
-        if not (calls_op(node, "paged_attention") or recurrent_interval(node) is not None):
+    for at, (op, name, target, rest, _) in enumerate(nodes):
+        if op != "call_function" or target[:2] != ["op", "pagespec"] or target[2] not in _MIXERS:
             continue
-        places = [inputs[x] for x in node.all_input_nodes if x in inputs]
+        read = [part[1] for part in rest[0][1:] if isinstance(part, list) and part[0] == "node"]
+        places = [inputs[node] for node in read if node in inputs]
         owners = {group for group, key in places if key[0] != "parameter"}
         if len(owners) != 1 or max(owners) < reached:
-            raise LayersDiffer(f"{node.format_node()} is of groups {sorted(owners)}")
+            raise LayersDiffer(f"{name} is of groups {sorted(owners)}")
         reached = max(owners)
         found[reached] = at
     if not found.keys() >= {*groups}:

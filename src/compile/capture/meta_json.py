@@ -60,6 +60,7 @@ class ResultEncoder:
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, tuple[int, torch.dtype]] = {}
         self._hints: dict[sympy.Symbol, int] = {}
+        self._read: set[sympy.Symbol] = set()
         self._shape_env: ShapeEnv | None = None
 
     def data(self, value: Any) -> Any:
@@ -108,6 +109,7 @@ class ResultEncoder:
         if isinstance(value, sympy.Integer):
             return int(value)
         if isinstance(value, sympy.Symbol):
+            self._read.add(value)
             return value.name
         name = type(value).__name__
         if _SYMPY.get(name) is not type(value):
@@ -115,11 +117,14 @@ class ResultEncoder:
         return [name, *map(self._expression, value.args)]
 
     def symbols(self) -> list[Any]:
-        """In the order in which they were made, which their names depend on."""
+        """Those that results have, in the order in which they were made, which their names depend
+        on."""
         if self._shape_env is None:
             return []
         found = []
         for symbol, sources in self._shape_env.var_to_sources.items():
+            if symbol not in self._read | self._hints.keys():
+                continue  # of an input that the graph does not read
             bounds = self._shape_env.var_to_range[symbol]
             if symbol not in self._hints or not sources:
                 raise NotSerializable(f"size {symbol}")

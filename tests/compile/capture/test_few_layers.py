@@ -19,7 +19,7 @@ from pagespec.compile.capture import dynamo, few_layers
 from pagespec.compile.capture.dynamo import trace
 from pagespec.compile.capture.few_layers import find_groups, trace_layers
 from pagespec.compile.capture.graph_cache import GraphCache
-from pagespec.compile.capture.graph_json import Traced, decode, encode
+from pagespec.compile.capture.graph_json import Traced, decode
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
@@ -81,12 +81,13 @@ def description(traced: Traced) -> list[Any]:
 def test_the_graph_is_that_of_all_layers(arch: str) -> None:
     loaded, specs = probed(arch)
     before = [name for name, _ in loaded.module.named_parameters()]
-    made = trace_layers(loaded, specs)
-    assert made is not None
+    found = trace_layers(loaded, specs)
+    assert found is not None
+    made, data = found
     assert [name for name, _ in loaded.module.named_parameters()] == before
     assert description(made) == description(trace(loaded, specs))
     tensors = dict(named_tensors(loaded.module))
-    again = decode(encode(made, tensors), tensors)
+    again = decode(data, tensors)
     assert description(again) == description(made)
 
 
@@ -128,10 +129,10 @@ def test_groups_of_layers_are_repeated(arch: str, monkeypatch: pytest.MonkeyPatc
         return trace(loaded, specs, fields)
 
     monkeypatch.setattr(few_layers, "trace", traced)
-    made = trace_layers(loaded, specs)
-    assert made is not None
+    found = trace_layers(loaded, specs)
+    assert found is not None
     assert depths == [GROUPED[arch][1]]
-    assert description(made) == description(trace(loaded, specs))
+    assert description(found[0]) == description(trace(loaded, specs))
 
 
 def test_a_recurrent_layer_that_computes_something_else_by_its_number_is_found(
@@ -180,9 +181,9 @@ def test_groups_are_those_that_leave_the_most_layers_out(
 
 def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:
     loaded, specs = probed("gemma2", layer_types=["full_attention"] * NUM_LAYERS)
-    made = trace_layers(loaded, specs)
-    assert made is not None
-    assert description(made) == description(trace(loaded, specs))
+    found = trace_layers(loaded, specs)
+    assert found is not None
+    assert description(found[0]) == description(trace(loaded, specs))
 
 
 def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
