@@ -26,6 +26,7 @@ from ...errors import UnsupportedModelError
 from ..fx.nodes import calls_function
 from .current_step import IndexCall, Scope, current
 from .forward import CACHE_NAMES, cache_parameter
+from .layers import describe_layer
 from .local_calls import LOCAL
 from .scores import IndexScores, Unreadable, find_index_scores, prune, run_few_tokens, trace_part
 
@@ -53,7 +54,11 @@ def indexers_replaced(
     known = _known.setdefault(module, {})
     if not known.keys() >= set(parts):
         given = _arguments(module, parts, configs, name_with_masks)
-        known.update({part: _cut(part, given[part]) for part in parts if part in given})
+        checked: list[Any] = []  # descriptions of indexers
+        for part in filter(given.__contains__, parts):
+            form = describe_layer(part)
+            known[part] = _cut(part, given[part], is_checked=form in checked)
+            checked.append(form)
     with Scope() as scope:
         for part in parts:
             if part in known:
@@ -148,11 +153,12 @@ def _without_cache(
     return {name: value for name, value in given.items() if name not in CACHE_NAMES}
 
 
-def _cut(part: nn.Module, given: dict[str, Any]) -> _Cut:
+def _cut(part: nn.Module, given: dict[str, Any], *, is_checked: bool) -> _Cut:
+    """Args: is_checked: an indexer of equal description was traced with few keys, too."""
     try:
         gm, update, scores = _traced(part, given, _MANY_KEYS)
-        of_few = _traced(part, given, _FEW_KEYS)[2]
         expected = scores._replace(num_chosen=min(scores.num_chosen, _FEW_KEYS))
+        of_few = expected if is_checked else _traced(part, given, _FEW_KEYS)[2]
         if scores.num_chosen >= _MANY_KEYS or of_few[3:] != expected[3:]:
             few = f"{of_few.num_chosen} of {_FEW_KEYS} keys"
             raise Unreadable(f"takes {few} and {scores.num_chosen} of {_MANY_KEYS}")

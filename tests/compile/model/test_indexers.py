@@ -14,6 +14,7 @@ from pagespec import UnsupportedModelError
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
 from pagespec.compile.load.load import load_model
+from pagespec.compile.model import indexers, scores
 from pagespec.compile.model.current_step import IndexCall
 from pagespec.compile.probe.call_recorder import IndexRecorder, MaskMarker
 from pagespec.compile.probe.probe import probe_model
@@ -31,6 +32,18 @@ def test_calls_know_what_is_chosen_for_them(arch: str) -> None:
     # The last layer of three sees what the second chose.
     assert of_keys == ([own, own, (0, "")] if len(specs) == 3 else [own, own])
     assert all(spec.num_chosen == TOPK for spec in specs)
+
+
+def test_equal_indexers_are_traced_with_few_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def trace_part(*args: Any) -> Any:
+        traced.append(args)
+        return scores.trace_part(*args)
+
+    monkeypatch.setattr(indexers, "trace_part", trace_part)
+    probe_model(load_model(tiny_model("deepseek_v32", num_hidden_layers=3)))
+    assert len(traced) == 3 + 1
 
 
 def test_index_keys_lie_in_the_blocks() -> None:
