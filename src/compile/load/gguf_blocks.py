@@ -128,13 +128,13 @@ def read_blocks(path: Path, module: nn.Module) -> dict[str, QuantizedWeight | No
             continue
         origin = by_row.get(_signature(parameter[0]))
         blocks = None if origin is None else blocks_of(origin.data, origin.tensor_type.name)
-        held = None if blocks is None else _in_order(blocks, parameter)
+        held = None if blocks is None else in_order(blocks, parameter)
         if held is not None or _bits(parameter[0]) in others:
             found[name] = held
     return found
 
 
-def _in_order(blocks: QuantizedWeight, parameter: Tensor) -> QuantizedWeight | None:
+def in_order(blocks: QuantizedWeight, parameter: Tensor) -> QuantizedWeight | None:
     """The blocks in the order of the parameter's rows; None if it has other rows."""
     whole = blocks.expanded()
     if whole.shape != parameter.shape:
@@ -159,9 +159,9 @@ def _read_q4_1(data: NDArray[np.uint8]) -> Int4Weight:
 
 
 def _read_q4_k(data: NDArray[np.uint8]) -> Int4Weight:
-    """256 values share two float16 numbers; each 32 of them have a scale and a minimum in 6 bits,
+    """256 values share two float16 factors; each 32 of them have a scale and a minimum in 6 bits,
     by which those are multiplied. The products fit float32, where dequantising makes them too."""
-    numbers, rest = _split(data, 2, 12 + 8 * GROUP // 2)
+    factors, rest = _split(data, 2, 12 + 8 * GROUP // 2)
     # Four bytes each: scales, minima of the first four groups; 4 bits of those of the last four.
     # Their upper 2 bits are the upper 2 of the first ones.
     scales, minima, lower = rest[..., :12].unflatten(-1, (3, 4)).unbind(-2)
@@ -172,8 +172,8 @@ def _read_q4_k(data: NDArray[np.uint8]) -> Int4Weight:
     values = torch.stack((pairs & 15, pairs >> 4), -2).flatten(1, 3)
     return Int4Weight(
         values[..., : GROUP // 2] | (values[..., GROUP // 2 :] << 4),
-        (numbers[0].unsqueeze(-1) * scales).flatten(1),
-        -(numbers[1].unsqueeze(-1) * minima).flatten(1),
+        (factors[0].unsqueeze(-1) * scales).flatten(1),
+        -(factors[1].unsqueeze(-1) * minima).flatten(1),
     )
 
 
@@ -198,14 +198,14 @@ def blocks_of(data: NDArray[np.uint8], format: str) -> QuantizedWeight | None:
 
 
 def _split(
-    data: NDArray[np.uint8], num_numbers: int, num_bytes: int
+    data: NDArray[np.uint8], num_factors: int, num_bytes: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Blocks of so many float16 numbers and then bytes: each number ``[N, blocks]`` in float32, and
+    """Blocks of so many float16 factors and then bytes: each factor ``[N, blocks]`` in float32, and
     the bytes ``[N, blocks, num_bytes]``."""
-    begin = num_numbers * _HALF_BYTES
+    begin = num_factors * _HALF_BYTES
     blocks = data.reshape(len(data), -1, begin + num_bytes)
-    numbers = blocks[..., :begin].copy().view(np.float16).astype(np.float32)
-    return torch.from_numpy(numbers).unbind(-1), torch.from_numpy(blocks[..., begin:].copy())
+    factors = blocks[..., :begin].copy().view(np.float16).astype(np.float32)
+    return torch.from_numpy(factors).unbind(-1), torch.from_numpy(blocks[..., begin:].copy())
 
 
 def _bits(row: Tensor) -> bytes:

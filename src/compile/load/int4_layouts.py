@@ -42,7 +42,7 @@ _ONES = 0x11111111  # 1 in each field of an int32
 
 @dataclass(frozen=True, slots=True)
 class Int4Layout:
-    """Where a checkpoint has the numbers of a layer.
+    """Where a checkpoint has the elements of a layer.
 
     Attributes:
         values, zeros: names of tensors, and the dimension along which an int32 has eight elements.
@@ -84,11 +84,11 @@ class Int4Layout:
         if order is not None:
             values = values[:, order]
         halves = values.reshape(num_outputs, -1, 2, GROUP // 2)
-        numbers = [
+        factors = [
             part.repeat_interleave(num_inputs // GROUP // num_groups, 1)
             for part in (scales, -zeros.float() * scales)
         ]
-        return Int4Weight(halves[:, :, 0] | halves[:, :, 1] << 4, *numbers, order=order)
+        return Int4Weight(halves[:, :, 0] | halves[:, :, 1] << 4, *factors, order=order)
 
     def _as_stored(self, shape: tuple[int, int]) -> tuple[int, int]:
         return shape[::-1] if self.is_input_first else shape

@@ -1,7 +1,7 @@
 """The names of a GGUF file's tensors, by transformers' own table and conversions.
 
 A new value is what the file would hold: the bytes of its blocks (uint8, ``[N, bytes]``), or float
-numbers where the model holds the tensor dequantised. transformers' processor of the architecture
+elements where the model holds the tensor dequantised. transformers' processor of the architecture
 then orders rows as it does when the file is converted.
 """
 
@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Changes, Region, check_value, refused
 from .build_module import skeleton_of
-from .gguf_blocks import blocks_of
+from .gguf_blocks import blocks_of, in_order
 from .gguf_check import processor_of
 from .gguf_vocabulary import open_gguf
 from .weight_names import aliases_of
@@ -85,11 +85,11 @@ class GgufNames:
         for name, value in values.items():
             boxes = self.regions(name)
             value = value.cpu()
+            converted = self._converted(name, self._floats(name, value))
             is_held = any(box.parameter in held for box in boxes)
-            blocks = self._blocks(name, value) if is_held else None
+            blocks = self._blocks(name, value, converted) if is_held else None
             if blocks is not None:
                 quantized |= {box.parameter: blocks for box in boxes}
-            converted = self._converted(name, self._floats(name, value))
             regions += [(box, converted) for box in boxes]
         return Changes(regions, quantized)
 
@@ -104,7 +104,7 @@ class GgufNames:
         return None if found is None else str(found["w"])
 
     def _floats(self, name: str, value: Tensor) -> Tensor:
-        """The numbers of a tensor, as the conversion reads them."""
+        """The elements of a tensor, as the conversion reads them."""
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
@@ -114,21 +114,16 @@ class GgufNames:
         check_value(name, value, torch.empty(self._shape(name), device="meta"))
         return value.float()
 
-    def _blocks(self, name: str, value: Tensor) -> QuantizedWeight | None:
+    def _blocks(self, name: str, value: Tensor, converted: Tensor) -> QuantizedWeight | None:
         tensor = self._tensors[name]
         kind: str = tensor.tensor_type.name
         if value.dtype != torch.uint8 or tensor.data.dtype != np.uint8:
             raise refused(name, f"is held in blocks of the file: give them, of {kind}, as uint8")
-        check_value(name, value, torch.empty(tensor.data.shape, dtype=torch.uint8))
         blocks = blocks_of(value.numpy(), kind)
-        if blocks is None:
-            return None
-        rows = torch.arange(len(value), dtype=torch.float64).unsqueeze(1)
-        order = self._converted(name, rows)
-        if order.shape != rows.shape:
+        held = None if blocks is None else in_order(blocks, converted)
+        if blocks is not None and held is None:
             raise refused(name, "is converted in a way that does not keep rows")
-        places = order[:, 0].long()
-        return blocks.mapped(lambda part: part[places])
+        return held
 
     def _converted(self, name: str, value: Tensor) -> Tensor:
         """As transformers converts a tensor of the file."""
