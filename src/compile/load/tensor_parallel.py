@@ -70,28 +70,20 @@ class ColumnParallelGathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
-    """Where a parameter is cut: along ``dim``, in each of ``num_groups`` equal stretches of it."""
-
-    dim: int
-    num_groups: int
-
-
-@dataclass(frozen=True, slots=True)
 class Style:
-    """How the parameters of a module are cut, and the class that is put in front of its own."""
+    """How the parameters of a module are cut, in each of ``num_groups`` equal stretches, and the
+    class that is put in front of the module's own."""
 
     along: Literal["outputs", "inputs"] | None = None
     forward: type | None = None
     num_groups: int = 1
 
-    def cut(self, name: str, parameter: Tensor) -> Slices | None:
+    def dim(self, name: str, parameter: Tensor) -> int | None:
+        """The dimension along which a parameter is cut; None if it is not."""
         if self.along == "outputs":
-            return Slices(max(parameter.dim() - 2, 0), self.num_groups)
+            return max(parameter.dim() - 2, 0)
         # A bias is added once, behind the sum.
-        if self.along is None or name == "bias":
-            return None
-        return Slices(parameter.dim() - 1, self.num_groups)
+        return None if self.along is None or name == "bias" else parameter.dim() - 1
 
 
 GATHERED = Style("outputs", ColumnParallelGathered)
@@ -230,8 +222,8 @@ class _Sharder:
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             own = self._style_of(f"{name}.{parameter_name}") if name else None
             of_parameter = own or style or REPLICATED
-            cut = of_parameter.cut(parameter_name, parameter)
-            if is_head and cut is not None:
+            dim = of_parameter.dim(parameter_name, parameter)
+            if is_head and dim is not None:
                 sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
                 part = _gathered(parameter).detach()
                 if sizes is not None:
@@ -241,11 +233,10 @@ class _Sharder:
                     part = part.split(sizes)[self._shard.rank]
                     # A view holds the whole, which only an embedding with the same weights needs.
                     part = part if self._is_embedded(part) else part.clone()
-            elif cut is None:
+            elif dim is None:
                 part = _gathered(parameter).detach()
             else:
-                is_gathered = of_parameter is GATHERED
-                part = self._part(f"{name}.{parameter_name}", parameter, cut, is_gathered)
+                part = self._part(f"{name}.{parameter_name}", parameter, dim, of_parameter)
             if part is not parameter:
                 kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 setattr(module, parameter_name, kept)
@@ -266,27 +257,27 @@ class _Sharder:
             )
         return None if style is None else STYLES[style]
 
-    def _part(self, name: str, parameter: Tensor, cut: Slices, is_gathered: bool) -> Tensor:
+    def _part(self, name: str, parameter: Tensor, dim: int, style: Style) -> Tensor:
         """This rank's slice of a parameter."""
-        rank, num_parts = self._shard.rank, self._shard.num_ranks
-        size, layer = parameter.shape[cut.dim], name.split(".")[-2]
+        rank, num_parts, num_groups = self._shard.rank, self._shard.num_ranks, style.num_groups
+        size, layer = parameter.shape[dim], name.split(".")[-2]
         num_heads = self._num_heads.get(layer)
-        if num_heads and not is_gathered:  # which may be cut inside a head
+        if num_heads and style is not GATHERED:  # which may be cut inside a head
             num_parts = _parts_of_heads(layer, num_heads, num_parts, self._name)
             rank = rank * num_parts // self._shard.num_ranks
-        if size % (num_parts * cut.num_groups):
-            what = f"{name}, which has {size} in dimension {cut.dim}"
+        if size % (num_parts * num_groups):
+            what = f"{name}, which has {size} in dimension {dim}"
             raise _indivisible(what, self._shard.num_ranks, self._name)
-        length = size // cut.num_groups
-        begins = [g * length + rank * length // num_parts for g in range(cut.num_groups)]
-        self._cuts[name] = Cut(cut.dim, tuple((b, b + length // num_parts) for b in begins))
+        length = size // num_groups
+        begins = [g * length + rank * length // num_parts for g in range(num_groups)]
+        self._cuts[name] = Cut(dim, tuple((b, b + length // num_parts) for b in begins))
         local = getattr(parameter, "to_local", None)
         if local is not None and num_parts == self._shard.num_ranks:
             return local().detach()  # type: ignore[no-any-return]
         whole = _gathered(parameter).detach()
-        groups = whole.chunk(cut.num_groups, cut.dim)
-        parts = [group.chunk(num_parts, cut.dim)[rank] for group in groups]
-        return torch.cat(parts, cut.dim)  # a copy: the whole goes
+        groups = whole.chunk(num_groups, dim)
+        parts = [group.chunk(num_parts, dim)[rank] for group in groups]
+        return torch.cat(parts, dim)  # a copy: the whole goes
 
     def _replace_forward(self, name: str, module: nn.Module, forward: type) -> None:
         own: Any = type(module)
