@@ -17,7 +17,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import Shard
-from .checkpoint import as_input_error, asks_to_run_code, code_not_run
+from .checkpoint import as_input_error, code_not_run, needs_own_code
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -70,11 +70,11 @@ def build_module(
                 name,
                 config=config,
                 dtype=dtype,
-                trust_remote_code=False,  # left out, transformers asks on the terminal
+                trust_remote_code=False,  # by default, transformers prompts on the terminal
                 **_placement(device, shard),
             )
         except ValueError as error:
-            if asks_to_run_code(error):
+            if needs_own_code(error):
                 raise code_not_run(name, "class") from error
             if "Unrecognized configuration class" in str(error):
                 kind = type(config).__name__

@@ -110,7 +110,7 @@ def as_input_error(model: str, limit: str) -> Iterator[None]:
         raise InvalidInputError("model", model, f"{limit} ({cause(error)})") from error
 
 
-def asks_to_run_code(error: Exception) -> bool:
+def needs_own_code(error: Exception) -> bool:
     """Whether transformers would go on with ``trust_remote_code``."""
     return "trust_remote_code" in str(error)
 

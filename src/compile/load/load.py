@@ -18,7 +18,7 @@ from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.weights import Cut
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module
-from .checkpoint import as_input_error, asks_to_run_code, cause, code_not_run
+from .checkpoint import as_input_error, cause, code_not_run, needs_own_code
 from .generation_config import default_sampling, end_tokens, ignored_settings, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
@@ -161,10 +161,10 @@ def _config_of(
     name, source = model if isinstance(model, ModelSource) else find_source(model, cache_dir)
     with as_input_error(name, "must have a readable config.json"):
         try:
-            # Left out, transformers asks on the terminal whether to run the model's code.
+            # By default, transformers prompts on the terminal for running the model's code.
             return name, source, AutoConfig.from_pretrained(source, trust_remote_code=False)
         except (ValueError, KeyError) as error:
-            if asks_to_run_code(error):
+            if needs_own_code(error):
                 raise code_not_run(name, "config") from error
             is_of_type = "model type" in str(error) or "model_type" in str(error)
             if is_of_type and not _has_config_of_other_form(source):
@@ -189,13 +189,12 @@ def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
-        return dtype
     if dtype == "auto":
         return None
-    if isinstance(dtype, str) and dtype in _DTYPES:
-        return _DTYPES[dtype]
-    raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
+    return found
 
 
 def _tokenizer(source: str, name: str) -> Any | None:
@@ -214,7 +213,7 @@ def _tokenizer(source: str, name: str) -> Any | None:
                 source, clean_up_tokenization_spaces=False, trust_remote_code=False
             )
         except (OSError, ValueError) as error:
-            if asks_to_run_code(error):
+            if needs_own_code(error):
                 raise code_not_run(name, "tokenizer") from error
             if is_local:
                 raise
