@@ -30,8 +30,8 @@ from ..model.loaded import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 
-# A multiplication within a matmul takes this part of the time in which a number is written.
-_MULTIPLICATIONS_PER_NUMBER = 32
+# A multiplication within a matmul takes this part of the time in which an element is written.
+_MULTIPLICATIONS_PER_ELEMENT = 32
 # So many elements of a matrix tell it from others of its shape.
 _NUM_KNOWN_BY = 16
 
@@ -71,17 +71,17 @@ def _cost(probe_pass: ProbePass, base: tuple[Tensor, Tensor]) -> PassCost:
         with probe_pass.stand_in(), _Counting() as counting:
             probe_pass.results(base[0].repeat(repeats), base[1].repeat(repeats))
         counts.append(counting)
-    more = counts[1].numbers - counts[0].numbers
+    more = counts[1].elements - counts[0].elements
     return PassCost(counts[0].operations, max(1, more // len(base[0])))
 
 
 class _Counting(TorchDispatchMode):
-    """Counts operations, and the numbers they write."""
+    """Counts operations, and the elements they write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self.numbers = 0
+        self.elements = 0
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -89,10 +89,10 @@ class _Counting(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.operations += 1
         if isinstance(result, Tensor):
-            self.numbers += result.numel()
+            self.elements += result.numel()
             factor = _first_factor(func, args)
             if factor is not None:
-                self.numbers += result.numel() * factor.shape[-1] // _MULTIPLICATIONS_PER_NUMBER
+                self.elements += result.numel() * factor.shape[-1] // _MULTIPLICATIONS_PER_ELEMENT
         return result
 
 

@@ -7,7 +7,7 @@ tokens of a pass can, which serves many contexts at once. A large model cannot a
 Integers that are also the size of a weight or of attention heads, as most of them are, come after
 the others. They are not left out: a window of 128 and a head size of 128 are the same number.
 
-What the passes may cost is counted in numbers computed, never in seconds: which models are refused
+What the passes may cost is counted in elements computed, never in seconds: which models are refused
 must not depend on how busy the machine is.
 """
 
@@ -23,11 +23,11 @@ from ..model.loaded import LoadedModel
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""
 _MIN_BUDGET = 1 << 27
-"""Numbers that these passes may write together: about 0.1 s of a CPU's one thread. Of large
+"""Elements that these passes may write together: about 0.1 s of a CPU's one thread. Of large
 models half as many as they have parameters: the time of a pass of eight tokens over all weights."""
 _GPU_FACTOR = 16
 _OPERATION_COST = 1 << 13
-"""What an operation costs besides, as numbers written in the same time."""
+"""What an operation costs besides, as elements written in the same time."""
 _FEWEST = 2
 
 
@@ -50,10 +50,10 @@ class Threshold:
 
 
 class PassCost(NamedTuple):
-    """What a pass costs: operations, and numbers that they write a token."""
+    """What a pass costs: operations, and elements that they write per token."""
 
     num_operations: int
-    numbers_per_token: int
+    elements_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def budget_of(loaded: LoadedModel) -> int:
-    """Numbers that all passes of a model may write together."""
+    """Elements that all passes of a model may write together."""
     num_parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     budget = max(_MIN_BUDGET, num_parameters // 2)
     return budget * _GPU_FACTOR if loaded.device.type == "cuda" else budget
@@ -134,7 +134,7 @@ def plan_reach(thresholds: Sequence[Threshold], cost: PassCost, budget: int) -> 
             for length in (threshold.value + offset for offset in offsets):
                 if length in lengths:
                     continue
-                needed = length * cost.numbers_per_token + cost.num_operations * _OPERATION_COST
+                needed = length * cost.elements_per_token + cost.num_operations * _OPERATION_COST
                 if length <= MAX_PASS_TOKENS and needed <= left:
                     lengths[length] = threshold
                     left -= needed
