@@ -8,5 +8,5 @@ from the trace on. ``step_inputs`` and ``kv_cache`` are what a graph is given.
 ``start_record``, with ``start_tensors``, restores a model that was started before, without its
 module.
 
-Imports ``kernels``; knows no ``engine``. Imported by ``runner`` and ``build``.
+Imports ``kernels``, and not ``engine``. Imported by ``runner`` and ``build``.
 """

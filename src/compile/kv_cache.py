@@ -25,7 +25,7 @@ from .step_inputs import RecurrentStates
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which take memory only once they are written;
+    # numpy gets zeroed pages from the system, which take memory only once they are written;
     # torch.zeros would write them all now.
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

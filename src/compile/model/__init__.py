@@ -1,6 +1,6 @@
 """How a module is called, and which functions stand for its attention, recurrences and indexers.
 
-Read in this order: ``loaded`` (what an engine knows of a model), ``current_step`` (the step of a
+Read in this order: ``loaded`` (a model and its properties), ``current_step`` (the step of a
 thread, and the functions over its caches), ``forward`` (how a module is given positions),
 ``attention`` (has a model call other functions than its own) with ``recurrent``, ``indexers`` and
 ``plain_attention`` (how each kind is found and replaced), ``scores`` (reads how a part of a model

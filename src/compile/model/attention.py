@@ -70,7 +70,7 @@ def attention_implementation(
         for config in configs:
             scope.implementation([config], config._attn_implementation_internal)
         module.set_attn_implementation(_NAME)
-        # Layers may hold copies of the config, which transformers does not know of.
+        # Layers may hold copies of the config, which transformers does not track.
         taken = {type(config) for config in configs if config._attn_implementation == _NAME}
         takers = [config for config in configs if type(config) in taken]
         needs_masks = functions.mask is not None
