@@ -72,17 +72,15 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         return start.make_llm(model, **(arguments | overrides))
 
     size = GateSize.quick() if quick else GateSize(max_batch=config.max_num_seqs)
-    if config.max_num_seqs < size.max_batch:
-        size = dataclasses.replace(size, max_batch=config.max_num_seqs)
     began = time.perf_counter()
-    settings: dict[str, Any] = {
-        "vocabulary": min(vocab_size, _MAX_VOCABULARY),
-        "block_size": config.block_size,
-        "size": size,
-        "on_progress": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
-    }
     report = run_gate(
-        make_llm, **settings, with_control=not has_own_control, only_control=only_control
+        make_llm,
+        vocabulary=min(vocab_size, _MAX_VOCABULARY),
+        block_size=config.block_size,
+        size=dataclasses.replace(size, max_batch=min(size.max_batch, config.max_num_seqs)),
+        on_progress=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+        with_control=not has_own_control,
+        only_control=only_control,
     )
     if only_control:
         typer.echo(json.dumps([dataclasses.asdict(group) for group in report.controls]))

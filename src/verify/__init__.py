@@ -1,10 +1,9 @@
 """Checks schedule transparency (batch invariance) on the user's own machine: a request's tokens
 and logits are the same to the bit, whatever else runs.
 
-Read in this order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules tried),
-``score_cases`` (scores beside sampled log-probabilities),
-``gate`` (compares each answer with the one given alone), ``report`` (how much is tried, what is
-found).
+Read in this order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules tried,
+and scores beside sampled log-probabilities), ``gate`` (compares each answer with the one given
+alone), ``report`` (how much is tried, what is found).
 
 Imports ``llm`` and ``engine``. Imported by ``cli``.
 """

@@ -8,42 +8,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.logit_edits import LogitEdits
+from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from .report import CUT_PROMPT, GateReport, GateSize
-from .stepped_engine import Case, CaseRequest, LLMFactory, SteppedEngine
+from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
 _LONG_PROMPT = 100
+_SCORE_BUDGETS = (7, 33)  # tokens of a chunk
 MAX_MODEL_LEN = 512
 
 
+@dataclass(eq=False)
 class ScheduleCases:
     """
-    Args:
-        report: cache hits and preemptions are counted there.
-
     Attributes:
+        report: cache hits and preemptions are counted there.
         subjects: the requests whose answers are compared: greedy and sampled ones, and some whose
             logits are edited.
     """
 
-    def __init__(
-        self,
-        make_llm: LLMFactory,
-        vocabulary: int,
-        block_size: int,
-        size: GateSize,
-        report: GateReport,
-    ) -> None:
-        self._make_llm = make_llm
-        self._size = size
+    make_llm: LLMFactory
+    vocabulary: int
+    block_size: int
+    size: GateSize
+    report: GateReport = field(default_factory=GateReport)
+
+    def __post_init__(self) -> None:
         self._rng = random.Random(0)
-        self._vocabulary = vocabulary
-        self._block_size = block_size
-        self._report = report
         lengths = [1, 2, 5, 16, 17, 31, 40, 64]
         self._pool = [self._request(n, i) for i, n in enumerate(lengths)]
         self._pool += [self._edited(n, i) for i, n in enumerate([3, 24])]
@@ -53,12 +48,12 @@ class ScheduleCases:
 
     def _request(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
         """Greedy and sampled ones in turn."""
-        prompt = tuple(self._rng.randrange(self._vocabulary) for _ in range(num_tokens))
+        prompt = tuple(self._rng.randrange(self.vocabulary) for _ in range(num_tokens))
         is_random = number % 2 == 1
         params = SamplingParams(
             temperature=0.9 if is_random else 0.0,
             top_p=0.95 if number % 4 == 3 else 1.0,
-            max_tokens=answer or self._size.num_tokens,
+            max_tokens=answer or self.size.num_tokens,
             ignore_eos=True,
         )
         kind = ("top-p" if number % 4 == 3 else "sampled") if is_random else "greedy"
@@ -67,7 +62,7 @@ class ScheduleCases:
     def _edited(self, num_tokens: int, number: int) -> CaseRequest:
         """One that edits its logits: among few tokens, or with some of them favoured."""
         plain = self._request(num_tokens, number)
-        few = self._rng.sample(range(self._vocabulary), 8)
+        few = self._rng.sample(range(self.vocabulary), 8)
         penalties: dict[str, Any] = {
             "repetition_penalty": 1.2,
             "presence_penalty": 0.5,
@@ -76,7 +71,7 @@ class ScheduleCases:
         if number % 2:
             asked = {
                 "logit_bias": dict.fromkeys(few, 8.0),
-                "min_tokens": self._size.num_tokens // 2,
+                "min_tokens": self.size.num_tokens // 2,
                 **penalties,
             }
         else:
@@ -89,14 +84,14 @@ class ScheduleCases:
     def engine(self, **overrides: Any) -> SteppedEngine:
         """An engine with room for the largest batch and for the longest neighbour."""
         longest = self._cut[0].num_tokens
-        num_blocks = self._size.max_batch * self._num_blocks(longest)
+        num_blocks = self.size.max_batch * self._num_blocks(longest)
         return SteppedEngine(
-            self._make_llm,
+            self.make_llm,
             **{
-                "max_num_seqs": self._size.max_batch,
+                "max_num_seqs": self.size.max_batch,
                 "max_model_len": MAX_MODEL_LEN,
-                "max_num_batched_tokens": max(1024, self._size.max_batch),
-                "block_size": self._block_size,
+                "max_num_batched_tokens": max(1024, self.size.max_batch),
+                "block_size": self.block_size,
                 "num_blocks": max(num_blocks, 2 * self._num_blocks(MAX_MODEL_LEN)),
                 **overrides,
             },
@@ -105,18 +100,18 @@ class ScheduleCases:
     def pressed_engine(self, overlap: bool) -> SteppedEngine:
         """No prefix cache, so that all is recomputed, and blocks for an older request of
         ``_older_blocks`` and for one subject only."""
-        self._older_blocks = self._num_blocks(self._size.num_tokens) + 2
+        self._older_blocks = self._num_blocks(self.size.num_tokens) + 2
         num_blocks = self._older_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
         return self.engine(
             max_num_seqs=2,
-            max_model_len=num_blocks * self._block_size,
+            max_model_len=num_blocks * self.block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=False,
             overlap=overlap,
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     # ------------------------------------------------------------------------------------------
 
@@ -131,7 +126,7 @@ class ScheduleCases:
 
     def neighbours(self, stepped: SteppedEngine) -> Iterator[Case]:
         """A neighbour comes first, at the same time, or in the middle of the answer."""
-        for i, length in enumerate(self._size.neighbour_lengths):
+        for i, length in enumerate(self.size.neighbour_lengths):
             neighbour = self._request(length, i)
             subject = self._cut[i % len(self._cut)]
             salt = b"neighbour %d" % i
@@ -147,7 +142,7 @@ class ScheduleCases:
             yield f"neighbour of {length} tokens", subject, stepped.answer(request)
 
     def cuts(self, stepped: SteppedEngine, count: int | None = None) -> Iterator[Case]:
-        for i, cut in enumerate(self._size.cuts[:count]):
+        for i, cut in enumerate(self.size.cuts[:count]):
             subject = self._cut[i % len(self._cut)]
             request = stepped.add(subject, b"cut %d" % i)
             stepped.step(budget=cut)
@@ -155,7 +150,7 @@ class ScheduleCases:
             yield f"cut after {cut}", subject, stepped.answer(request)
 
     def chunks(self, stepped: SteppedEngine) -> Iterator[Case]:
-        for i, budget in enumerate(self._size.budgets):
+        for i, budget in enumerate(self.size.budgets):
             subject = self._cut[i % len(self._cut)]
             request = stepped.add(subject, b"budget %d" % i)
             while request.num_dispatched < request.num_prompt_tokens:
@@ -165,24 +160,24 @@ class ScheduleCases:
 
     def hits(self, stepped: SteppedEngine) -> Iterator[Case]:
         """The leading blocks come from another request's prompt, or all from the same request."""
-        size = self._block_size
+        size = self.block_size
         for i, subject in enumerate(self._cut):
             for count in range((CUT_PROMPT - 1) // size + 1):
                 salt = b"hit %d %d" % (i, count)
                 shared = subject.prompt[: count * size] or subject.prompt[:1]
-                other = (self._vocabulary - 1 - shared[-1],)
+                other = (self.vocabulary - 1 - shared[-1],)
                 stepped.run([CaseRequest("donor", shared + other, subject.params, seed=1)], salt)
                 for again in ("", ", and all of itself"):
                     request = stepped.add(subject, salt)
                     stepped.finish()
-                    self._report.num_hit_blocks += request.num_cached_tokens // size
+                    self.report.num_hit_blocks += request.num_cached_tokens // size
                     yield f"{count} blocks hit{again}", subject, stepped.answer(request)
 
     def pauses_over_hits(self, stepped: SteppedEngine) -> Iterator[Case]:
         """Two of one prompt arrive together and compute blocks of their own. One is paused after
         each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
         of the other. A third comes when they are done and finds what they left."""
-        for count in range(self._size.num_tokens):
+        for count in range(self.size.num_tokens):
             for i, subject in enumerate(self._cut):
                 salt = b"paused %d %d" % (count, i)
                 twins = [stepped.add(subject, salt), stepped.add(subject, salt)]
@@ -200,12 +195,12 @@ class ScheduleCases:
                     yield f"{words} paused after {count} tokens", subject, stepped.answer(twin)
                 later = stepped.add(subject, salt)
                 stepped.finish()
-                self._report.num_hit_blocks += later.num_cached_tokens // self._block_size
+                self.report.num_hit_blocks += later.num_cached_tokens // self.block_size
                 yield f"behind one paused after {count} tokens", subject, stepped.answer(later)
 
     def aborts(self, stepped: SteppedEngine) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""
-        for count in range(self._size.num_tokens + 1):
+        for count in range(self.size.num_tokens + 1):
             subject = self._cut[count % len(self._cut)]
             salt = b"abort %d" % count
             others = [stepped.add(self._request(_LONG_PROMPT, count), salt)]
@@ -219,7 +214,7 @@ class ScheduleCases:
 
     def pauses(self, stepped: SteppedEngine) -> Iterator[Case]:
         """The subject is preempted after each token of its answer, and once in the prompt."""
-        for count in range(self._size.num_tokens):
+        for count in range(self.size.num_tokens):
             for subject in self._cut:
                 request = stepped.add(subject)
                 if count == 0:
@@ -232,12 +227,100 @@ class ScheduleCases:
 
     def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
         """An older request needs one more block after each number of steps, and none is free."""
-        size, answer = self._block_size, self._size.num_tokens
+        size, answer = self.block_size, self.size.num_tokens
         for steps in range(answer):
             subject = self._cut[steps % len(self._cut)]
             older = self._request(self._older_blocks * size - steps, 0, answer=answer + 2)
             stepped.add(older)
             request = stepped.add(subject)
             stepped.finish()
-            self._report.num_preemptions += request.num_preemptions
+            self.report.num_preemptions += request.num_preemptions
             yield f"preempted after {steps} steps", subject, stepped.answer(request)
+
+
+class ScoreCases:
+    """Scores beside sampled log-probabilities: one float, however either is computed.
+
+    The reference is what a request gets with ``logprobs`` when it is served alone. It is sampled
+    again beside others, from the cache and after a pause. Prompt and answer are also scored as one
+    prompt, whose log-probabilities must be the same floats where the answer's tokens stand.
+
+    Args:
+        stepped: an engine with a prefix cache, or without.
+        subjects: whose answers are sampled and scored.
+    """
+
+    def __init__(self, stepped: SteppedEngine, subjects: Sequence[CaseRequest]) -> None:
+        self._stepped = stepped
+        self._asking = {s: replace(s, params=replace(s.params, logprobs=0)) for s in subjects}
+        self._num_scored: dict[str, int] = {}
+        self.references = {s: self._sampled([s], b"alone")[0] for s in subjects}
+
+    def __iter__(self) -> Iterator[Case]:
+        subjects = list(self._asking)
+        for words in ("together", "together again"):
+            answers = self._sampled(subjects, b"together")
+            yield from self._cases(f"sampled {words}", subjects, answers)
+        for subject in subjects:
+            request = self._add(subject, b"paused")
+            self._stepped.step_until(request, 1)
+            self._pause(request)
+            yield "sampled and paused", subject, self._answer(request)
+            yield "scored alone", subject, self._answer(self._add_score(subject))
+            request = self._add_score(subject)
+            self._stepped.step(budget=len(subject.prompt))
+            self._pause(request)
+            yield "scored and paused", subject, self._answer(request)
+        requests = [self._add_score(subject) for subject in subjects]
+        yield from self._cases("scored together", subjects, map(self._answer, requests))
+        for budget in _SCORE_BUDGETS:
+            requests = [self._add_score(subject) for subject in subjects[-2:]]
+            while self._stepped.engine.has_work:
+                self._stepped.step(budget=max(budget, len(requests)))
+            answers = list(map(self._answer, requests))
+            yield from self._cases(f"scored in chunks of {budget}", subjects[-2:], answers)
+
+    @staticmethod
+    def _cases(
+        name: str, subjects: Sequence[CaseRequest], answers: Iterator[Answer] | Sequence[Answer]
+    ) -> Iterator[Case]:
+        for subject, answer in zip(subjects, answers, strict=True):
+            yield name, subject, answer
+
+    def _sampled(self, subjects: Sequence[CaseRequest], salt: bytes) -> list[Answer]:
+        requests = [self._add(subject, salt) for subject in subjects]
+        return list(map(self._answer, requests))
+
+    def _add(self, subject: CaseRequest, salt: bytes) -> Request:
+        return self._stepped.add(self._asking[subject], b"logprobs " + salt)
+
+    def _add_score(self, subject: CaseRequest) -> Request:
+        """Prompt and answer as a prompt; the token sampled behind it is dropped."""
+        answer = self.references[subject].token_ids
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        scored = CaseRequest(subject.name, (*subject.prompt, *answer), params, seed=0)
+        request = self._stepped.add(scored, b"logprobs together")
+        self._num_scored[request.request_id] = len(answer)
+        return request
+
+    def _pause(self, request: Request) -> None:
+        engine = self._stepped.engine
+        if request.finish_reason is None:
+            engine.pause(request.request_id)
+            self._stepped.step()
+        if request.finish_reason is None:
+            engine.resume(request.request_id)
+
+    def _answer(self, request: Request) -> Answer:
+        """The answer's tokens and their log-probabilities; of a scored one those of its end."""
+        self._stepped.finish()
+        found = self._stepped.answer(request)
+        kept = request.logprobs
+        assert kept is not None
+        token_ids, rows = found.token_ids, list(kept.sampled)
+        num_scored = self._num_scored.get(request.request_id, 0)
+        if num_scored:
+            rows = list(kept.prompt)[-num_scored:]
+            token_ids = tuple(request.token_ids[len(request.token_ids) - len(rows) - 1 : -1])
+        logprobs = tuple(part.row(index, 0)[0] for part, index in rows)
+        return Answer(token_ids, {}, logprobs)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
-from .cases import ScheduleCases
+from .cases import ScheduleCases, ScoreCases
 from .report import CaseGroup, GateReport, GateSize
-from .score_cases import ScoreCases
 from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
 _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -28,18 +27,9 @@ _NUM_CONTROL_CUTS = 8
 
 
 class _Gate:
-    def __init__(
-        self,
-        make_llm: LLMFactory,
-        vocabulary: int,
-        block_size: int,
-        size: GateSize,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        self._size = size
-        self._on_progress = on_progress
-        self.report = GateReport()
-        self._cases = ScheduleCases(make_llm, vocabulary, block_size, size, self.report)
+    def __init__(self, cases: ScheduleCases, on_progress: Callable[[str], None]) -> None:
+        self._cases, self._on_progress = cases, on_progress
+        self._size, self.report = cases.size, cases.report
         self._references: dict[CaseRequest, Answer] = {}
 
     def run(self, with_control: bool) -> GateReport:
@@ -150,7 +140,8 @@ def run_gate(
             (``only_control``): pinned algorithms of the library stay pinned in the process.
         only_control: run nothing but the controls.
     """
-    gate = _Gate(make_llm, vocabulary, block_size, size or GateSize(), on_progress)
+    cases = ScheduleCases(make_llm, vocabulary, block_size, size or GateSize())
+    gate = _Gate(cases, on_progress)
     if only_control:
         gate.report.controls = gate.controls()
         return gate.report
