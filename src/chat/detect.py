@@ -24,7 +24,15 @@ from .formats import (
 )
 from .regions import FormatAnswer
 from .response import AnswerContext
-from .template import PROBE_ID, PROBE_TOOL, ChatTemplate, Message, probe_call, probe_tools
+from .template import (
+    PROBE_ARGUMENTS,
+    PROBE_ID,
+    PROBE_TOOL,
+    ChatTemplate,
+    probe_call,
+    probe_result,
+    probe_tools,
+)
 
 _WORD = "Zq4word"
 # Ids of calls that templates accept, and that formats with the name in the id can be read from.
@@ -57,7 +65,10 @@ def detect(
 
 
 def _reasoning(template: ChatTemplate, tokens: Container[str]) -> ReasoningFormat | None:
-    texts = [template.source, template.rendered([_user(template)], None, True) or ""]
+    texts = [
+        template.source,
+        template.rendered([template.message("user", _WORD)], None, True) or "",
+    ]
     for form in REASONING_FORMATS.values():
         if any(form.open in text for text in texts) and any(form.close in text for text in texts):
             return form
@@ -93,30 +104,22 @@ def _reads(form: CallFormat, text: str) -> bool:
     """Whether a text is read as the call of the probe."""
     answer = FormatAnswer(AnswerFormat(calls=form), AnswerContext(tools=probe_tools()))
     deltas = [*answer.push(Piece(text, Kind.TEXT)), *answer.finish()]
-    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
-    expected = probe_call()["function"]
-    return [(call.name, json.loads(call.arguments)) for call in calls] == [
-        (expected["name"], expected["arguments"])
-    ]
-
-
-def _user(template: ChatTemplate) -> Message:
-    return {"role": "user", "content": template.fitting("user", _WORD)}
+    calls = [(d.name, json.loads(d.arguments)) for d in deltas if isinstance(d, ToolCallDelta)]
+    return calls == [(PROBE_TOOL, PROBE_ARGUMENTS)]
 
 
 def _written_calls(template: ChatTemplate) -> Iterator[str]:
     """The template's text for an assistant's message with one call."""
-    user, tools = _user(template), probe_tools()
+    user, tools = template.message("user", _WORD), probe_tools()
     opened = template.rendered([user], tools, True)
     closed = template.rendered([user], tools)
     if opened is None or closed is None:
         opened = closed = ""
-    answered = {"role": "assistant", "content": template.fitting("assistant", _WORD)}
-    end = (template.rendered([user, answered], tools) or "").rpartition(_WORD)[2]
+    answered = [user, template.message("assistant", _WORD)]
+    end = (template.rendered(answered, tools) or "").rpartition(_WORD)[2]
     for call_id in _IDS:
         for content in ("", None, template.fitting("assistant", "Hm.")):
-            message = {"role": "assistant", "content": content, "tool_calls": [probe_call(call_id)]}
-            text = template.rendered([user, message], tools)
+            text = template.rendered([user, probe_call(content, call_id)], tools)
             if text is None or PROBE_TOOL not in text.replace(opened, "", 1):
                 continue
             text = text.removesuffix(end)
@@ -138,20 +141,13 @@ def _num_common(a: str, b: str) -> int:
 
 def _anchors(template: ChatTemplate, reasoning: ReasoningFormat | None) -> Iterator[str]:
     """The text between a message and the answer to it, without reasoning."""
-    user = _user(template)
-    call: Message = {"role": "assistant", "content": "", "tool_calls": [probe_call()]}
-    result = {
-        "role": "tool",
-        "content": template.fitting("tool", _WORD),
-        "tool_call_id": PROBE_ID,
-        "name": PROBE_TOOL,
-    }
-    hello: Message = {"role": "user", "content": template.fitting("user", "Hello.")}
+    result = probe_result(template.fitting("tool", _WORD))
+    called = [template.message("user"), probe_call(), result]
     cuts: list[str] = []
     if reasoning is not None:  # `close` ends other messages as well where content has delimiters
         cuts = [reasoning.open] if reasoning.contents else [reasoning.open, reasoning.close]
     cut = "|".join(map(re.escape, cuts)) or "(?!)"
-    for conversation in ([user], [hello, call, result]):
+    for conversation in ([template.message("user", _WORD)], called):
         text = template.rendered(conversation, None, True)
         if text is None:
             text = template.rendered(conversation, probe_tools(), True) or ""

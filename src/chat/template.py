@@ -31,10 +31,19 @@ def probe_tools() -> list[dict[str, Any]]:
     return [{"type": "function", "function": function}]
 
 
-def probe_call(call_id: str = PROBE_ID) -> dict[str, Any]:
-    """A call of the tool of :func:`probe_tools`."""
-    function = {"name": PROBE_TOOL, "arguments": {"word": _ARGUMENT, "count": 3}}
-    return {"id": call_id, "type": "function", "function": function}
+PROBE_ARGUMENTS = {"word": _ARGUMENT, "count": 3}
+
+
+def probe_call(content: Any = "", call_id: str = PROBE_ID) -> Message:
+    """An assistant's message with a call of the tool of :func:`probe_tools`."""
+    function = {"name": PROBE_TOOL, "arguments": PROBE_ARGUMENTS}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def probe_result(content: Any) -> Message:
+    """The result of that call."""
+    return {"role": "tool", "content": content, "tool_call_id": PROBE_ID, "name": PROBE_TOOL}
 
 
 class ChatTemplate:
@@ -66,6 +75,10 @@ class ChatTemplate:
 
     # Content ------------------------------------------------------------------------------------
 
+    def message(self, role: str, text: str = "Hello.") -> Message:
+        """A message whose content the template reads."""
+        return {"role": role, "content": self.fitting(role, text)}
+
     def fitting(self, role: str, content: str | list[dict[str, Any]] | None) -> Any:
         """The content in a form that the template reads for that role: text, a list of parts, or a
         list of one part for templates that read the first only. Line breaks join parts. The given
@@ -91,12 +104,8 @@ class ChatTemplate:
     def _no_content(self) -> str | None:
         """The form of missing content. Some templates write an empty message for empty text, others
         the word "None" for None."""
-        user: Message = {"role": "user", "content": self.fitting("user", "Hello.")}
-        texts = [
-            self.rendered([user, {"role": "assistant", "content": c, "tool_calls": [probe_call()]}])
-            for c in ("", None)
-        ]
-        empty, none = texts
+        user = self.message("user")
+        empty, none = (self.rendered([user, probe_call(content)]) for content in ("", None))
         if empty is None or none is None or "None" in none:
             return "" if empty is not None or none is None else None
         return None if len(none) < len(empty) else ""
@@ -111,17 +120,13 @@ class ChatTemplate:
 
     def _reads(self, role: str, content: Any) -> bool:
         # A user's message that is tried itself has no other user's content to fit.
-        user = {"role": "user", "content": "" if role == "user" else self.fitting("user", "Hello.")}
-        message = {"role": role, "content": content}
+        user: Message = {} if role == "user" else self.message("user")
+        message: Message = {"role": role, "content": content}
         conversation: list[Message] = {
             "system": [message, user],
             "user": [message],
             "assistant": [user, message, user],
-            "tool": [
-                user,
-                {"role": "assistant", "content": "", "tool_calls": [probe_call()]},
-                {**message, "tool_call_id": PROBE_ID, "name": PROBE_TOOL},
-            ],
+            "tool": [user, probe_call(), probe_result(content)],
         }.get(role, [user, message])
         text = self.rendered(conversation) or self.rendered(conversation, probe_tools()) or ""
         is_printed = any(printed in text for printed in _PRINTED)
@@ -131,12 +136,7 @@ class ChatTemplate:
     def after_answer(self) -> str:
         """The text behind the assistant's content in a conversation of one turn; "" if the content
         is not found."""
-        text = self.rendered(
-            [
-                {"role": "user", "content": self.fitting("user", "Hello.")},
-                {"role": "assistant", "content": self.fitting("assistant", _FIRST)},
-            ]
-        )
+        text = self.rendered([self.message("user"), self.message("assistant", _FIRST)])
         return text.rpartition(_FIRST)[2] if text is not None and _FIRST in text else ""
 
     # Tools --------------------------------------------------------------------------------------
@@ -145,9 +145,8 @@ class ChatTemplate:
     def shows_tools(self) -> bool:
         """Whether the template shows tools to the model. True if that is unknown: the template then
         refuses conversations without tools, too."""
-        user: list[Message] = [{"role": "user", "content": self.fitting("user", "Hello.")}]
-        system: Message = {"role": "system", "content": self.fitting("system", "Be kind.")}
-        for conversation in (user, [system, *user]):
+        user = [self.message("user")]
+        for conversation in (user, [self.message("system", "Be kind."), *user]):
             text = self.rendered(conversation, probe_tools(), add_generation_prompt=True)
             if text is not None and PROBE_TOOL in text:
                 return True
