@@ -16,8 +16,8 @@ from ..errors import InvalidInputError
 from .basic import check_model
 from .context import ServerContext, owner_of, request_id_of, salt_of
 from .errors import context_errors
+from .protocol.endpoints import client_names
 from .protocol.fields import EngineFields
-from .protocol.names import client_names
 
 # Names in the engine's errors about one prompt.
 _MARKS = ("prompt.priority", "prompt.cache_salt")

@@ -16,8 +16,7 @@ from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import read_call, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
-from .protocol.endpoints import CompletionRequest
-from .protocol.names import client_names
+from .protocol.endpoints import CompletionRequest, client_names
 from .sampling import completion_params, is_echo_alone
 from .sse import Choices, respond
 

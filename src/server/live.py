@@ -14,8 +14,7 @@ from fastapi import APIRouter
 from sse_starlette import EventSourceResponse
 
 from .context import Context, ServerContext
-from .histogram import Histogram, quantile
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, Histogram, quantile
 
 PERIOD_S = 0.5
 WINDOW_S = 60.0

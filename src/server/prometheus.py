@@ -15,8 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from .histogram import Histogram
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, Histogram
 
 
 class EngineCollector(Collector):

@@ -14,9 +14,8 @@ from ..engine.structured_outputs import StructuredOutputs
 from ..errors import InvalidInputError
 from ..llm import LLM
 from ..params.declare import declared
-from .protocol.endpoints import ChatRequest, CompletionRequest
+from .protocol.endpoints import BodyError, ChatRequest, CompletionRequest, guided
 from .protocol.fields import SAME_NAME, GeneratingBody, ResponseFormat
-from .protocol.names import BodyError, guided
 
 _ON_WIRE = {name for name, known in declared(SamplingParams).items() if known.wire is not None}
 _GENERATE_PARAMS = _ON_WIRE | UNSUPPORTED
