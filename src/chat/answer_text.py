@@ -38,23 +38,6 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     return {token_id: token.content for token_id, token in added.items() if token.special}
 
 
-class _CountingDetokenizer(Detokenizer):
-    """Counts the characters it has given, also those in which a stop string may have begun."""
-
-    num_chars = 0
-
-    def push(self, token_id: int) -> str:
-        text = super().push(token_id)
-        self.num_chars += len(text)
-        return text
-
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        before = self.num_chars
-        text = super().push_all(token_ids)
-        self.num_chars = before + len(text)
-        return text
-
-
 class AnswerText:
     """Reads the tokens of one answer; those after its end are ignored.
 
@@ -81,10 +64,9 @@ class AnswerText:
         self._all_specials = specials
         self._stop_token_ids = stop_token_ids
         self._include_stop = params.include_stop_str_in_output
-        self._detokenizer = _CountingDetokenizer(
+        self._detokenizer = Detokenizer(
             tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
-        self._detokenizer.num_chars = 0
         self._watcher: StopStringWatcher | None = None
         if params.stop_strings:
             self._watcher = StopStringWatcher(

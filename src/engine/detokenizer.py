@@ -47,6 +47,9 @@ class Detokenizer:
         tokenizer: a transformers tokenizer.
         prompt_token_ids: the prompt; its tail is the first context.
         skip_special_tokens: whether special tokens have no text.
+
+    Attributes:
+        num_chars: of the text that was returned.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Detokenizer:
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []  # tokens whose text is not settled
+        self.num_chars = 0
         self._num_prompt_pending = 0  # how many of them, the first ones, are the prompt's
         num_tokens = _NUM_CONTEXT_TOKENS
         while True:
@@ -66,7 +70,7 @@ class Detokenizer:
                 break
             num_tokens *= 2  # nothing but special tokens, which are no context: look further back
             self._pending.clear()
-        self._num_prompt_pending = len(self._pending)
+        self._num_prompt_pending, self.num_chars = len(self._pending), 0
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that became complete with it, possibly none."""
@@ -165,6 +169,7 @@ class Detokenizer:
             text = text[len(list(shared)) :]
         del self._pending[:num_tokens]
         self._num_prompt_pending -= num_prompt
+        self.num_chars += len(text)
         for context in (group[-_NUM_CONTEXT_TOKENS:], group):
             if self._take_context(context):
                 return text

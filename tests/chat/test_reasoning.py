@@ -157,6 +157,24 @@ def test_an_incomplete_character_before_the_end_is_no_content() -> None:
     assert message["reasoning_content"] == "\ufffd"
 
 
+@pytest.mark.parametrize("stop", [None, ["never"]])
+def test_special_tokens_keep_their_places_behind_an_incomplete_character(
+    stop: list[str] | None,
+) -> None:
+    tokenizer, chat = subject("gemma4")
+    prompt = prompt_of(chat, tools=[WEATHER])
+    half = ids_of(tokenizer, "\U0001f600")[:1]
+    call = '<|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>'
+    ids = [*ids_of(tokenizer, "<|channel>thought\n"), *half]
+    ids += ids_of(tokenizer, f"<channel|>So {call}")
+    reader = chat.reader(prompt, SamplingParams(stop=stop), tools=[WEATHER])
+    message = read_response(reader, ids)
+    # The closing delimiter is one special token: the half character is shown behind it.
+    assert message["content"] == "\ufffdSo"
+    (found,) = message["tool_calls"]
+    assert found["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+
+
 def test_a_forced_call_comes_behind_reasoning() -> None:
     tokenizer, chat = subject()
     for choice, text in (
