@@ -328,9 +328,7 @@ class LLM:
         Raises:
             InvalidInputError: the conversation or a parameter is refused; ``n`` must be 1.
         """
-        params = sampling_params
-        if params is None:
-            params = self.get_default_sampling_params()
+        params = self._or_default(sampling_params)
         prompt = self.chat_reader.read(messages, truncate=truncation_of(params))
         reader = self.chat_reader.reader(prompt, params, tool_choice="none")
         return stream_deltas(reader, self._loop.stream_tokens(prompt, params))
@@ -346,10 +344,11 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
-        params = sampling_params
-        if params is None:
-            params = self.get_default_sampling_params()
+        params = self._or_default(sampling_params)
         return self._loop.stream(self._read(prompt, params), params, self.tokenizer)
+
+    def _or_default(self, params: SamplingParams | None) -> SamplingParams:
+        return self.get_default_sampling_params() if params is None else params
 
     def _read(self, prompt: Any, params: Any) -> PromptInput:
         truncate = truncation_of(params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -54,30 +54,24 @@ class _Known:
     end_token_ids: frozenset[int]
 
 
+@dataclass(eq=False, repr=False)
 class ChatReader:
     """Reads conversations and answers. Threads may share it.
 
-    Args:
+    Attributes:
         prompts: of the same tokenizer.
         tokenizer: a transformers tokenizer, or None: then every conversation is refused.
         eos_token_ids: end an answer unless its parameters ignore them.
         tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
     """
 
-    def __init__(
-        self,
-        prompts: PromptReader,
-        tokenizer: Any,
-        *,
-        eos_token_ids: frozenset[int] = frozenset(),
-        tool_call_format: str = AUTO,
-        reasoning_format: str = AUTO,
-    ) -> None:
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._tool_call_format, self._reasoning_format = tool_call_format, reasoning_format
-        self._templates: dict[str, _Known] = {}
+    prompts: PromptReader
+    tokenizer: Any
+    _: KW_ONLY
+    eos_token_ids: frozenset[int] = frozenset()
+    tool_call_format: str = AUTO
+    reasoning_format: str = AUTO
+    _templates: dict[str, _Known] = field(default_factory=dict, init=False)
 
     def read(
         self,
@@ -112,7 +106,7 @@ class ChatReader:
         Raises:
             InvalidInputError: an argument is refused, here or by the template.
         """
-        if self._tokenizer is None or not (chat_template or self.has_template):
+        if self.tokenizer is None or not (chat_template or self.has_template):
             raise InvalidInputError(field, messages, "this model has no chat template")
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidInputError("chat_template", chat_template, "must be text")
@@ -128,7 +122,7 @@ class ChatReader:
         if schemas and not template.shows_tools:
             raise InvalidInputError("tools", names, _NO_TOOLS)
         reads_calls = form is not None and form.reads_calls
-        if schemas and tool_choice == "auto" and not reads_calls and self._tool_call_format == AUTO:
+        if schemas and tool_choice == "auto" and not reads_calls and self.tool_call_format == AUTO:
             raise InvalidInputError("tools", names, _NO_FORMAT)
         conversation = read_messages(messages, field, template.fitting)
         calls = form.calls if isinstance(form, AnswerFormat) else None
@@ -142,17 +136,15 @@ class ChatReader:
             "continue_final_message": bool(continue_final_message),
         }
         try:
-            with self._prompts.guarded():
-                text = self._tokenizer.apply_chat_template(
-                    conversation, tokenize=False, **arguments
-                )
+            with self.prompts.guarded():
+                text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
         # A template may show tools in the system's message only, which may be missing. Names that
         # are no identifiers may be escaped there.
         if names and all(name.isidentifier() and name not in text for name in names):
             raise InvalidInputError("tools", names, _NO_TOOLS)
-        prompt = self._prompts.read_rendered(text, field, truncate)
+        prompt = self.prompts.read_rendered(text, field, truncate)
         reasoning = reasoning_of(
             form,
             text,
@@ -189,7 +181,7 @@ class ChatReader:
         """
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids | prompt.end_token_ids
+            stop_token_ids |= self.eos_token_ids | prompt.end_token_ids
         schemas = read_tools(tools)
         name = forced_name(schemas, tool_choice)
         is_forced = name is not None or tool_choice == "required"
@@ -198,7 +190,7 @@ class ChatReader:
         if reasoning is not None and reasoning.stops_inside and not is_constrained:
             reasoning = None  # the beginning of the content does not matter
         text = AnswerText(
-            self._tokenizer,
+            self.tokenizer,
             prompt.token_ids,
             params,
             stop_token_ids,
@@ -229,7 +221,7 @@ class ChatReader:
     @property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template of its own."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property
     def answer_format(self) -> AnswerFormat | TemplateFormat | None:
@@ -249,8 +241,8 @@ class ChatReader:
     @cached_property
     def _own_format(self) -> TemplateFormat | None:
         """That of the tokenizer's response template, unless another format is named."""
-        own = getattr(self._tokenizer, "response_template", None)
-        if own is None or (self._tool_call_format, self._reasoning_format) != (AUTO, AUTO):
+        own = getattr(self.tokenizer, "response_template", None)
+        if own is None or (self.tool_call_format, self.reasoning_format) != (AUTO, AUTO):
             return None
         try:
             return make_format(dict(own))
@@ -260,12 +252,12 @@ class ChatReader:
 
     def _known(self, chat_template: str | None, tools: Sequence[Any] | None, field: str) -> _Known:
         """The facts of a conversation's template; each source is probed once."""
-        find = getattr(self._tokenizer, "get_chat_template", None)  # it has names of templates
+        find = getattr(self.tokenizer, "get_chat_template", None)  # it has names of templates
         try:
             if find is not None:
                 source = find(chat_template, tools)
             else:
-                source = chat_template or self._tokenizer.chat_template
+                source = chat_template or self.tokenizer.chat_template
         except ValueError as error:
             raise InvalidInputError(field, chat_template, f"chat template: {error}") from error
         known = self._templates.get(source)
@@ -273,11 +265,11 @@ class ChatReader:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             template = ChatTemplate(source, partial(self._render, source))
-            tokens = getattr(self._tokenizer, "added_tokens_encoder", {})
+            tokens = getattr(self.tokenizer, "added_tokens_encoder", {})
             form = self._own_format or detect(
-                template, self._tool_call_format, self._reasoning_format, tokens
+                template, self.tool_call_format, self.reasoning_format, tokens
             )
-            ends = turn_ends(template, self._tokenizer, self._special_tokens)
+            ends = turn_ends(template, self.tokenizer, self._special_tokens)
             known = self._templates[source] = _Known(template, form, ends)
         return known
 
@@ -288,8 +280,8 @@ class ChatReader:
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
     ) -> str:
-        with self._prompts.guarded():
-            text: str = self._tokenizer.apply_chat_template(
+        with self.prompts.guarded():
+            text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 tools=tools,
@@ -300,16 +292,16 @@ class ChatReader:
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer)
+        return TokenBytes(self.tokenizer)
 
     @cached_property
     def _special_tokens(self) -> dict[int, str]:
-        return special_tokens(self._tokenizer)
+        return special_tokens(self.tokenizer)
 
     def _text_of(self, prompt: PromptInput) -> str:
         if prompt.text is not None:
             return prompt.text
-        text: str = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        text: str = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return text
 
 

@@ -19,19 +19,14 @@ _MAX_TOKENS = 256  # SamplingParams has 16, which ends most answers early
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class EngineOptions:
     """The arguments of ``LLM``."""
 
-    PANEL: ClassVar = "Engine"
-    TAKES_MORE: ClassVar = True
-
-    model: str | None
-    config: EngineConfig
+    PANEL = "Engine"
+    TAKES_MORE = True
 
     def __init__(self, model: str | None = None, **given: Any) -> None:
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "config", EngineConfig(**given))
+        self.model, self.config = model, EngineConfig(**given)
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -134,7 +129,6 @@ class ReplicaOptions:
             )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class SamplingOptions:
     """The defaults of every request of a command; a line of an input file may override them.
 
@@ -142,13 +136,11 @@ class SamplingOptions:
         values: by names of ``SamplingParams``; None: the model's default.
     """
 
-    PANEL: ClassVar = "Sampling"
-
-    values: Mapping[str, Any]
+    PANEL = "Sampling"
 
     def __init__(self, **given: Any) -> None:
         own = {each.name: each.default for each in self.options()}
-        object.__setattr__(self, "values", own | given)
+        self.values: Mapping[str, Any] = own | given
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

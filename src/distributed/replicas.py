@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -81,10 +81,11 @@ class _Slot:
         return self.is_ready and not is_full
 
 
+@dataclass(eq=False)
 class ReplicaPool:
     """Replicas on a Ray cluster that this process is connected to.
 
-    Args:
+    Attributes:
         make: called once in each actor; must be picklable, and so must items and results.
         give_up: makes the result of a given-up item, from the item and the reason.
         resources: of one actor, as ``ray.remote`` takes them.
@@ -94,26 +95,22 @@ class ReplicaPool:
         note: called with messages about replicas.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Work],
-        give_up: Callable[[Any, str], Any],
-        *,
-        num_replicas: int,
-        resources: Mapping[str, float],
-        has_room: Callable[[], bool],
-        chunk_size: int,
-        num_chunks: int,
-        note: Callable[[str], None],
-    ) -> None:
+    make: Callable[[], Work]
+    give_up: Callable[[Any, str], Any]
+    _: KW_ONLY
+    num_replicas: int
+    resources: Mapping[str, float]
+    has_room: Callable[[], bool]
+    chunk_size: int
+    num_chunks: int
+    note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._ray = import_ray()
-        self._make, self._give_up, self._note = make, give_up, note
-        self._has_room = has_room
-        self._chunk_size, self._num_chunks = chunk_size, num_chunks
         self._actor_class = self._ray.remote(_Replica).options(
-            **resources, max_concurrency=num_chunks, max_restarts=0
+            **self.resources, max_concurrency=self.num_chunks, max_restarts=0
         )
-        self._slots = [_Slot() for _ in range(num_replicas)]
+        self._slots = [_Slot() for _ in range(self.num_replicas)]
         self._waiting: dict[Any, tuple[_Slot, _Chunk | None]] = {}  # by Ray's reference
         self._again: deque[_Chunk] = deque()
         self._suspects: deque[_Chunk] = deque()
@@ -158,10 +155,10 @@ class ReplicaPool:
 
     def _take(self, source: Iterator[Any]) -> bool:
         """Take one more chunk from the source, unless too many results wait for an earlier one."""
-        room = 4 * len(self._slots) * self._num_chunks * self._chunk_size
+        room = 4 * len(self._slots) * self.num_chunks * self.chunk_size
         if self._num_taken - self._num_given >= room:
             return False
-        items = list(islice(source, self._chunk_size))
+        items = list(islice(source, self.chunk_size))
         if items:
             self._again.append(_Chunk(self._num_taken, items))
             self._num_taken += len(items)
@@ -169,7 +166,7 @@ class ReplicaPool:
 
     def _hand_out(self, source: Iterator[Any]) -> None:
         """Give chunks to the replicas that have the fewest."""
-        while ready := [slot for slot in self._slots if slot.takes_more(self._num_chunks)]:
+        while ready := [slot for slot in self._slots if slot.takes_more(self.num_chunks)]:
             slot = min(ready, key=lambda slot: len(slot.chunks))
             if self._suspects:
                 # No other chunk is sent meanwhile, so that a replica becomes free.
@@ -188,13 +185,13 @@ class ReplicaPool:
     # Replicas ---------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
-        slot.actor = self._actor_class.remote(self._make)
+        slot.actor = self._actor_class.remote(self.make)
         self._waiting[slot.actor.start.remote()] = slot, None
 
     def _settle(self) -> None:
         """Wait some seconds for the next result of a replica."""
         ready, _ = self._ray.wait(list(self._waiting), timeout=_WAIT_S)
-        if not ready and not any(slot.is_ready for slot in self._slots) and not self._has_room():
+        if not ready and not any(slot.is_ready for slot in self._slots) and not self.has_room():
             raise PagespecError("no replica is left, and the cluster has no room for one")
         for reference in ready:
             # One that was lost took its other references with it.
@@ -233,7 +230,7 @@ class ReplicaPool:
         self._waiting = {r: w for r, w in self._waiting.items() if w[0] is not slot}
         slot.actor, slot.is_ready, slot.chunks = None, False, []
         num_rows = sum(len(lost.items) for lost in chunks)
-        self._note(f"a replica has ended, with {num_rows} unfinished rows: {reason}")
+        self.note(f"a replica has ended, with {num_rows} unfinished rows: {reason}")
         for lost in chunks:
             self._do_again(lost, reason)
         self._losses_in_a_row += 1
@@ -244,7 +241,7 @@ class ReplicaPool:
         if slot.num_failed_starts < MAX_STARTS:
             self._start(slot)
         elif any(other.actor is not None for other in self._slots):
-            self._note(f"continuing without it after {MAX_STARTS} failed starts")
+            self.note(f"continuing without it after {MAX_STARTS} failed starts")
         else:
             raise PagespecError(f"no replica starts: {reason}")
 
@@ -252,7 +249,7 @@ class ReplicaPool:
         chunks = lost.after_loss()
         if not chunks:
             why = f"given up: {lost.num_losses + 1} replicas have ended while they had it"
-            self._done[lost.first] = [self._give_up(lost.items[0], f"{why} ({reason})")]
+            self._done[lost.first] = [self.give_up(lost.items[0], f"{why} ({reason})")]
         for chunk in reversed(chunks):
             (self._suspects if chunk.is_suspect else self._again).appendleft(chunk)
 

@@ -69,8 +69,7 @@ class Workers:
     def send_settings(self, settings: Mapping[str, Any]) -> None:
         """Send the settings of the build."""
         encoded = json.dumps(settings).encode()
-        for rank in range(1, len(self._processes) + 1):
-            self._send(rank, len(encoded).to_bytes(8, "little") + encoded)
+        self._send(len(encoded).to_bytes(8, "little") + encoded)
 
     def send_step(self, step: int) -> None:
         """Start the step that is in its slot.
@@ -78,18 +77,17 @@ class Workers:
         Raises:
             EngineError: one is gone.
         """
-        for rank in range(1, len(self._processes) + 1):
-            self._send(rank, step.to_bytes(8, "little"))
+        self._send(step.to_bytes(8, "little"))
 
-    def _send(self, rank: int, message: bytes) -> None:
-        stdin = self._processes[rank - 1].stdin
-        assert stdin is not None
-        try:
-            stdin.write(message)
-            stdin.flush()
-        except (OSError, ValueError) as error:
-            self.check()
-            raise EngineError(f"rank {rank} does not read its input: {error}") from error
+    def _send(self, message: bytes) -> None:
+        for rank, process in enumerate(self._processes, 1):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(message)
+                process.stdin.flush()
+            except (OSError, ValueError) as error:
+                self.check()
+                raise EngineError(f"rank {rank} does not read its input: {error}") from error
 
     def wait_for(self, state: State, timeout_s: float) -> None:
         """Wait until all have reached a state.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -27,25 +28,24 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names, values = [*self._labels], [*self._labels.values()]
-        for name, text, value in self._gauges():
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        for name, text, count in self._counters():
-            counter = CounterMetricFamily(name, text, labels=names)
-            counter.add_metric(values, count)
-            yield counter
+        yield from self._families(GaugeMetricFamily, self._gauges())
+        yield from self._families(CounterMetricFamily, self._counters())
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*names, "finished_reason"]
         )
         for reason, number in self._metrics.num_ended.items():
             ended.add_metric([*values, reason], number)
         yield ended
-        for name, text, histogram in self._histograms():
-            family = HistogramMetricFamily(name, text, labels=names)
-            family.add_metric(values, histogram.buckets(), histogram.total)
-            yield family
+        histograms = ((n, t, h.buckets(), h.total) for n, t, h in self._histograms())
+        yield from self._families(HistogramMetricFamily, histograms)
         yield self._settings()
+
+    def _families(self, kind: Any, rows: Iterable[tuple[Any, ...]]) -> Iterator[Metric]:
+        """A family for each row: its name, help and values."""
+        for name, text, *values in rows:
+            family = kind(name, text, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], *values)
+            yield family
 
     def _gauges(self) -> list[tuple[str, str, float]]:
         engine = self._metrics.engine

@@ -62,6 +62,7 @@ def set_up_logs(as_json: bool) -> None:
 
 
 access_logger = logging.getLogger("pagespec.access")
+_ACCESS = "%(client)s %(method)s %(path)s %(status)s %(seconds).3f s"
 
 # Ids of clients that are valid in a header and in a log line.
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -109,22 +110,16 @@ class Requests:
         finally:
             if self._log:
                 # Without the query, which may have private values.
-                access_logger.info(
-                    "%s %s %s %s %.3f s",
-                    _client(scope),
-                    scope["method"],
-                    _printable(scope["path"]),
-                    status or "gone",
-                    seconds := time.perf_counter() - began,
-                    extra={
-                        "request_id": request_id,
-                        "client": _client(scope),
-                        "method": scope["method"],
-                        "path": scope["path"],
-                        "status": status or None,
-                        "seconds": round(seconds, 6),
-                    },
-                )
+                fields = {
+                    "request_id": request_id,
+                    "client": "{}:{}".format(*scope["client"]) if scope.get("client") else "-",
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status or None,
+                    "seconds": round(time.perf_counter() - began, 6),
+                }
+                shown = {**fields, "path": _printable(scope["path"]), "status": status or "gone"}
+                access_logger.info(_ACCESS, shown, extra=fields)
             current_request_id.reset(token)
 
 
@@ -155,10 +150,6 @@ class _Head:
 def _request_id(scope: Scope) -> str:
     given = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _client(scope: Scope) -> str:
-    return "{}:{}".format(*scope["client"]) if scope.get("client") else "-"
 
 
 def _printable(path: str) -> str:
