@@ -50,7 +50,7 @@ KERNELS = (
     ("sampling",),
     ("collectives",),
     ("fused", "native", "row_trial"),
-    ("arguments", "custom_op", "e4m3", "jit", "device", "fixed_order"),
+    ("arguments", "custom_op", "e4m3", "jit", "device", "fixed_order", "overlap"),
     ("registry",),
     ("families",),
     ("arch",),

@@ -10,6 +10,7 @@ says, so a token's hidden state is read once and its result written once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from ..device import as_rows, overlap_options, triggers_dependents_late
 from ..fused import dispatch as fused
 from ..fused.rms_norm import mean_square, num_warps
 from ..fused.rounding import rounded, scaled, sigmoid
+from ..overlap import overlap
 
 MAX_TOP_K = 16
 """Experts per token of these kernels, whose loops over them are unrolled."""
@@ -35,9 +37,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[inverse[t * K + j]] = tokens[t]``. Grid: ``(tokens * ceil(H / BLOCK),)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     i = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -50,34 +50,21 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def with_shared(  # type: ignore[no-untyped-def]
-    total, shared, gate, HAS_GATE: tl.constexpr, DTYPE: tl.constexpr
-):
-    """``total + sigmoid(gate) * shared``, or without the factor, as float32; each operation is
-    rounded to DTYPE, as ``total`` is. The same for few tokens and many."""
-    shared = shared.to(tl.float32)
-    if HAS_GATE:
-        shared = rounded(rounded(sigmoid(gate.to(tl.float32)), DTYPE) * shared, DTYPE)
-    return rounded(total + shared, DTYPE)
-
-
-@triton.jit
-def _places_of(inverse, weights, token, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the rows of a token's K experts lie, and the factors on them."""
+def _sum_of_experts(  # type: ignore[no-untyped-def]
+    rows, weights, inverse, shared, gate, gate_stride, token, i, mask,
+    H: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The sum over a token's experts, in their order, and a shared one, as float32: of the dtype
+    PRODUCT of the products, then DTYPE. The same for few tokens and many."""
     places = ()
     factors = ()
     for j in tl.static_range(K):
         places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
         factors += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
-    return places, factors
-
-
-@triton.jit
-def _weighted_sum(  # type: ignore[no-untyped-def]
-    rows, places, factors, i, mask, H: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The sum over a token's experts, in their order: of the dtype of the products, then DTYPE."""
+    if shared is not None:
+        added = tl.load(shared + token * H + i, mask=mask, other=0.0)
+        if gate is not None:
+            logit = tl.load(gate + token * gate_stride)
     # All places are loaded before the first is waited for, then the rows. The assembler would
     # save registers and wait for each place in turn; it does not move loads behind a barrier.
     tl.debug_barrier()
@@ -87,32 +74,32 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     total = tl.zeros(i.shape, tl.float32)
     for j in tl.static_range(K):
         total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
-    return rounded(rounded(total, PRODUCT), DTYPE)
+    total = rounded(rounded(total, PRODUCT), DTYPE)
+    if shared is not None:
+        added = added.to(tl.float32)
+        if gate is not None:
+            added = rounded(rounded(sigmoid(logit.to(tl.float32)), DTYPE) * added, DTYPE)
+        total = rounded(total + added, DTYPE)
+    return total
 
 
 @triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["weights", "gate"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
     rows, weights, inverse, shared, gate, out, gate_stride,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of rows[inverse[t * K + j]] * weights[t * K + j]``, plus
     ``sigmoid(gate[t]) * shared[t]`` if there is a shared expert; products are rounded to PRODUCT.
     Grid: ``(tokens * ceil(H / BLOCK),)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     i = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
-    places, factors = _places_of(inverse, weights, token, K)
-    if HAS_SHARED:
-        added = tl.load(shared + token * H + i, mask=i < H, other=0.0)
-        logit = tl.load(gate + token * gate_stride) if HAS_GATE else 0.0
     DTYPE: tl.constexpr = out.dtype.element_ty
-    total = _weighted_sum(rows, places, factors, i, i < H, H, K, PRODUCT, DTYPE)
-    if HAS_SHARED:
-        total = with_shared(total, added, logit, HAS_GATE, DTYPE)
+    total = _sum_of_experts(
+        rows, weights, inverse, shared, gate, gate_stride, token, i, i < H, H, K, PRODUCT, DTYPE
+    )
     tl.store(out + token * H + i, total.to(DTYPE), mask=i < H)
 
 
@@ -179,16 +166,13 @@ def combine_experts(
     if not num_tokens:
         return out
     block, num_warps = _tile(num_tokens)
-    logits, gate_stride = gate_column(gate, rows)
+    shared = None if shared is None else shared.contiguous()
     _combine_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
-        rows, weights, inverse, rows if shared is None else shared.contiguous(), logits, out,
-        gate_stride,
+        rows, weights, inverse, shared, *_gate_column(gate, out),
         H=hidden_size,
         K=top_k,
         BLOCK=block,
-        PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
-        HAS_SHARED=shared is not None,
-        HAS_GATE=gate is not None,
+        PRODUCT=_product_dtype(rows, weights),
         num_warps=num_warps,
         enable_fp_fusion=False,  # a product is rounded before it is added
         **overlap_options(rows.device),
@@ -196,20 +180,17 @@ def combine_experts(
     return out
 
 
-def gate_column(gate: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
-    """The logits of a gate as a kernel takes them, and the stride between two tokens: they may be a
-    column of a merged matmul's result. ``unread`` stands for them where there are none."""
-    if gate is None:
-        return unread, 0
-    column = gate.reshape(-1)
-    return column, column.stride(0)
+def _gate_column(gate: Tensor | None, *between: Tensor) -> tuple[Any, ...]:
+    """The logits of a gate as a kernel takes them, ``between``, and the stride between two tokens:
+    they may be a column of a merged matmul's result."""
+    column = None if gate is None else gate.reshape(-1)
+    return column, *between, 0 if column is None else column.stride(0)
 
 
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+def _product_dtype(rows: Tensor, weights: Tensor) -> tl.dtype:
+    """That of ``rows * weights``."""
+    found: tl.dtype = getattr(tl, str(torch.promote_types(rows.dtype, weights.dtype))[6:])
+    return found
 
 
 def _tile(num_tokens: int) -> tuple[int, int]:
@@ -228,33 +209,22 @@ MAX_FEW_TOKENS = 64
 def _combine_norm_kernel(  # type: ignore[no-untyped-def]
     rows, weights, inverse, shared, gate, residual, norm_weight, out, hidden, gate_stride, eps,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
     FORM: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``_combine_kernel``, then ``_norm_kernel`` of :mod:`..fused.rms_norm`, with the bits of
-    both
-    one after the other: all is rounded where they round, and a row is spread over as many warps as
-    there, 16 bytes per thread at once, which gives the mean the same order of additions. Hence the
-    bounds (:func:`_has_one_launch`). Grid: ``(tokens,)``."""
-    if PDL:
-        if not LATE_TRIGGER:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if LATE_TRIGGER:
-            tl.extra.cuda.gdc_launch_dependents()
+    both one after the other: all is rounded where they round, and a row is spread over as many
+    warps as there, 16 bytes per thread at once, which gives the mean the same order of additions.
+    Hence the bounds (:func:`_has_one_launch`). Grid: ``(tokens,)``."""
+    overlap(PDL, LATE_TRIGGER)
     DTYPE: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < H
-    places, factors = _places_of(inverse, weights, token, K)
     before = tl.load(residual + token * H + i, mask=mask, other=0.0)
     scale = tl.load(norm_weight + i, mask=mask, other=0.0)
-    if HAS_SHARED:
-        added = tl.load(shared + token * H + i, mask=mask, other=0.0)
-        logit = tl.load(gate + token * gate_stride) if HAS_GATE else 0.0
-    h = _weighted_sum(rows, places, factors, i, mask, H, K, PRODUCT, DTYPE)
-    if HAS_SHARED:
-        h = with_shared(h, added, logit, HAS_GATE, DTYPE)
+    h = _sum_of_experts(
+        rows, weights, inverse, shared, gate, gate_stride, token, i, mask, H, K, PRODUCT, DTYPE
+    )
     h = rounded(h + before.to(tl.float32), DTYPE)
     tl.store(hidden + token * H + i, h.to(DTYPE), mask=mask)
     y = scaled(h * tl.rsqrt(mean_square(h, H) + eps), scale.to(tl.float32), FORM, DTYPE)
@@ -291,17 +261,14 @@ def combine_add_rms_norm(
         return fused.add_rms_norm(combined.view(residual.shape), residual, norm_weight, eps, form)
     weights = weights.contiguous()
     out, hidden = torch.empty_like(residual), torch.empty_like(residual)
-    logits, gate_stride = gate_column(gate, rows)
     block = triton.next_power_of_2(hidden_size)
     _combine_norm_kernel[(num_tokens,)](
-        rows, weights, inverse, rows if shared is None else shared, logits, residual, norm_weight,
-        out, hidden, gate_stride, eps,
+        rows, weights, inverse, shared,
+        *_gate_column(gate, residual, norm_weight, out, hidden), eps,
         H=hidden_size,
         K=top_k,
         BLOCK=block,
-        PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
-        HAS_SHARED=shared is not None,
-        HAS_GATE=gate is not None,
+        PRODUCT=_product_dtype(rows, weights),
         FORM=form,
         LATE_TRIGGER=triggers_dependents_late(num_tokens),
         num_warps=num_warps(block),

@@ -24,10 +24,9 @@ LATE_TRIGGER_ROWS = 32
 """Rows up to which a kernel lets the next one start only behind its own wait: those of four tokens
 with eight experts each (:func:`..device.triggers_dependents_late`)."""
 AHEAD_ROWS = 2
-"""Rows whose experts' weights, all of them, are the most that is prefetched before the wait: an
-eighth
-of those of a step of one token and one of padding. What is more would be in the way of the kernel
-before (docs/notes/experts.md)."""
+"""The weights of the experts of so many rows are the most that is prefetched before the wait: an
+eighth of those of a step of one token and one of padding. More would slow the kernel before
+(docs/notes/experts.md)."""
 
 
 @triton.jit
@@ -61,8 +60,8 @@ def _weights(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ask_for(rows, NUM_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets the first NUM_BYTES of each row that a pointer of ``rows`` points to come into the L2
+def _prefetch(rows, NUM_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Prefetch the first NUM_BYTES of each row that a pointer of ``rows`` points to into the L2
     cache; both in whole units of 16 bytes. Nothing waits for it."""
     sizes = tl.full(rows.shape, NUM_BYTES, tl.int32)
     tl.inline_asm_elementwise(
@@ -121,7 +120,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     base = weight + expert.to(tl.int64) * expert_stride
     if PDL and READS_AHEAD:
         if AHEAD_BYTES and expert < E:
-            _ask_for(base + tl.minimum(n, N - 1).to(tl.int64) * n_stride, AHEAD_BYTES)
+            _prefetch(base + tl.minimum(n, N - 1).to(tl.int64) * n_stride, AHEAD_BYTES)
         tl.extra.cuda.gdc_wait()
         if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..device import as_rows, overlap_options
 from ..fused.rounding import exp, rounded
 from ..jit.parallel_build import may_skip_launches
+from ..overlap import overlap
 
 MAX_EXPERTS = 1024
 """Experts whose probabilities a warp holds in registers, 32 per thread."""
@@ -106,9 +107,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """:func:`top_experts` of one token. Grid: ``(tokens,)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, E_BLOCK)[None, :]
     j = tl.arange(0, K_BLOCK)[None, :]

@@ -3,8 +3,8 @@ few tokens in one launch.
 
 At one token these are three kernels that wait for each other and do next to nothing. Here every
 program works out all tokens' experts and where their rows go, which takes less time than to wait
-for another that does, and then copies its own part of the hidden size. Programs of their own store
-what is to be known of it.
+for another that does, and then copies its part of the hidden size. The last program stores the
+weights and where each row went.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..device import as_rows, overlap_options
 from ..fused.rounding import rounded
 from ..jit.parallel_build import may_skip_launches
+from ..overlap import overlap
 from . import expert_rows
 from .route import Normalisation, route, top_experts
 from .sort_by_expert import sort_by_expert
@@ -41,9 +42,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As :func:`route_rows`. Grid: ``(ceil(H / BLOCK) + 1,)``; the last program has no rows."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     S: tl.constexpr = T_BLOCK * K_BLOCK
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     # All loads are issued at once: the logits of each token (beyond the last token its own again,

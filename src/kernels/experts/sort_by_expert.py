@@ -9,6 +9,8 @@ places its rows: behind those of the experts and blocks before, in the order the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..device import overlap_options
 from ..jit.parallel_build import may_skip_launches
+from ..overlap import overlap
 
 # Rows that a program looks at at once, up to how many rows there are, and its warps.
 _BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
@@ -25,36 +28,44 @@ _MANY = 6_000_000
 _BLOCK = 512
 _COUNTS_AT_ONCE = 8192
 _COMPARED = tl.constexpr(32)  # rows with which a block's are compared at once
+_OF_ROWS: dict[str, Any] = {
+    "do_not_specialize": ["num_rows"],
+    "do_not_specialize_on_alignment": ["ids", "num_real_tokens"],
+}
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
-)
+@triton.jit
+def _bins(  # type: ignore[no-untyped-def]
+    ids, row, num_rows, num_real_tokens, E: tl.constexpr, TOP_K: tl.constexpr
+):
+    """Of rows: their expert, E if they have none, E + 1 if there is no such row; and their ids."""
+    found = tl.load(ids + row, mask=row < num_rows, other=E + 1)
+    num_real = num_rows
+    if num_real_tokens is not None:
+        num_real = tl.minimum(tl.load(num_real_tokens) * TOP_K, num_rows)
+    bins = tl.minimum(found, E).to(tl.int32)
+    return tl.where(row < num_real, bins, tl.where(row < num_rows, E, E + 1)), found
+
+
+@triton.jit(**_OF_ROWS)
 def _sort_kernel(  # type: ignore[no-untyped-def]
     ids, sorted_ids, order, inverse, offs, num_rows, num_real_tokens,
     E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores the rows of one expert, and where they end. Grid: ``(E + 1,)``; the last program has
     the rows of no expert, whose ids are E or more, or which are padding."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     expert = tl.program_id(0)
-    num_real = num_rows
-    if num_real_tokens is not None:
-        num_real = tl.minimum(tl.load(num_real_tokens) * TOP_K, num_rows)
     i = tl.arange(0, BLOCK)
     num_before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):  # what is read does not wait for that number
-        found = tl.load(ids + start + i, mask=start + i < num_rows, other=E + 1)
-        num_before += ((found < expert) & (start + i < num_real)).to(tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        bins, _ = _bins(ids, start + i, num_rows, num_real_tokens, E, TOP_K)
+        num_before += (bins < expert).to(tl.int32)
     end = tl.sum(num_before, 0)
     for start in range(0, num_rows, BLOCK):
         row = start + i
-        found = tl.load(ids + row, mask=row < num_rows, other=-1)
-        is_here = (found == expert) & (row < num_real)
-        if expert == E:
-            is_here = (found >= E) | ((row >= num_real) & (row < num_rows))
+        bins, found = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
+        is_here = bins == expert
         at = end + tl.cumsum(is_here.to(tl.int32), 0) - 1
         tl.store(order + at, row.to(tl.int64), mask=is_here)
         tl.store(sorted_ids + at, found, mask=is_here)
@@ -64,39 +75,20 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.store(offs + expert, end)
 
 
-@triton.jit
-def _bins(  # type: ignore[no-untyped-def]
-    ids, row, num_rows, num_real_tokens, E: tl.constexpr, TOP_K: tl.constexpr
-):
-    """Of rows: their expert, E if they have none, E + 1 if there is no such row; and their ids."""
-    found = tl.load(ids + row, mask=row < num_rows, other=E + 1)
-    is_real = row < num_rows
-    if num_real_tokens is not None:
-        is_real &= row < tl.load(num_real_tokens) * TOP_K
-    bins = tl.where(is_real, tl.minimum(found, E), tl.where(row < num_rows, E, E + 1))
-    return bins.to(tl.int32), found
-
-
-@triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
-)
+@triton.jit(**_OF_ROWS)
 def _count_kernel(  # type: ignore[no-untyped-def]
     ids, counts, num_rows, num_real_tokens,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """How many rows of a block each expert has: ``counts [blocks, BINS]``. Grid: ``(blocks,)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bins, _ = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(bins, BINS))
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
-)
+@triton.jit(**_OF_ROWS)
 def _place_kernel(  # type: ignore[no-untyped-def]
     ids, counts, sorted_ids, order, inverse, offs, num_rows, num_real_tokens,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -104,9 +96,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Stores the rows of one block, and the first block where each expert's end. Grid:
     ``(blocks,)``. ``STEP`` blocks' counts are read at once."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
     bins = tl.arange(0, BINS)

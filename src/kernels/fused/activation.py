@@ -1,4 +1,5 @@
-"""``activation(gate) * up`` as a Triton kernel, elementwise, rounded where torch rounds."""
+"""``activation(gate) * up`` as a Triton kernel, elementwise, rounded where torch rounds; the result
+as it is or quantised."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ..device import as_rows, overlap_options
-from .rounding import EMULATE, rounded, silu
+from ..overlap import overlap
+from .e4m3_groups import store_quantized
+from .rounding import EMULATE, rounded, rounded_silu
 
 _BLOCK = 1024
 
@@ -25,39 +28,50 @@ def gelu_tanh(x):  # type: ignore[no-untyped-def]
     return 0.5 * x * (1.0 + t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _act_mul_kernel(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_stride, up_stride,
+    gate, up, out, scales, num_rows, gate_stride, up_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out = activation(gate) * up``, ``[rows, N]``. Grid: ``(rows * ceil(N / BLOCK),)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    DTYPE: tl.constexpr = out.dtype.element_ty
+    """``out = activation(gate) * up``, ``[rows, N]``, or ``gate`` if KIND is "none"; with
+    ``scales``, as rows of :mod:`.e4m3_groups`. Grid: ``(rows * ceil(N / BLOCK),)``."""
+    overlap(PDL)
+    DTYPE: tl.constexpr = gate.dtype.element_ty
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
-    i = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) % TILES * BLOCK
+    i = begin + tl.arange(0, BLOCK)
     mask = i < N
     x = tl.load(gate + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        x = silu(x)
+    if KIND != "none":
+        y = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
+        if KIND == "silu":
+            x = rounded_silu(x, DTYPE)
+        else:
+            x = rounded(gelu_tanh(x), DTYPE)
+        x = rounded(x * y, DTYPE)
+    if scales is None:
+        tl.store(out + row * N + i, x.to(DTYPE), mask=mask)
     else:
-        x = gelu_tanh(x)
-    y = rounded(rounded(x, DTYPE) * y, DTYPE)
-    tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
+        store_quantized(x, out, scales, row, num_rows, begin, N, BLOCK)
 
 
 def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """As :func:`.dispatch.act_mul`; rows of ``gate`` and ``up`` may be strided."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if out.numel() == 0:
-        return out
+    launch(gate, up, kind, out, None)
+    return out
+
+
+def launch(gate: Tensor, up: Tensor, kind: str, out: Tensor, scales: Tensor | None) -> None:
+    """Write ``activation(gate) * up``, or with the kind "none" ``gate``, to ``out``, given
+    ``scales`` quantised."""
+    if not out.numel():
+        return
     gate_rows, up_rows = as_rows(gate), as_rows(up)
     num_rows, width = gate_rows.shape
     _act_mul_kernel[(num_rows * triton.cdiv(width, _BLOCK),)](
-        gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0),
+        gate_rows, up_rows, out, scales, num_rows, gate_rows.stride(0), up_rows.stride(0),
         N=width,
         BLOCK=_BLOCK,
         KIND=kind,
@@ -65,4 +79,3 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         enable_fp_fusion=False,
         **overlap_options(gate.device),
     )  # fmt: skip
-    return out

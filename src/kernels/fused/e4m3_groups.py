@@ -1,8 +1,8 @@
-"""Rows as e4m3 numbers with a scale for each token and 128 channels: the type, device functions.
+"""Rows in e4m3 with a scale per token and 128 channels: the type, device functions.
 
 A group of 128 channels of a row is divided by its largest magnitude / 448 and rounded to the
-nearest e4m3, ties to even. So a row's numbers follow from that row alone. Whatever makes such rows
-calls :func:`quantized`, in Triton and in Gluon, so all give the same bits.
+nearest e4m3, ties to even. So the bits of a row follow from that row alone. Every kernel that
+makes such rows calls :func:`quantized`, in Triton and in Gluon, so all give the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .rounding import EMULATE
 
 GROUP = 128
 """Channels that share a scale."""
+_GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 """The scale of a group of zeros."""
@@ -68,6 +69,23 @@ def quantized(x):  # type: ignore[no-untyped-def]
     scales = tl.div_rn(tl.max(tl.abs(x), 1), _LARGEST)
     scales = tl.maximum(scales, SMALLEST_SCALE)
     return nearest_e4m3(_quotients(x, scales)), scales
+
+
+@triton.jit
+def store_quantized(  # type: ignore[no-untyped-def]
+    x, values, scales, row, num_rows, begin, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Quantise and store the channels of a row from ``begin``, a multiple of 128, on.
+
+    ``x``: float32 ``[BLOCK]``, 0 beyond the end.
+    """
+    GROUPS: tl.constexpr = BLOCK // _GROUP
+    numbers, factors = quantized(tl.reshape(x, (GROUPS, _GROUP)))
+    group = tl.arange(0, GROUPS)
+    at = begin + group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    tl.store(values + row * N + at, numbers, mask=at < N)
+    g = begin // _GROUP + group
+    tl.store(scales + g * num_rows + row, factors, mask=g * _GROUP < N)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Stores keys and values as e4m3 numbers with a scale per vector: device functions.
+"""Stores keys and values in e4m3 with a scale per vector: device functions.
 
 The caches hold planes of :mod:`..e4m3`, and the bytes are those that its torch functions give:
 quotients are rounded as IEEE says, then once more to the nearest e4m3, ties to even.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..arguments import RopeInputs
 from ..device import overlap_options
+from ..overlap import overlap
 from .e4m3_store import is_e4m3, store_vectors
 from .rounding import rounded, scaled
 
@@ -55,10 +56,7 @@ class HeadNorm(NamedTuple):
 
 @triton.jit
 def norm_and_rotate(  # type: ignore[no-untyped-def]
-    x, y, norm, c, s, offsets,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    DTYPE: tl.constexpr,
+    x, y, norm, c, s, offsets, D: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
@@ -85,16 +83,12 @@ def norm_and_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
-    source,
-    target,
-    weight,
-    cos,  # pointers to D_PAD elements
-    sin, eps, head_stride, offsets, heads,
+    source, target, weight, cos, sin, eps, head_stride, offsets, heads,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
     slot, PAGE: tl.constexpr,
 ):  # fmt: skip
     """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target; given
-    PAGE, to the slot of a cache of planes, the target."""
+    PAGE, to the slot of a cache of planes, the target. cos and sin: pointers to D_PAD elements."""
     partners = partners_of(offsets, R)
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     start = source + heads[:, None] * head_stride
@@ -115,10 +109,12 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _copy_heads(  # type: ignore[no-untyped-def]
+def copy_heads(  # type: ignore[no-untyped-def]
     source, target, head_stride, offsets, heads, H: tl.constexpr, D: tl.constexpr,
     slot, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """``[heads, D]`` of one token from source to target; given PAGE, to the slot of a cache of
+    planes, the target."""
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     pointers = source + heads[:, None] * head_stride + offsets[None, :]
     if PAGE > 0:
@@ -151,9 +147,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     ``[T, HQ, D]``, key ``[T, HKV, D]``, value ``[T, HKV, DV]``, cos and sin ``[T, TABLE]``, caches
     ``[blocks, PAGE, HKV, D or DV]`` or planes of :mod:`..e4m3`, slot_mapping ``[T]``.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     DTYPE: tl.constexpr = out.dtype.element_ty
     # Slots of a block of planes; else 0, and a token's heads lie one behind another.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
@@ -188,7 +182,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
             slot, PLANES,
         )  # fmt: skip
     else:
-        _copy_heads(
+        copy_heads(
             value + token * v_stride, v_cache + slot * V_WIDTH, v_head_stride,
             tl.arange(0, DV_PAD),
             (tile - Q_TILES - K_TILES) * V_HEADS + tl.arange(0, V_HEADS), HKV, DV, slot, PLANES,

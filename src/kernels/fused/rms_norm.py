@@ -1,5 +1,5 @@
-"""RMSNorm as Triton kernels: a program per row, with the addition of a residual if given; and of
-heads times the silu of a gate, several rows per program.
+"""RMSNorm as Triton kernels: a program per row, with the addition of a residual if given, the
+result as it is or quantised; and of heads times the silu of a gate, several rows per program.
 
 A row's bits are its own: the block or tile, the number of warps and so the order of additions
 follow the width alone. Products and sums are never contracted (``enable_fp_fusion=False``), for the
@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import as_rows, overlap_options
+from ..overlap import overlap
+from .e4m3_groups import GROUP, store_quantized
 from .rounding import rounded, scaled, silu
 
 
@@ -29,57 +31,63 @@ def num_warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x, residual, weight, out, hidden, eps, x_stride, residual_stride,
-    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, out, scales, hidden, num_rows, eps, x_stride, residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out = h / sqrt(mean(h**2) + eps) * weight`` with ``h = residual + x`` if HAS_RESIDUAL,
-    which goes to ``hidden``, else ``h = x``.
+    """``out = h / sqrt(mean(h**2) + eps) * weight``; with ``scales``, as rows of
+    :mod:`.e4m3_groups`. Given a residual, ``h = residual + x``, which goes to ``hidden``; else
+    ``h = x``.
 
     Grid: ``(rows,)``. Shapes: ``[rows, N]``, weight ``[N]``.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    DTYPE: tl.constexpr = out.dtype.element_ty
+    DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < N
+    # A parameter: older than the kernel before, which need not have ended.
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    overlap(PDL)
     h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + i, mask=mask, other=0.0)  # here, so as not to wait for it behind the sum
-    if HAS_RESIDUAL:
+    if residual is not None:
         h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
         h = rounded(h, DTYPE)
         tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
-    mean = mean_square(h, N)
-    y = scaled(h * tl.rsqrt(mean + eps), w.to(tl.float32), FORM, DTYPE)
-    tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
+    y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, DTYPE)
+    if scales is None:
+        tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
+    else:
+        store_quantized(y, out, scales, row, num_rows, 0, N, BLOCK)
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: str
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    hidden = out if residual is None else torch.empty_like(out)
-    if x.numel() == 0:
-        return out, hidden
+def launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: str,
+    out: Tensor, scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write the norm of ``x``, or of ``x + residual``, to ``out``, given ``scales`` quantised.
+
+    Returns:
+        What it is the norm of.
+    """
+    hidden = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return hidden
     rows = as_rows(x)
-    residual_rows = rows if residual is None else as_rows(residual)
+    residual_rows = None if residual is None else as_rows(residual)
     width = rows.shape[1]
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows.shape[0],)](
-        rows, residual_rows, weight, out, hidden, eps, rows.stride(0), residual_rows.stride(0),
+        rows, residual_rows, weight, out, scales, hidden, rows.shape[0], eps, rows.stride(0),
+        0 if residual_rows is None else residual_rows.stride(0),
         N=width,
-        BLOCK=block,
+        BLOCK=block if scales is None else max(block, GROUP),
         FORM=form,
-        HAS_RESIDUAL=residual is not None,
         num_warps=num_warps(block),
         enable_fp_fusion=False,
         **overlap_options(x.device),
     )  # fmt: skip
-    return out, hidden
+    return hidden
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
@@ -90,14 +98,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
     """
     if x.dim() == 4 and x.stride(1) < x.stride(2):
         return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
-    return _launch(x, None, weight, eps, form)[0]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(x, None, weight, eps, form, out)
+    return out
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str
 ) -> tuple[Tensor, Tensor]:
     """As :func:`.dispatch.add_rms_norm`."""
-    return _launch(x, residual, weight, eps, form)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, launch(x, residual, weight, eps, form, out)
 
 
 # Elements of a program's tile: heads are short, and a program per row would be mostly its start.
@@ -113,9 +124,7 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
 
     Shapes: x and out ``[rows, N]``, gate ``[rows / num_heads, num_heads, N]``, weight ``[N]``.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(PDL)
     DTYPE: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     i = tl.arange(0, BLOCK)[None, :]

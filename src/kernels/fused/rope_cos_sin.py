@@ -9,26 +9,20 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ..device import overlap_options
+from ..overlap import overlap
 from .rounding import EMULATE, rounded
 
 
 @triton.jit(do_not_specialize=["frequency_step", "position_step"])
 def _rope_table_kernel(  # type: ignore[no-untyped-def]
-    frequencies,  # [H], float32
-    positions,  # [T], int64
-    cos_table,  # [T, 2 H], contiguous, as sin_table
-    sin_table,
-    frequency_step,
-    position_step,
-    scaling,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``cos(position * frequency) * scaling``, twice side by side; sin alike. Grid: ``(T,)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    frequencies, positions, cos_table, sin_table, frequency_step, position_step, scaling,
+    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``cos(position * frequency) * scaling``, twice side by side; sin alike. Grid: ``(T,)``.
+
+    Shapes: frequencies ``[H]``, float32, positions ``[T]``, int64, tables ``[T, 2 H]``, contiguous.
+    """
+    overlap(PDL)
     DTYPE: tl.constexpr = cos_table.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)

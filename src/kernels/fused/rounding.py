@@ -58,6 +58,16 @@ def silu_of_bfloat16(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rounded_silu(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`silu` of float32 that holds a DTYPE, rounded to DTYPE, as float32."""
+    if tl.bfloat16 == DTYPE:
+        y = silu_of_bfloat16(x)
+    else:
+        y = silu(x)
+    return rounded(y, DTYPE)
+
+
+@triton.jit
 def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 ``x`` rounded to ``dtype`` (to nearest, ties to even), as float32.
 
