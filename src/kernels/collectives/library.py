@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fused.dispatch import NormForm
-from .communicator import LoneRank, sum_then_norm
+from .communicator import Communicator, LoneRank
 
 
-class GatherCommunicator:
-    """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone: the
-    library's own sum has an order that follows the size of the message.
+class GatherCommunicator(Communicator):
+    """Makes one library call, which moves bytes alone: the library's own sum has an order that
+    follows the size of the message.
 
     Args:
         transparent: False takes the library's sum, for an engine that is not transparent either.
@@ -25,18 +24,12 @@ class GatherCommunicator:
     """
 
     def __init__(self, *, transparent: bool = True, is_connected: bool = True) -> None:
-        self._transparent, self._is_connected = transparent, is_connected
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size(), is_connected=is_connected)
+        self._transparent = transparent
         self._alone = LoneRank(self.rank, self.num_ranks)
 
-    def reserve(self, *_: tuple[int, int]) -> None:
-        """The library has its own memory."""
-
-    def connect(self) -> None:
-        self._is_connected = True
-
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if not self._is_connected:
+        if not self.is_connected:
             return self._alone.all_reduce(partial)
         if not self._transparent:
             out = partial.clone(memory_format=torch.contiguous_format)
@@ -48,16 +41,8 @@ class GatherCommunicator:
             total += part
         return total.to(partial.dtype)
 
-    def all_reduce_norm(
-        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
-    ) -> tuple[Tensor, Tensor]:
-        return sum_then_norm(self, partial, residual, weight, eps, form)
-
-    def push_target(self, *_: object) -> None:
-        """The library moves what has been computed."""
-
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        if not self._is_connected:
+        if not self.is_connected:
             return self._alone.all_gather(part, sizes)
         # The library takes parts of one size.
         padded = torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]))

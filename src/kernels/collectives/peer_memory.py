@@ -39,6 +39,7 @@ import triton.language as tl
 
 from ..fused.rms_norm import mean_square
 from ..fused.rounding import rounded, scaled
+from ..overlap import overlap
 
 
 @triton.jit
@@ -61,30 +62,18 @@ def _is_missing(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
-    partial,  # [rows, N], as residual
-    out,  # [rows, N], contiguous, as hidden
-    boxes,  # a tuple: address of each rank's [2, NUM_RANKS, MAX_ROWS, ROW_BYTES]
-    ended,  # int32 [1], this rank's own: not 0 once nothing is waited for
-    numbers,  # int32 [MAX_ROWS], this rank's own: how often each row was sent
-    residual,
-    hidden,
-    weight,  # [N], a parameter: it is read before the kernels queued before have ended
-    eps,
-    row_stride,
+    partial, out, boxes, ended, numbers, residual, hidden, weight, eps, row_stride,
     residual_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    IS_PUSHED: tl.constexpr,
-    LATE_TRIGGER: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    IS_PUSHED: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The results of :func:`.peer_memory.all_reduce_norm_kernel`, and their bits.
+
+    Shapes: as there, but that boxes are a tuple, the address of each rank's
+    ``[2, NUM_RANKS, MAX_ROWS, ROW_BYTES]``. ended: int32 ``[1]``, this rank's own, not 0 once
+    nothing is waited for. numbers: int32 ``[MAX_ROWS]``, this rank's own: how often each row was
+    sent.
 
     IS_PUSHED: the kernel before has pushed this rank's part, into its own box as well
     (:mod:`..linear.matmul_sm90`), and let this one start behind its own wait. Then the data is all
@@ -155,24 +144,23 @@ def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _part_of(box, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part_of(  # type: ignore[no-untyped-def]
+    box, dtype: tl.constexpr, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+):
     """Where a box has what ``sender`` pushes of a chunk; or of several, if those are blocks."""
-    return tl.multiple_of(box + ((half + sender).to(tl.int64) * MAX_CHUNKS + chunk) * CHUNK, 16)
+    place = ((half + sender).to(tl.int64) * MAX_CHUNKS + chunk) * CHUNK
+    return tl.multiple_of(box.to(tl.pointer_type(dtype)) + place, 16)
 
 
 @triton.jit
 def _push(  # type: ignore[no-untyped-def]
     values, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's part into each peer's box, then ``number`` into the flag of one chunk."""
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
-            box = boxes[peer].to(tl.pointer_type(values.dtype))
-            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
+            there = _part_of(boxes[peer], values.dtype, half, RANK, chunk, MAX_CHUNKS, CHUNK)
             tl.store(there + inside, values, mask=mask)
     tl.debug_barrier()
     for peer in tl.static_range(NUM_RANKS):
@@ -193,13 +181,9 @@ def _wait_for(flag, number):  # type: ignore[no-untyped-def]
 @triton.jit
 def _sum_of_ranks(  # type: ignore[no-untyped-def]
     part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Push ``part``, wait for the peers', and add: float32, rounded to the dtype of ``part``."""
-    own = boxes[RANK].to(tl.pointer_type(part.dtype))
     _push(
         part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
         RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
@@ -209,7 +193,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
         term = part.to(tl.float32)
         if peer != RANK:
             _wait_for(_flag_of(flags, RANK, peer, flag_chunk, MAX_CHUNKS), number)
-            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
+            here = _part_of(boxes[RANK], part.dtype, half, peer, chunk, MAX_CHUNKS, CHUNK)
             # Past the first cache, which may hold what lay there two calls ago.
             term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
             term = term.to(tl.float32)
@@ -220,22 +204,18 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def all_reduce_kernel(  # type: ignore[no-untyped-def]
-    partial,  # [rows, columns]
-    out,  # [rows, columns], contiguous
-    boxes,  # a tuple: address of each rank's [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
-    flags,  # a tuple: address of each rank's int32 [NUM_RANKS, MAX_CHUNKS]
-    numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
-    num_columns,
-    row_stride,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    partial, out, boxes, flags, numbers, num_columns, row_stride,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:  # the next kernel loads its weights while this one waits for its peers
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+):  # fmt: skip
+    """``out = `` the sum of the ranks' ``partial``.
+
+    Shapes: partial and out ``[rows, columns]``, out contiguous. boxes: a tuple, the address of each
+    rank's ``[2, NUM_RANKS, MAX_CHUNKS, CHUNK]``; flags: alike, int32 ``[NUM_RANKS, MAX_CHUNKS]``.
+    numbers: int32 ``[MAX_CHUNKS]``, this rank's own: how often each chunk was sent.
+    """
+    # The next kernel loads its weights while this one waits for its peers.
+    overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
     number = tl.load(numbers + chunk) + 1
@@ -255,40 +235,25 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
-    partial,  # [rows, N], as residual
-    out,  # [rows, N], contiguous, as hidden
-    boxes,
-    flags,
-    numbers,
-    residual,
-    hidden,
-    weight,  # [N], a parameter: it is read before the kernels queued before have ended
-    eps,
-    row_stride,
+    partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
     residual_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """``hidden = residual + sum of the ranks' partial`` and ``out`` its RMSNorm; or, without a
     residual, that of the sum. The bits are those of :func:`all_reduce_kernel` and of ``rms_norm``.
 
     Grid: ``(rows,)``. A row is sent behind one flag, that of its first chunk; its other chunks are
-    counted as well, for calls that are cut otherwise.
+    counted as well, for calls that are cut otherwise. Shapes: partial, residual, out and hidden
+    ``[rows, N]``, the last two contiguous, weight ``[N]``; others as of :func:`all_reduce_kernel`.
     """
     NUM_CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     i = tl.arange(0, BLOCK)
     mask = i < N
+    # A parameter: it is read before the kernels queued before have ended.
     w = tl.load(weight + i, mask=mask, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
     first = row * NUM_CHUNKS
     number = tl.load(numbers + first) + 1
@@ -319,24 +284,14 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def all_gather_kernel(  # type: ignore[no-untyped-def]
-    part,  # [rows, columns of this rank]
-    out,  # [rows, columns of all], contiguous
-    boxes,
-    flags,
-    numbers,
-    begins,  # int32 [NUM_RANKS + 1]: where each rank's columns begin in out
-    row_stride,
-    num_all,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    part, out, boxes, flags, numbers, begins, row_stride, num_all,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+):  # fmt: skip
+    """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``. Shapes: part ``[rows, columns of this
+    rank]``, out ``[rows, columns of all]``, begins int32 ``[NUM_RANKS + 1]``: where each rank's
+    columns begin in out; others as of :func:`all_reduce_kernel`."""
+    overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
     number = tl.load(numbers + chunk) + 1
@@ -346,7 +301,6 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     mask = columns < tl.load(begins + RANK + 1) - begin
     values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
     half = (number & 1) * NUM_RANKS
-    own = boxes[RANK].to(tl.pointer_type(values.dtype))
     _push(
         values, mask, boxes, flags, number, chunk, half, chunk, inside,
         RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
@@ -357,7 +311,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
         mask = columns < tl.load(begins + peer + 1) - begin
         if peer != RANK:
             _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
-            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
+            here = _part_of(boxes[RANK], values.dtype, half, peer, chunk, MAX_CHUNKS, CHUNK)
             values = tl.load(here + inside, mask=mask, other=0, cache_modifier=".cg")
         else:
             values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)

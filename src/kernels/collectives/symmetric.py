@@ -11,19 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ..device import as_rows, overlap_options, triggers_dependents_late
 from ..fused.dispatch import NormForm
+from ..fused.rms_norm import num_warps
 from .boxes import Boxes, LaunchShape, make_boxes
 from .communicator import Communicator, LoneRank, PushTarget
+from .peer_memory import (
+    all_gather_kernel,
+    all_reduce_kernel,
+    all_reduce_norm_kernel,
+    few_rows_norm_kernel,
+)
 
 _FAR_AHEAD = 1 << 30
 _SHAPE = LaunchShape()
 
 
-class PeerCommunicator:
-    """Meets :class:`.communicator.Communicator`.
+class PeerCommunicator(Communicator):
+    """Pushes into the memory of the other ranks.
 
     Until it is connected it computes by itself, as :class:`.communicator.LoneRank`, so that ranks
     warm up at their own pace. Given boxes it compiles meanwhile what it will launch.
@@ -42,12 +50,11 @@ class PeerCommunicator:
         make: Callable[[int, LaunchShape, int, torch.device], Boxes] = make_boxes,
         shape: LaunchShape = _SHAPE,
     ) -> None:
-        self.rank, self.num_ranks = host.rank, host.num_ranks
+        super().__init__(host.rank, host.num_ranks)
         self._device, self._make, self._shape = device, make, shape
         self._alone = LoneRank(self.rank, self.num_ranks)
         self._host = host
         self._boxes: Boxes | None = None
-        self._is_connected = False
         self._begins: dict[tuple[int, ...], Tensor] = {}
 
     def reserve(self, *calls: tuple[int, int]) -> None:
@@ -56,21 +63,14 @@ class PeerCommunicator:
         most = max(num_rows * -(-num_bytes // size) for num_rows, num_bytes in calls)
         self._boxes = self._make(most, self._shape, self.num_ranks, self._device)
 
-    def connect(self) -> None:
-        self._is_connected = True
-
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self._boxes is None:
             return self._alone.all_reduce(partial)
-        from .peer_memory import all_reduce_kernel
-
         rows = partial.reshape(-1, partial.shape[-1])
         out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
-        num_columns = rows.shape[1]
-        self._launch(
-            all_reduce_kernel, self._boxes, rows, out, num_columns, num_columns, rows.stride(0)
-        )
-        if self._is_connected:
+        width = rows.shape[1]
+        self._launch(all_reduce_kernel, self._boxes, rows, out, width, width, rows.stride(0))
+        if self.is_connected:
             return out
         del out  # memory is measured meanwhile, too
         return self._alone.all_reduce(partial)
@@ -78,21 +78,13 @@ class PeerCommunicator:
     def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
         if self._boxes is None or not triggers_dependents_late(num_rows):
             return None
-        shape = self._shape
-        if num_rows > shape.few_rows or width * dtype.itemsize > shape.few_row_bytes:
+        if not self._are_few(num_rows, width * dtype.itemsize):
             return None
-        return PushTarget(
-            self._boxes.row_boxes,
-            self._boxes.row_numbers,
-            {
-                "RANK": self.rank,
-                "NUM_RANKS": self.num_ranks,
-                "MAX_ROWS": shape.few_rows,
-                "ROW_BYTES": shape.few_row_bytes,
-            },
-            self._is_connected,
-            functools.partial(self.all_reduce_norm, is_pushed=True),
-        )
+        sizes = self._few_rows_sizes()
+        constants = {"RANK": self.rank, "NUM_RANKS": self.num_ranks, **sizes}
+        all_reduce_norm = functools.partial(self.all_reduce_norm, is_pushed=True)
+        boxes, numbers = self._boxes.row_boxes, self._boxes.row_numbers
+        return PushTarget(boxes, numbers, constants, self.is_connected, all_reduce_norm)
 
     def all_reduce_norm(
         self,
@@ -105,10 +97,6 @@ class PeerCommunicator:
     ) -> tuple[Tensor, Tensor]:
         if self._boxes is None:
             return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
-        import triton
-
-        from ..fused.rms_norm import num_warps
-
         rows = as_rows(partial)
         residual_rows = rows if residual is None else as_rows(residual)
         out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
@@ -124,22 +112,20 @@ class PeerCommunicator:
             "num_warps": self._shape.norm_warps or num_warps(block),
             "enable_fp_fusion": False,
         }
-        if self._are_few(rows):
-            self._launch_few(self._boxes, rows, out, *tensors, IS_PUSHED=is_pushed, **constants)
-        else:
-            from .peer_memory import all_reduce_norm_kernel
-
-            self._launch(
-                all_reduce_norm_kernel,
-                self._boxes,
-                rows,
-                out,
-                width,
-                *tensors,
-                whole_rows=True,
+        b = self._boxes
+        if self._are_few(len(rows), width * rows.element_size()):
+            self._run(
+                few_rows_norm_kernel, (len(rows), 1),
+                rows, out, b.row_boxes, b.ended, b.row_numbers, *tensors,
+                LATE_TRIGGER=triggers_dependents_late(len(rows)),
+                IS_PUSHED=is_pushed,
+                **self._few_rows_sizes(),
                 **constants,
-            )
-        if self._is_connected:
+            )  # fmt: skip
+        else:
+            kernel = all_reduce_norm_kernel
+            self._launch(kernel, b, rows, out, width, *tensors, whole_rows=True, **constants)
+        if self.is_connected:
             return out, hidden
         del out, hidden
         return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
@@ -147,22 +133,13 @@ class PeerCommunicator:
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if self._boxes is None:
             return self._alone.all_gather(part, sizes)
-        from .peer_memory import all_gather_kernel
-
         rows = part.reshape(part.shape[:-1].numel(), part.shape[-1])
         out = torch.empty(*part.shape[:-1], sum(sizes), dtype=part.dtype, device=part.device)
-        begins = self._begins_of(tuple(sizes))
         self._launch(
-            all_gather_kernel,
-            self._boxes,
-            rows,
-            out,
-            max(sizes),
-            begins,
-            rows.stride(0),
-            sum(sizes),
-        )
-        if self._is_connected:
+            all_gather_kernel, self._boxes, rows, out, max(sizes), self._begins_of(tuple(sizes)),
+            rows.stride(0), sum(sizes),
+        )  # fmt: skip
+        if self.is_connected:
             return out
         del out
         return self._alone.all_gather(part, sizes)
@@ -189,54 +166,28 @@ class PeerCommunicator:
         if num_rows * num_chunks > b.max_chunks:
             raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
         self._run(
-            kernel,
-            (num_rows, 1 if whole_rows else num_chunks),
-            rows,
-            out,
-            b.boxes,
-            b.flags,
-            b.numbers,
-            *arguments,
+            kernel, (num_rows, 1 if whole_rows else num_chunks),
+            rows, out, b.boxes, b.flags, b.numbers, *arguments,
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
             **{"num_warps": self._shape.num_warps, **constants},
-        )
+        )  # fmt: skip
 
-    def _are_few(self, rows: Tensor) -> bool:
+    def _are_few(self, num_rows: int, row_bytes: int) -> bool:
         """Whether ``few_rows_norm_kernel`` serves them."""
-        num_rows, width = rows.shape
-        num_bytes = width * rows.element_size()
-        return num_rows <= self._shape.few_rows and num_bytes <= self._shape.few_row_bytes
+        return num_rows <= self._shape.few_rows and row_bytes <= self._shape.few_row_bytes
 
-    def _launch_few(
-        self, b: Boxes, rows: Tensor, out: Tensor, *arguments: Any, **constants: Any
-    ) -> None:
-        from .peer_memory import few_rows_norm_kernel
-
-        self._run(
-            few_rows_norm_kernel,
-            (len(rows), 1),
-            rows,
-            out,
-            b.row_boxes,
-            b.ended,
-            b.row_numbers,
-            *arguments,
-            MAX_ROWS=self._shape.few_rows,
-            ROW_BYTES=self._shape.few_row_bytes,
-            LATE_TRIGGER=triggers_dependents_late(len(rows)),
-            **constants,
-        )
+    def _few_rows_sizes(self) -> dict[str, int]:
+        return {"MAX_ROWS": self._shape.few_rows, "ROW_BYTES": self._shape.few_row_bytes}
 
     def _run(self, kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
         """Launch a kernel; until connected, only compile it."""
-        (kernel[grid] if self._is_connected else functools.partial(kernel.warmup, grid=grid))(
-            *arguments,
-            RANK=self.rank,
-            NUM_RANKS=self.num_ranks,
-            **overlap_options(self._device),
-            **constants,
-        )
+        constants |= {"RANK": self.rank, "NUM_RANKS": self.num_ranks}
+        constants |= overlap_options(self._device)
+        if self.is_connected:
+            kernel[grid](*arguments, **constants)
+        else:
+            kernel.warmup(*arguments, grid=grid, **constants)
 
     def least(self, number: int) -> int:
         return self._host.least(number)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from pagespec.kernels.collectives.communicator import sum_then_norm
+from pagespec.kernels.collectives.communicator import Communicator
 from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
@@ -68,7 +68,7 @@ def check_calls(ours: PeerCommunicator, *, is_compiled: bool = True) -> None:
             is_right = torch.equal(ours.all_reduce(partial), total)
             assert is_right or not is_compiled, (dtype, width, num_rows)
             found = ours.all_reduce_norm(partial, residual, *norm)
-            wanted = sum_then_norm(ours, partial, residual, *norm)
+            wanted = Communicator.all_reduce_norm(ours, partial, residual, *norm)
             for one, two in zip(found, wanted, strict=True):
                 is_right = torch.equal(one, two)
                 assert is_right or not is_compiled, (dtype, width, num_rows, norm[2])
@@ -94,7 +94,7 @@ def check_replays(ours: PeerCommunicator, num_rows: int, *, is_compiled: bool = 
                 if is_joined:
                     normed, hidden = ours.all_reduce_norm(partial, *norm)
                 else:
-                    normed, hidden = sum_then_norm(ours, partial, *norm)
+                    normed, hidden = Communicator.all_reduce_norm(ours, partial, *norm)
             results += [normed, hidden]
             if layer % 2:
                 results.append(ours.all_reduce(gpu_linear.linear(normed, narrow, None, num_rows)))
