@@ -1,4 +1,4 @@
-"""Edits of rows of logits as kernels; :mod:`.edit_logits` says what they are.
+"""Edits of rows of logits as kernels; :mod:`.edit_logits` defines them.
 
 A chunk of rows is copied to float32 with its mask and penalties applied; the few ids of a bias are
 then computed again, as it comes before the penalties; bad words are struck out last, which is the
@@ -25,7 +25,7 @@ first and end of its bad words."""
 _BLOCK = 1024
 _LIST_BLOCK = 128
 _PROMPT = 1 << 30
-"""The bit of a count that says that the prompt has the token; below it is the output's count."""
+"""The bit of a count that is set if the prompt has the token; below it is the output's count."""
 
 
 class StagedEdits(NamedTuple):
@@ -68,14 +68,6 @@ def _field(fields, row, num_rows, NUMBER: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _penalties(fields, row, num_rows):  # type: ignore[no-untyped-def]
-    repetition = _field(fields, row, num_rows, 4).to(tl.float32, bitcast=True)
-    presence = _field(fields, row, num_rows, 5).to(tl.float32, bitcast=True)
-    frequency = _field(fields, row, num_rows, 6).to(tl.float32, bitcast=True)
-    return repetition, presence, frequency
-
-
-@triton.jit
 def _is_penalised(fields, row, num_rows):  # type: ignore[no-untyped-def]
     """Bits of 1, and of two zeros, change nothing."""
     is_seen_different = _field(fields, row, num_rows, 4) != 0x3F800000
@@ -84,12 +76,19 @@ def _is_penalised(fields, row, num_rows):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _penalised(logit, count, repetition, presence, frequency, PROMPT: tl.constexpr):  # type: ignore[no-untyped-def]
-    num_generated = count & (PROMPT - 1)
-    seen = tl.where(logit > 0, logit / repetition, logit * repetition)
-    logit = tl.where(count != 0, seen, logit)
-    logit = logit - frequency * num_generated.to(tl.float32)
-    return logit - tl.where(num_generated > 0, presence, 0.0)
+def _penalised(logit, fields, row, num_rows, counts, mask, PROMPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of a row with its penalties, given how often it has the tokens."""
+    if _is_penalised(fields, row, num_rows):
+        repetition = _field(fields, row, num_rows, 4).to(tl.float32, bitcast=True)
+        presence = _field(fields, row, num_rows, 5).to(tl.float32, bitcast=True)
+        frequency = _field(fields, row, num_rows, 6).to(tl.float32, bitcast=True)
+        count = tl.load(counts, mask=mask, other=0)
+        num_generated = count & (PROMPT - 1)
+        seen = tl.where(logit > 0, logit / repetition, logit * repetition)
+        logit = tl.where(count != 0, seen, logit)
+        logit = logit - frequency * num_generated.to(tl.float32)
+        logit = logit - tl.where(num_generated > 0, presence, 0.0)
+    return logit
 
 
 @triton.jit(do_not_specialize=["first", "num_rows", "width"])
@@ -131,10 +130,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
         words = constrained + (-2 - mask_row).to(tl.int64) * constrained_stride
         logit = allowed(logit, words, first_id, VOCAB, BLOCK)
     offset = tl.program_id(1).to(tl.int64) * VOCAB
-    if _is_penalised(fields, row, num_rows):
-        repetition, presence, frequency = _penalties(fields, row, num_rows)
-        count = tl.load(counts + offset + ids, mask=is_id, other=0)
-        logit = _penalised(logit, count, repetition, presence, frequency, PROMPT)
+    logit = _penalised(logit, fields, row, num_rows, counts + offset + ids, is_id, PROMPT)
     tl.store(out + offset + ids, logit, mask=is_id)
 
 
@@ -156,10 +152,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     logit = tl.load(logits + place * logits_stride + ids, mask=mask, other=0.0).to(tl.float32)
     logit += value
     target = tl.program_id(0).to(tl.int64) * VOCAB + ids
-    if _is_penalised(fields, row, num_rows):
-        repetition, presence, frequency = _penalties(fields, row, num_rows)
-        count = tl.load(counts + target, mask=mask, other=0)
-        logit = _penalised(logit, count, repetition, presence, frequency, PROMPT)
+    logit = _penalised(logit, fields, row, num_rows, counts + target, mask, PROMPT)
     # Ids that the mask bans stay banned.
     is_kept = tl.load(out + target, mask=mask, other=0.0) != float("-inf")
     tl.store(out + target, logit, mask=mask & is_kept)
@@ -217,21 +210,21 @@ def edit_rows(
     """
     num_chunk, vocab_size = out.shape
     num_rows = edits.fields.shape[1]
-    numbers = {"VOCAB": vocab_size, "PROMPT": _PROMPT}
+    constants = {"VOCAB": vocab_size, "PROMPT": _PROMPT}
     width = history.shape[1]
     if sizes.num_tokens:
         counts[:num_chunk].zero_()
         _count_kernel[(num_chunk, triton.cdiv(sizes.num_tokens, _BLOCK))](
-            edits.fields, history, counts, first, num_rows, width, **numbers, BLOCK=_BLOCK
+            edits.fields, history, counts, first, num_rows, width, **constants, BLOCK=_BLOCK
         )
     _copy_kernel[(triton.cdiv(vocab_size, _BLOCK), num_chunk)](
         logits, edits.fields, counts, edits.masks, edits.constrained, out, first, num_rows,
-        logits.stride(0), edits.constrained.stride(0), **numbers, BLOCK=_BLOCK,
+        logits.stride(0), edits.constrained.stride(0), **constants, BLOCK=_BLOCK,
     )  # fmt: skip
     if sizes.num_biases:
         _bias_kernel[(num_chunk, triton.cdiv(sizes.num_biases, _LIST_BLOCK))](
             logits, edits.fields, counts, edits.bias, out, first, num_rows, edits.bias.shape[1],
-            logits.stride(0), **numbers, BLOCK=_LIST_BLOCK,
+            logits.stride(0), **constants, BLOCK=_LIST_BLOCK,
         )  # fmt: skip
     if sizes.num_words:
         _bad_words_kernel[(num_chunk, triton.cdiv(sizes.num_words, _LIST_BLOCK))](

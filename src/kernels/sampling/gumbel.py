@@ -1,10 +1,10 @@
 """Greedy and temperature sampling by the Gumbel-max trick, as two kernels inside a CUDA graph.
 
-:mod:`.sampler` says how a token is chosen: first its group, then the token in the
-group. One kernel reads the logits and weighs every group, with one exponential per token and no
-random numbers, so that it is bound by memory. The other, one program per row, draws a group and a
-token of that group. A group is weighed in one fixed order whatever the batch; greedy rows take
-the same way without noise. Of equal scores the lowest id wins.
+A token is chosen as in :mod:`.sampler`: first its group, then the token in the group. One kernel
+reads the logits and weighs every group, with one exponential per token and no random numbers, so
+that it is bound by memory. The other, one program per row, draws a group and a token of that group.
+A group is weighed in one fixed order whatever the batch; greedy rows take the same way without
+noise. Of equal scores the lowest id wins.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 that a row is sampled from ("processed" log-probabilities).
 
 One program per row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
-drawn, then a token of the group, as :mod:`.sampler` says. Passes take fixed tiles
+drawn, then a token of the group, as in :mod:`.sampler`. Passes take fixed tiles
 in a fixed order, so the bits of a row do not depend on the batch.
 """
 

@@ -81,76 +81,37 @@ def _tally(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key_of_rank(  # type: ignore[no-untyped-def]
-    base, words, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
-    """A key up to which there are k tokens, or the smallest with more; ``limit`` if it is less."""
-    low = limit * 0
-    high = limit
-    num_high = low + VOCAB
-    # Distances of 2 and 8: most logits are on both sides of them. And whether there are k at all.
-    key1 = tl.minimum(low + 0x40000000, high - 1)
-    key2 = tl.minimum(low + 0x41000000, high - 1)
-    key3 = high
-    while (low < high) & (num_high > k):
-        n1, n2, n3, _, _, _ = _tally(
-            base, words, top, temperature, key1, key2, key3, VOCAB, TILE, False
-        )
-        if n1 >= k:
-            high = key1
-            num_high = n1
-        elif n2 >= k:
-            low = key1 + 1
-            high = key2
-            num_high = n2
-        elif n3 >= k:
-            low = key2 + 1
-            high = key3
-            num_high = n3
-        else:
-            low = key3 + 1
-        width = high - low
-        key1 = low + width // 4
-        key2 = low + width // 2
-        key3 = low + width // 2 + width // 4
-    return high
-
-
-@triton.jit
-def _key_of_weight(  # type: ignore[no-untyped-def]
-    base, words, top, temperature, target, limit, num_limit,
-    VOCAB: tl.constexpr, TILE: tl.constexpr,
+def _narrow(  # type: ignore[no-untyped-def]
+    base, words, top, temperature, target, high, num_high, most, key1, key2, key3,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr,
 ):  # fmt: skip
-    """The key at which the sum of weights reaches ``target``, or ``limit`` if it is less.
+    """The key up to which tokens, or with WEIGH their weights, reach ``target``, or ``high``.
+
+    Ends early where the number of tokens up to the key, with WEIGH in the bracket, is ``most``.
 
     Returns:
-        The key, how many of the tokens at it to keep (the first by id), and whether there may be
-        more of them. ``num_limit`` is the number of tokens up to ``limit``.
+        The key; the number of tokens below the bracket and up to its end; the weight below.
     """
-    low = limit * 0
-    high = limit
+    low = high * 0
     num_low = low
-    num_high = num_limit
-    below = target * 0.0
-    # Distances of 1, 4 and 16.
-    key1 = tl.minimum(low + 0x3F800000, high - 1)
-    key2 = tl.minimum(low + 0x40800000, high - 1)
-    key3 = tl.minimum(low + 0x41800000, high - 1)
-    # Once one token is left in the bracket, it is kept: the rest of the bracket is empty.
-    while (low < high) & (num_high - num_low > 1):
+    below = (high * 0).to(tl.float64)
+    key1, key2 = tl.minimum(low + key1, high - 1), tl.minimum(low + key2, high - 1)
+    key3 = tl.minimum(low + key3, high - 1) if WEIGH else high
+    while (low < high) & (num_high - (num_low if WEIGH else 0) > most):
         n1, n2, n3, sum1, sum2, sum3 = _tally(
-            base, words, top, temperature, key1, key2, key3, VOCAB, TILE, True
+            base, words, top, temperature, key1, key2, key3, VOCAB, TILE, WEIGH
         )
-        if sum1 >= target:
+        reached = (sum1, sum2, sum3) if WEIGH else (n1, n2, n3)
+        if reached[0] >= target:
             high = key1
             num_high = n1
-        elif sum2 >= target:
+        elif reached[1] >= target:
             low = key1 + 1
             num_low = n1
             below = sum1
             high = key2
             num_high = n2
-        elif sum3 >= target:
+        elif reached[2] >= target:
             low = key2 + 1
             num_low = n2
             below = sum2
@@ -164,6 +125,26 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
         key1 = low + width // 4
         key2 = low + width // 2
         key3 = low + width // 2 + width // 4
+    return high, num_low, num_high, below
+
+
+@triton.jit
+def _key_of_weight(  # type: ignore[no-untyped-def]
+    base, words, top, temperature, target, limit, num_limit,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The key at which the sum of weights reaches ``target``, or ``limit`` if it is less.
+
+    Returns:
+        The key, how many of the tokens at it to keep (the first by id), and whether there may be
+        more of them. ``num_limit`` is the number of tokens up to ``limit``.
+    """
+    # Distances of 1, 4 and 16. Once one token is left in the bracket, it is kept: the rest of the
+    # bracket is empty.
+    high, num_low, num_high, below = _narrow(
+        base, words, top, temperature, target, limit, num_limit, 1,
+        0x3F800000, 0x40800000, 0x41800000, VOCAB, TILE, True,
+    )  # fmt: skip
     num_at = num_high - num_low
     num_at_threshold = num_at
     if num_at > 1:
@@ -204,7 +185,12 @@ def find_threshold(  # type: ignore[no-untyped-def]
     min_p_distance = tl.load(cuts + 2 * num_rows + row, mask=is_cut, other=_NO_KEY) & 0x7FFFFFFF
     limit = tl.minimum(min_p_distance, _LARGEST_KEY)
     if k < VOCAB:
-        limit = _key_of_rank(base, words, top, temperature, k, limit, VOCAB, TILE)
+        # Distances of 2 and 8: most logits are on both sides of them. And whether there are k at
+        # all. Ends at a key up to which there are k tokens.
+        limit, _, _, _ = _narrow(
+            base, words, top, temperature, k, limit, k * 0 + VOCAB, k, 0x40000000, 0x41000000, 0,
+            VOCAB, TILE, False,
+        )  # fmt: skip
     num_below, num_limit, _, below, _, _ = _tally(
         base, words, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
     )
