@@ -1,7 +1,8 @@
-"""Argument bundles of the attention calls, as NamedTuples: FX graphs carry them like any tuple.
+"""Argument bundles of attention and recurrences, as NamedTuples: FX graphs carry them like any
+tuple.
 
-Shapes as in :mod:`.ops`. The ops themselves take every tensor by itself, as torch's dispatcher
-needs it.
+Shapes as in :mod:`.ops` and :mod:`.recurrent.ops`. The ops themselves take every field by itself,
+as torch's dispatcher needs it (:func:`.custom_op.custom_op`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from torch import Tensor
 
 
 class PagedKV(NamedTuple):
-    """Keys and values in blocks of slots, and which of them belong to which row."""
+    """Keys and values in blocks of slots, and which of them belong to which row.
+
+    Attributes:
+        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
+        query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
+        block_tables: int32 ``[rows, M]``, of which row ``table_rows[b]`` is the table of row b.
+        table_rows: int32 ``[B]``.
+    """
 
     k_cache: Tensor
     v_cache: Tensor
@@ -55,8 +63,17 @@ class LatentInputs(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """Constants of an attention layer, 0 for no window, softcap or chunk, None for no sinks or
-    slopes; and the positions that an indexer chose for each query, None for all in view."""
+    """Constants of an attention layer; and the positions that an indexer chose for each query.
+
+    Attributes:
+        scale: factor on the scores. window: 0 for none. softcap: 0 for none.
+        sinks: ``[Hq]``, one more logit per head that takes probability only, or None.
+        chunk: 0 for none.
+        alibi_slopes: one per query head, or None; ``slope * (key position - query position)`` is
+            added to a score.
+        indices: int32 ``[T, K]`` of :func:`.ops.index_topk`, without window, chunk and slopes; None
+            for all positions in view.
+    """
 
     scale: float
     window: int = 0
@@ -94,3 +111,57 @@ class RopeInputs(NamedTuple):
     k_weight: Tensor | None
     eps: float
     form: Any
+
+
+class DeltaInputs(NamedTuple):
+    """Of a gated delta rule.
+
+    Attributes:
+        query: ``[T, Hk, K]``. key: alike. value: ``[T, H, V]``, H a multiple of Hk: heads of values
+            in succession share one of keys.
+        decay: log a, ``[T, H]``, or ``[T, H, K]`` for one per channel (Kimi Linear).
+        beta: ``[T, H]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+class SsdInputs(NamedTuple):
+    """Of Mamba-2.
+
+    Attributes:
+        x: ``[T, H, P]``. dt: ``[T, H]``. A: ``[H]``, negative.
+        B: ``[T, G, N]``, H a multiple of G. C: alike. D: ``[H]`` or None.
+        dt_bias: ``[H]`` or None, added to dt before softplus and the limits.
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    dt_bias: Tensor | None
+
+
+class ScanInputs(NamedTuple):
+    """Of Mamba-1.
+
+    Attributes:
+        x: ``[T, I]``. dt: alike. A: ``[I, N]``, negative. B: ``[T, N]``. C: alike.
+        D: ``[I]`` or None. z: ``[T, I]`` or None.
+        dt_bias: ``[I]`` or None, added to dt before softplus.
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Final, ParamSpec, TypeVar
+from inspect import Parameter, Signature
+from itertools import islice
+from typing import Any, Final, TypeVar, get_type_hints
 
 import torch
 
@@ -13,7 +15,6 @@ import torch
 # call, 60 calls per step.
 _LIBRARY: Final = torch.library.Library("pagespec", "FRAGMENT")
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -23,26 +24,28 @@ def custom_op(
     mutates: Iterable[str] = (),
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Make an op of a function, under its name. Calls of the function then go through the op.
 
-    The schema is that of the function's annotations. The body is what the op computes on every
-    device; it imports Triton's kernels where it needs them, as Triton is not on every machine.
+    The schema follows the function's annotations. In place of a parameter that is a NamedTuple, the
+    op has the fields of that tuple. The body is what the op computes on every device; it imports
+    Triton's kernels where it needs them, as Triton is not on every machine.
 
     Args:
-        fake: of the same arguments, an empty result of the right shape and dtype.
-        mutates: names of parameters that are written in place.
+        fake: of the function's arguments, an empty result of the right shape and dtype.
+        mutates: names of parameters of the op that are written in place.
         backward, setup_context: as of :func:`torch.library.register_autograd`; without them the
             op has no gradient.
     """
 
-    def define(function: Callable[P, R]) -> Callable[P, R]:
+    def define(function: Callable[..., R]) -> Callable[..., R]:
         name: str = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+        compute, compute_fake = _of_fields(function, function), _of_fields(function, fake)
+        schema = torch.library.infer_schema(compute, mutates_args=tuple(mutates))
         schema = schema.replace("SymInt", "int")  # integers are constants of a graph
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"pagespec::{name}", fake, lib=_LIBRARY)
+        _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pagespec::{name}", compute_fake, lib=_LIBRARY)
         if backward is not None:
             torch.library.register_autograd(
                 f"pagespec::{name}", backward, setup_context=setup_context, lib=_LIBRARY
@@ -50,10 +53,38 @@ def custom_op(
         op: Any = getattr(torch.ops.pagespec, name)
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> R:
             result: R = op(*args, **kwargs)
             return result
 
         return call
 
     return define
+
+
+def _of_fields(declared: Callable[..., Any], function: Callable[..., R]) -> Callable[..., R]:
+    """``function``, called with the parameters of ``declared``, with the fields of each NamedTuple
+    in its place. Of the fields, only those of the last one may have defaults."""
+    hints = get_type_hints(declared)
+    result, sizes = hints.pop("return"), [len(getattr(h, "_fields", ())) for h in hints.values()]
+    if not any(sizes):
+        return function
+    fields: list[Parameter] = []
+    for name, kind in hints.items():
+        own = get_type_hints(kind) if hasattr(kind, "_fields") else {name: kind}
+        defaults = getattr(kind, "_field_defaults", {})
+        for field, annotation in own.items():
+            default = defaults.get(field, Parameter.empty)
+            fields.append(
+                Parameter(
+                    field, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+                )
+            )
+
+    def of_fields(*args: Any) -> R:
+        rest = iter(args)  # without the last ones that equal their defaults
+        kinds = zip(hints.values(), sizes, strict=True)
+        return function(*(kind(*islice(rest, n)) if n else next(rest) for kind, n in kinds))
+
+    of_fields.__signature__ = Signature(fields, return_annotation=result)  # type: ignore[attr-defined]
+    return of_fields

@@ -54,53 +54,25 @@ def kv_store(
     store(key, value, k_cache, v_cache, slot_mapping)
 
 
-@custom_op(
-    fake=lambda query, _k_cache, v_cache, *_: query.new_empty(*query.shape[:2], v_cache.shape[3])
-)
-def paged_attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    chunk: int = 0,
-    alibi_slopes: Sequence[float] | None = None,
-    indices: Tensor | None = None,
-) -> Tensor:
+@custom_op(fake=lambda query, kv, _: query.new_empty(*query.shape[:2], kv.v_cache.shape[3]))
+def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Causal attention of packed rows over paged caches.
 
     Args:
         query: ``[T, Hq, Dk]``, Hq a multiple of Hkv.
-        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
-        query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[rows, M]``, of which row ``table_rows[b]`` is the table of row b.
-        table_rows: int32 ``[B]``.
-        scale: factor on the scores. window: 0 for none. softcap: 0 for none.
-        sinks: ``[Hq]``, one more logit per head that takes probability only, or None.
-        chunk: 0 for none.
-        alibi_slopes: Hq numbers; ``slope * (key position - query position)`` is added to a score.
-        indices: int32 ``[T, K]`` of :func:`index_topk`, or None; without window, chunk and slopes.
 
     Returns:
         ``[T, Hq, Dv]``.
     """
-    kv = PagedKV(k_cache, v_cache, query_starts, context_lens, block_tables, table_rows)
-    params = AttentionParams(scale, window, softcap, sinks, chunk, alibi_slopes, indices)
     if not query.is_cuda:
-        by = reference if indices is None else cpu_invariant
+        by = reference if params.indices is None else cpu_invariant
         return by.paged_attention(query, kv, params)
-    if indices is not None:
+    if params.indices is not None:
         from .attention.chosen import chosen_attention
 
         return chosen_attention(query, kv, params)
-    widest = max(query.shape[2], e4m3.head_dim(v_cache))
-    limit = triton_limit(query.device, query.dtype, widest, k_cache.shape[1])
+    widest = max(query.shape[2], e4m3.head_dim(kv.v_cache))
+    limit = triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1])
     if limit is None and not params.is_reference_only:
         from .attention import launch
 
@@ -131,7 +103,7 @@ def index_topk(
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
-        query_starts, context_lens, block_tables, table_rows: as of :func:`paged_attention`.
+        query_starts, context_lens, block_tables, table_rows: as of :class:`.arguments.PagedKV`.
         scale: factor on the products. num_chosen: K.
 
     Returns:

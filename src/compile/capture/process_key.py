@@ -31,7 +31,8 @@ DYNAMO_SETTINGS = {
 OWN_CODE = (
     *("capture/*.py", "fx/*.py", "load/*.py", "model/*.py", "probe/*.py"),
     *("start_record.py", "start_tensors.py", "step_inputs.py"),
-    *("../kernels/custom_op.py", "../kernels/ops.py", "../kernels/recurrent/ops.py"),
+    *("../kernels/arguments.py", "../kernels/custom_op.py"),
+    *("../kernels/ops.py", "../kernels/recurrent/ops.py", "../kernels/recurrent/walk.py"),
 )
 # They change what Dynamo traces, or whether it does.
 _ENVIRONMENT = ("TORCHDYNAMO", "TORCH_COMPILE")

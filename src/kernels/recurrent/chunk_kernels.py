@@ -13,8 +13,11 @@ import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
 from .device_functions import (
+    BATCH,
+    ROW_POINTERS,
     advance,
     delta_inner,
+    find_row,
     first_slot,
     has_reads,
     inner_products,
@@ -33,13 +36,7 @@ from .device_functions import (
     zero_padding,
 )
 
-# What follows the batch must not make new versions of the kernels.
-BATCH = [
-    "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride", "k_stride",
-    "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride",
-    "b_head_stride",
-]  # fmt: skip
-POINTERS = ["decay", "beta", "starts", "contexts", "tables", "table_rows"]
+POINTERS = ["decay", "beta", *ROW_POINTERS]
 
 
 @triton.jit
@@ -72,12 +69,10 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     number = 0
     if num_rows > 0:
         row, number = part_of_row(starts, num_rows, row, CHUNK, 2)
-    begin = tl.load(starts + row)
-    end = tl.load(starts + row + 1)
-    position = tl.load(contexts + row) - (end - begin)
-    table_row = tl.load(table_rows + row)
-    i0 = position % CHUNK
-    begin_of_chunk = begin - i0 + number * CHUNK
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, True, table_stride
+    )
+    begin_of_chunk = begin - position % CHUNK + number * CHUNK
     if (begin_of_chunk >= end) | (begin == end):
         return
     end_of_chunks = end
@@ -85,7 +80,6 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
         end_of_chunks = begin_of_chunk + 1
     record = states
     if position > 0:
-        table = tables + table_row.to(tl.int64) * table_stride
         record += first_slot(table, position, interval) * (H * TILES * RECORD)
     first_head = tl.program_id(0) * HEADS
     head_k = first_head // (H // HK)
@@ -179,18 +173,14 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, BLOCK_V)[:, None]
     v_index = tl.program_id(0) % TILES * BLOCK_V + j
     mask_v = v_index < V
-    # Together, as each takes what a load of a state takes.
-    begin = tl.load(starts + row)
-    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
-    context = tl.load(contexts + row, mask=row < num_rows, other=0)
-    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, row < num_rows, table_stride
+    )
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
     if begin == end:
         return
-    position = context - (end - begin)
-    table = tables + table_row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)
@@ -335,18 +325,14 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, BLOCK_V)[:, None]
     v_index = tl.program_id(0) % TILES * BLOCK_V + j
     mask_v = v_index < V
-    # Together, as each takes what a load of a state takes.
-    begin = tl.load(starts + row)
-    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
-    context = tl.load(contexts + row, mask=row < num_rows, other=0)
-    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, row < num_rows, table_stride
+    )
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
     if begin == end:
         return
-    position = context - (end - begin)
-    table = tables + table_row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import DeltaInputs, SsdInputs
 from . import spec
 from .chunk_kernels import chunk_decode_kernel, chunk_inner_kernel, chunk_prompt_kernel
 from .walk import StepRows
@@ -49,34 +50,18 @@ _FEW_PROGRAMS = 1 << 11
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    rows: StepRows,
-    scale: float,
-    l2norm: bool,
+    inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
     """As :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.spec`."""
-    out = torch.empty(value.shape, dtype=query.dtype, device=query.device)
+    out = inputs.query.new_empty(inputs.value.shape)
     limits = (scale, 0.0, 0.0)
     options = {"L2NORM": l2norm, "SOFTPLUS": False}
-    _launch(
-        (query, key, value, decay, beta), (None, None, None), states, out, rows, limits, options
-    )
+    _launch(inputs, (None, None, None), states, out, rows, limits, options)
     return out
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: SsdInputs,
     states: Tensor,
     rows: StepRows,
     dt_softplus: bool,
@@ -84,7 +69,8 @@ def ssd_scan(
     dt_max: float,
 ) -> Tensor:
     """As :func:`.ops.ssd_scan`, for states of :mod:`.spec`."""
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    x, dt, A, B, C, D, dt_bias = inputs
+    out = x.new_empty(x.shape, dtype=torch.float32)
     limits = (1.0, dt_min, dt_max)
     options = {"L2NORM": False, "SOFTPLUS": dt_softplus}
     _launch((C, B, x, dt, None), (A, dt_bias, D), states, out, rows, limits, options)

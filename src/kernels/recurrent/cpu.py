@@ -18,26 +18,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import DeltaInputs, ScanInputs, SsdInputs
 from ..device import MKL_ROW_UNIT
 from ..fused.cpu_activation import elementwise
 from .walk import StepRows, Stretch, Tokens, as_tokens, batches, load, save, stretches, walk, wide
 
 
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    rows: StepRows,
-    dt_softplus: bool,
-) -> Tensor:
+def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softplus: bool) -> Tensor:
     """As :func:`.ops.selective_scan`."""
-    out = torch.zeros(x.shape, dtype=result_type(x, D, z), device=x.device)
+    x, dt, A, B, C, D, z, dt_bias = inputs
+    out = x.new_zeros(x.shape, dtype=result_type(inputs))
     rates = A.float().t().contiguous()
     most = _PREPARED_ELEMENTS // rates.numel()
 
@@ -57,10 +47,10 @@ def selective_scan(
     return out
 
 
-def result_type(x: Tensor, D: Tensor | None, z: Tensor | None) -> torch.dtype:
+def result_type(inputs: ScanInputs) -> torch.dtype:
     """The dtype of the outputs: that of ``(y + x * D) * z``, y of x's dtype."""
-    dtype = x.dtype
-    for other in (D, z):
+    dtype = inputs.x.dtype
+    for other in (inputs.D, inputs.z):
         if other is not None:
             dtype = torch.promote_types(dtype, other.dtype)
     return dtype
@@ -130,12 +120,7 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def _convolve_single(
-    x: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    parts: list[Stretch],
-    out: Tensor,
+    x: Tensor, taps: Tensor, bias: Tensor | None, states: Tensor, parts: list[Stretch], out: Tensor
 ) -> None:
     """All rows of one token."""
     tokens = as_tokens([part.begin for part in parts], x.device)
@@ -147,12 +132,7 @@ def _convolve_single(
 
 
 def _convolve_row(
-    x: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    parts: list[Stretch],
-    out: Tensor,
+    x: Tensor, taps: Tensor, bias: Tensor | None, states: Tensor, parts: list[Stretch], out: Tensor
 ) -> None:
     """A row of several tokens: its inputs behind the last ones of the state, shifted."""
     begin, end = parts[0].begin, parts[-1].end
@@ -185,17 +165,10 @@ _PREPARED_ELEMENTS = 1 << 20
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    rows: StepRows,
-    scale: float,
-    l2norm: bool,
+    inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
     """As :func:`.ops.delta_rule`."""
+    query, key, value, decay, beta = inputs
     out = query.new_zeros(value.shape)
     most = _most_tokens(states)
 
@@ -217,13 +190,7 @@ def delta_rule(
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: SsdInputs,
     states: Tensor,
     rows: StepRows,
     dt_softplus: bool,
@@ -231,6 +198,7 @@ def ssd_scan(
     dt_max: float,
 ) -> Tensor:
     """As :func:`.ops.ssd_scan`."""
+    x, dt, A, B, C, D, dt_bias = inputs
     out = x.new_zeros(x.shape, dtype=torch.float32)
     most = _most_tokens(states)
 

@@ -1,5 +1,5 @@
 """Device functions of the recurrent kernels: elementary functions as accurate as torch's, slots,
-and the arithmetic of chunks, whose equations :mod:`.chunked` has.
+and the arithmetic of chunks (equations: :mod:`.chunked`).
 
 The arithmetic of chunks has one order of additions in any layout, as kernels of other shapes share
 it: matmuls, elementwise operations, and sums of which all summands but one are zeros.
@@ -12,6 +12,27 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ..fused.rounding import EMULATE, exp, rounded
+
+# What follows the batch must not make new versions of a kernel: another layout of a state is
+# another order of additions.
+BATCH = [
+    *("num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride"),
+    *("c_stride", "z_stride", "q_stride", "q_head_stride", "k_stride", "k_head_stride"),
+    *("v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride", "b_head_stride"),
+]
+ROW_POINTERS = ["starts", "contexts", "tables", "table_rows"]
+
+
+@triton.jit
+def find_row(starts, contexts, tables, table_rows, row, is_row, table_stride):  # type: ignore[no-untyped-def]
+    """(first token, the one behind the last, position of the first, table) of a row; of padding,
+    which is no row, the first alone has a meaning."""
+    # Together, as each takes what a load of a state takes.
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=is_row, other=0)
+    context = tl.load(contexts + row, mask=is_row, other=0)
+    table_row = tl.load(table_rows + row, mask=is_row, other=0)
+    return begin, end, context - (end - begin), tables + table_row.to(tl.int64) * table_stride
 
 
 @triton.jit
@@ -144,18 +165,9 @@ def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def delta_inner(  # type: ignore[no-untyped-def]
-    scores,
-    known,
-    squares,
-    a,
-    b,
-    made,
-    first,
-    last,
-    scale,
-    L2NORM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    scores, known, squares, a, b, made, first, last, scale,
+    L2NORM: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """What positions of a chunk of a delta rule have to do with each other.
 
     Args:

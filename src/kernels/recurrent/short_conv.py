@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fused.rounding import rounded, silu, silu_of_bfloat16
+from ..fused.rounding import rounded, rounded_silu
 from .cpu import activated
-from .device_functions import first_slot, part_of_row, zero_padding
+from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, part_of_row, zero_padding
 from .walk import StepRows
 
 # (tokens, channels, warps) of a tile. Any gives the same bits: all operations are elementwise.
@@ -38,11 +38,7 @@ def _load_inputs(  # type: ignore[no-untyped-def]
     return tl.where(old, before, tl.load(x + rows + channels[None, :], mask=new, other=0.0))
 
 
-@triton.jit(
-    # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=["num_rows", "num_tokens", "interval", "table_stride", "x_stride"],
-    do_not_specialize_on_alignment=["x", "starts", "contexts", "tables", "table_rows"],
-)
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=["x", *ROW_POINTERS])
 def _short_conv_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, states, out, starts, contexts, tables, table_rows, num_rows, num_tokens,
     interval, table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -64,16 +60,15 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
     if BLOCK_T > 1:
         row, number = part_of_row(starts, num_rows, row, PART, 1)
         first = number * PART
-    begin = tl.load(starts + row)
-    table_row = tl.load(table_rows + row)
-    length = tl.load(starts + row + 1) - begin
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, True, table_stride
+    )
+    length = end - begin
     if first >= length:
         return
     last = length
     if BLOCK_T > 1:
         last = tl.minimum(first + PART, length)
-    position = tl.load(contexts + row) - length
-    table = tables + table_row.to(tl.int64) * table_stride
     mask = mask_c[None, :]
     history = states
     has_history = position > 0
@@ -103,10 +98,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
             total += shift[None, :]
         total = rounded(total, DTYPE)
         if SILU:
-            if tl.bfloat16 == DTYPE:
-                total = rounded(silu_of_bfloat16(total), tl.bfloat16)
-            else:
-                total = rounded(silu(total), DTYPE)
+            total = rounded_silu(total, DTYPE)
         target = out + (begin + j).to(tl.int64)[:, None] * C + channels[None, :]
         tl.store(target, total.to(DTYPE), mask=inside)
 

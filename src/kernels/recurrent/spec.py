@@ -61,15 +61,11 @@ def record_layout(
 
 
 def slot_shape(
-    num_heads: int,
-    num_keys: int,
-    num_values: int,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
+    num_heads: int, num_keys: int, num_values: int, *dtypes: torch.dtype
 ) -> tuple[int, int]:
-    """(records, float32 of each) of a slot."""
+    """(records, float32 of each) of a slot; ``dtypes`` of keys and of values."""
     num_tiles = -(-num_values // block_v(num_keys, num_values))
-    return num_heads * num_tiles, record_layout(num_keys, num_values, key_dtype, value_dtype).record
+    return num_heads * num_tiles, record_layout(num_keys, num_values, *dtypes).record
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +104,7 @@ class RecurrentSpec:
         """Of what one slot holds: the state, or the records of a GPU."""
         if torch.device(device).type == "cpu" or not self.input_dtypes:
             return self.state_shape
-        num_heads, num_keys, num_values = self.state_shape
-        key_dtype, value_dtype = (getattr(torch, name) for name in self.input_dtypes)
-        return slot_shape(num_heads, num_keys, num_values, key_dtype, value_dtype)
+        return slot_shape(*self.state_shape, *(getattr(torch, name) for name in self.input_dtypes))
 
     def num_bytes(self, device: torch.device | str) -> int:
         """Of one slot."""

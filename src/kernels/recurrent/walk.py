@@ -27,7 +27,13 @@ _MAX_GATHERED_ELEMENTS = 1 << 15
 
 
 class StepRows(NamedTuple):
-    """The rows of a step and their slots, as of :mod:`.ops`."""
+    """The rows of a step and their slots, as of :mod:`.ops`.
+
+    Attributes:
+        query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
+        state_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
+            ``state_tables`` of each row. interval: positions per entry.
+    """
 
     query_starts: Tensor
     context_lens: Tensor

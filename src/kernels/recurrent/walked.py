@@ -13,14 +13,14 @@ stays in its registers, and no token waits for another warp. Tokens are loaded a
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import DeltaInputs, ScanInputs
 from ..fused.rounding import exp, rounded, silu
 from .cpu import result_type
-from .device_functions import first_slot, step_size, zero_padding
+from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, step_size, zero_padding
 from .walk import StepRows
 
 # Channels of a program, which is one warp: two threads share the state of one. Of 16, 32 and 64 the
@@ -29,30 +29,19 @@ _BLOCK_I = 16
 
 
 @triton.jit
-def _load_scanned(  # type: ignore[no-untyped-def]
-    x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride,
-):  # fmt: skip
-    """A token's x, dt, B, C and z (x without) as they lie in memory; zeros where masked."""
-    x_t = tl.load(x + token * x_stride, mask=mask_i, other=0.0)
-    dt_t = tl.load(dt + token * dt_stride, mask=mask_i, other=0.0)
-    b_t = tl.load(B + token * b_stride, mask=mask_n, other=0.0)
-    c_t = tl.load(C + token * c_stride, mask=mask_n, other=0.0)
-    z_t = x_t
-    if z is not None:
-        z_t = tl.load(z + token * z_stride, mask=mask_i, other=0.0)
-    return x_t, dt_t, b_t, c_t, z_t
+def _load_token(pointers, strides, masks, token):  # type: ignore[no-untyped-def]
+    """A token's inputs as they lie in memory, a tuple; zeros where masked."""
+    loaded = ()
+    for n in tl.static_range(len(pointers)):
+        one = tl.load(pointers[n] + token * strides[n], mask=masks[n], other=0.0)
+        loaded += (one,)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit(
-    # As below: what follows the batch must not make new versions of the kernel.
-    do_not_specialize=[
-        "num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride",
-        "b_stride", "c_stride", "z_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "x", "dt", "B", "C", "z", "starts", "contexts", "tables", "table_rows",
-    ],
-)  # fmt: skip
+    do_not_specialize=BATCH,
+    do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", *ROW_POINTERS],
+)
 def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, table_rows, num_rows,
     num_tokens, interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
@@ -72,17 +61,15 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(1)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_i = i < INNER
-    begin = tl.load(starts + row)
-    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, row < num_rows, table_stride
+    )
     if row == num_rows:
         zero_padding(out + i, begin, num_tokens, mask_i, INNER)
         return
-    end = tl.load(starts + row + 1)
     if begin == end:
         return
-    position = tl.load(contexts + row) - (end - begin)
     token = begin.to(tl.int64)
-    table = tables + table_row.to(tl.int64) * table_stride
     n = tl.arange(0, N_PAD)
     mask_n = n < N
     mask = mask_n[None, :] & mask_i[:, None]
@@ -96,24 +83,21 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     if dt_bias is not None:
         bias = tl.load(dt_bias + i, mask=mask_i, other=0.0)
 
-    x += i
-    dt += i
-    B += n
-    C += n
-    if z is not None:
-        z += i
-    x_1, dt_1, b_1, c_1, z_1 = _load_scanned(
-        x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride
-    )
+    if z is None:  # not read
+        gate = x + i
+    else:
+        gate = z + i
+    inputs = (x + i, dt + i, B + n, C + n, gate)
+    strides = (x_stride, dt_stride, b_stride, c_stride, z_stride)
+    masks = (mask_i, mask_i, mask_n, mask_n, mask_i)
+    ahead = _load_token(inputs, strides, masks, token)
     table += position // interval
     left = interval - position % interval  # tokens to the end of an interval
     for _ in range(begin, end):
-        x_t, dt_t, b_t = x_1.to(tl.float32), dt_1.to(tl.float32), b_1.to(tl.float32)
-        c_t, z_t = c_1.to(tl.float32), z_1.to(tl.float32)
-        x_1, dt_1, b_1, c_1, z_1 = _load_scanned(
-            x, dt, B, C, z, tl.minimum(token + 1, end - 1), mask_i, mask_n,
-            x_stride, dt_stride, b_stride, c_stride, z_stride,
-        )  # fmt: skip
+        x_t, dt_t, b_t, c_t, z_t = ahead
+        x_t, dt_t, b_t = x_t.to(tl.float32), dt_t.to(tl.float32), b_t.to(tl.float32)
+        c_t, z_t = c_t.to(tl.float32), z_t.to(tl.float32)
+        ahead = _load_token(inputs, strides, masks, tl.minimum(token + 1, end - 1))
         dt_t = step_size(dt_t, bias, SOFTPLUS, dt.dtype.element_ty)
         added = b_t[None, :] * (dt_t * x_t)[:, None]
         state = exp(rates * dt_t[:, None]) * state + added
@@ -136,21 +120,10 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
             left = interval
 
 
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    rows: StepRows,
-    dt_softplus: bool,
-) -> Tensor:
+def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softplus: bool) -> Tensor:
     """As :func:`.ops.selective_scan`."""
-    out = torch.empty(x.shape, dtype=result_type(x, D, z), device=x.device)
+    x, dt, A, B, C, D, z, dt_bias = inputs
+    out = x.new_empty(x.shape, dtype=result_type(inputs))
     size, inner = states.shape[1:]
     if not len(x):
         return out
@@ -177,32 +150,10 @@ def selective_scan(
 _TILE_ELEMENTS = 2048
 
 
-@triton.jit
-def _load_token(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, token, mask_k, mask_v,
-    q_stride, k_stride, v_stride, a_stride, b_stride,
-):  # fmt: skip
-    """A token's query, key, value, decay and beta as they lie in memory; zeros where masked."""
-    q = tl.load(query + token * q_stride, mask=mask_k, other=0.0)
-    k = tl.load(key + token * k_stride, mask=mask_k, other=0.0)
-    v = tl.load(value + token * v_stride, mask=mask_v, other=0.0)
-    a = tl.load(decay + token * a_stride, mask=mask_k, other=0.0)
-    b = tl.load(beta + token * b_stride)
-    return q, k, v, a, b
-
-
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel: another layout of the state
-    # is another order of additions.
-    do_not_specialize=[
-        "num_rows", "num_tokens", "interval", "table_stride", "unit", "q_stride", "q_head_stride",
-        "k_stride", "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride",
-        "b_stride", "b_head_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "query", "key", "value", "decay", "beta", "starts", "contexts", "tables", "table_rows",
-    ],
-)  # fmt: skip
+    do_not_specialize=BATCH,
+    do_not_specialize_on_alignment=["query", "key", "value", "decay", "beta", *ROW_POINTERS],
+)
 def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, states, out, starts, contexts, tables, table_rows, num_rows,
     num_tokens, interval, table_stride, unit, scale, q_stride, q_head_stride, k_stride,
@@ -226,17 +177,15 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(0) // TILES
     j = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = j < V
-    begin = tl.load(starts + row)
-    table_row = tl.load(table_rows + row, mask=row < num_rows, other=0)
+    begin, end, position, table = find_row(
+        starts, contexts, tables, table_rows, row, row < num_rows, table_stride
+    )
     if row == num_rows:
         zero_padding(out + head * V + j, begin, num_tokens, mask_v, H * V)
         return
-    end = tl.load(starts + row + 1)
     if begin == end:
         return
-    position = tl.load(contexts + row) - (end - begin)
     token = begin.to(tl.int64)
-    table = tables + table_row.to(tl.int64) * table_stride
     # A lane's keys lie side by side, so that what is loaded of a token comes in wide words.
     lane, n = tl.arange(0, K_PAD) % LANES, tl.arange(0, K_PAD) // LANES
     i = lane * (K_PAD // LANES) + n
@@ -251,30 +200,24 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
         state = tl.load(states + slot * (H * K * V) + offsets + steps, mask=mask, other=0.0)
 
     head_k = head // (H // HK)
-    query += head_k.to(tl.int64) * q_head_stride + i
-    key += head_k.to(tl.int64) * k_head_stride + i
-    value += head.to(tl.int64) * v_head_stride + j
-    decay += head.to(tl.int64) * a_head_stride + i
-    beta += head.to(tl.int64) * b_head_stride
-
-    q_1, k_1, v_1, a_1, b_1 = _load_token(
-        query, key, value, decay, beta, token, mask_k, mask_v,
-        q_stride, k_stride, v_stride, a_stride, b_stride,
-    )  # fmt: skip
-    q_2, k_2, v_2, a_2, b_2 = _load_token(
-        query, key, value, decay, beta, tl.minimum(token + 1, end - 1), mask_k, mask_v,
-        q_stride, k_stride, v_stride, a_stride, b_stride,
-    )  # fmt: skip
+    inputs = (
+        query + head_k.to(tl.int64) * q_head_stride + i,
+        key + head_k.to(tl.int64) * k_head_stride + i,
+        value + head.to(tl.int64) * v_head_stride + j,
+        decay + head.to(tl.int64) * a_head_stride + i,
+        beta + head.to(tl.int64) * b_head_stride,
+    )
+    strides = (q_stride, k_stride, v_stride, a_stride, b_stride)
+    masks = (mask_k, mask_k, mask_v, mask_k, True)
+    ahead = _load_token(inputs, strides, masks, token)
+    next_ahead = _load_token(inputs, strides, masks, tl.minimum(token + 1, end - 1))
     table += position // interval
     left = interval - position % interval  # tokens to the end of an interval
     for _ in range(begin, end):
-        q, k, v, a = q_1.to(tl.float32), k_1.to(tl.float32), v_1.to(tl.float32), a_1.to(tl.float32)
-        b = b_1
-        q_1, k_1, v_1, a_1, b_1 = q_2, k_2, v_2, a_2, b_2
-        q_2, k_2, v_2, a_2, b_2 = _load_token(
-            query, key, value, decay, beta, tl.minimum(token + 2, end - 1), mask_k, mask_v,
-            q_stride, k_stride, v_stride, a_stride, b_stride,
-        )  # fmt: skip
+        q, k, v, a, b = ahead
+        q, k, v, a = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), a.to(tl.float32)
+        ahead = next_ahead
+        next_ahead = _load_token(inputs, strides, masks, tl.minimum(token + 2, end - 1))
         of_q = scale
         of_k = 1.0
         if L2NORM:
@@ -300,33 +243,22 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    rows: StepRows,
-    scale: float,
-    l2norm: bool,
+    inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
     """As :func:`.ops.delta_rule`, for decays ``[T, H, K]``."""
-    out = torch.empty(value.shape, dtype=query.dtype, device=query.device)
+    out = inputs.query.new_empty(inputs.value.shape)
     num_heads, num_keys, num_values = states.shape[1:]
     if not len(out):
         return out
     # The kernel steps over tokens and heads; what lies within a head must lie side by side.
-    tokens = [
-        x if x.dim() == 2 or x.stride(2) == 1 else x.contiguous()
-        for x in (query, key, value, decay, beta)
-    ]
+    tokens = [x if x.dim() == 2 or x.stride(2) == 1 else x.contiguous() for x in inputs]
     tile = block_v(num_keys, num_values)
     _walked_delta_rule_kernel[(num_heads * triton.cdiv(num_values, tile), len(rows.query_starts))](
         *tokens, states, out,
         *rows.arguments(len(out)), 1, scale,
         *(x.stride(n) for x in tokens for n in (0, 1)),
         H=num_heads,
-        HK=query.shape[1],
+        HK=inputs.query.shape[1],
         K=num_keys,
         V=num_values,
         BLOCK_V=tile,

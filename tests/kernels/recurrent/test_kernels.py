@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagespec.kernels.arguments import DeltaInputs, ScanInputs, SsdInputs
 from pagespec.kernels.recurrent.spec import CHUNK
 from pagespec.kernels.recurrent.walk import StepRows
 from tests.support.apart import run_apart
@@ -47,18 +48,20 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
-def kernel_of(name: str) -> tuple[Callable[..., Tensor], int]:
-    """(the kernel's function, the place of query_starts among an op's arguments)."""
+def kernel_of(name: str) -> Callable[..., Tensor]:
+    """The kernel's function."""
     from pagespec.kernels.recurrent import chunked, short_conv, walked
 
-    functions: dict[str, tuple[Callable[..., Tensor], int]] = {
-        "delta_rule": (walked.delta_rule, 6),
-        "delta_rule in chunks": (chunked.delta_rule, 6),
-        "short_conv": (short_conv.short_conv, 4),
-        "selective_scan": (walked.selective_scan, 9),
-        "ssd_scan in chunks": (chunked.ssd_scan, 8),
-    }
-    return functions[name]
+    return {
+        "delta_rule": walked.delta_rule,
+        "delta_rule in chunks": chunked.delta_rule,
+        "short_conv": short_conv.short_conv,
+        "selective_scan": walked.selective_scan,
+        "ssd_scan in chunks": chunked.ssd_scan,
+    }[name]
+
+
+_INPUTS = {"delta_rule": DeltaInputs, "ssd_scan": SsdInputs, "selective_scan": ScanInputs}
 
 
 @pytest.fixture(params=CASES)
@@ -70,11 +73,16 @@ def make_case(request: pytest.FixtureRequest) -> Callable[[int], Case]:
 def by_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a case call the kernel in place of the op."""
     case.in_chunks = case.key >= 0
-    function, place = kernel_of(case.name + " in chunks" * case.in_chunks)
+    function = kernel_of(case.name + " in chunks" * case.in_chunks)
+    bundle: Any = _INPUTS.get(case.name)
+    place = 3 if bundle is None else len(bundle._fields)  # of the states
 
     def call(*arguments: Any) -> Tensor:
-        rows = StepRows(*arguments[place : place + 5])
-        return function(*arguments[:place], rows, *arguments[place + 5 :])
+        inputs, (states, *rest) = arguments[:place], arguments[place:]
+        rows = StepRows(*rest[:5])
+        return function(
+            *(inputs if bundle is None else (bundle(*inputs),)), states, rows, *rest[5:]
+        )
 
     monkeypatch.setattr(cases.ops, case.name, call)
 
