@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,17 @@ from torch import Tensor
 from pagespec.kernels import ops  # noqa: F401 - it defines the product's own
 from pagespec.kernels.custom_op import custom_op
 from pagespec.kernels.recurrent import ops as recurrent_ops  # noqa: F401
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Form(NamedTuple):
+    factor: float
+    shift: int = 0
+    third: Tensor | None = None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -68,3 +79,23 @@ def test_an_op_with_a_backward_has_a_gradient(scaled: Callable[..., Tensor]) -> 
     scaled(x, 5).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((3,), 5.0))
+
+
+def test_fields_of_bundles_are_the_parameters_of_an_op() -> None:
+    @custom_op(fake=lambda pair, form: pair.y.new_empty(pair.y.shape, dtype=torch.float64))
+    def test_only_joined(pair: Pair, form: Form) -> Tensor:
+        total = pair.x * form.factor + pair.y + form.shift
+        return total.double() if form.third is None else total.double() + form.third
+
+    op = torch.ops.pagespec.test_only_joined
+    assert str(op.default._schema) == (
+        "pagespec::test_only_joined(Tensor x, Tensor y, float factor, int shift=0, "
+        "Tensor? third=None) -> Tensor"
+    )
+    x, y = torch.arange(3.0), torch.ones(3)
+    assert test_only_joined(x, y, 2.0).tolist() == [1.0, 3.0, 5.0]
+    assert op(x, y, 2.0, third=x).tolist() == [1.0, 4.0, 7.0]
+    assert op(x, y, 2.0, 0, x).tolist() == [1.0, 4.0, 7.0]
+    assert op(x, y=y, factor=2.0, shift=5).tolist() == [6.0, 8.0, 10.0]
+    fakes = op(x.to("meta"), y.to("meta"), 2.0)
+    assert (fakes.shape, fakes.dtype) == ((3,), torch.float64)
