@@ -10,7 +10,7 @@ The graph around the regions is run as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 _MAYBE_COPIES = ("reshape", "flatten", "contiguous")
-# They move numbers: one kernel each, compiled or not.
+# They move elements: one kernel each, compiled or not.
 COPIES = frozenset({torch.nn.functional.embedding, operator.getitem, *_MAYBE_COPIES})
 
 
@@ -285,9 +285,10 @@ def is_view(node: Node) -> bool:
     if calls(node, *_VIEWS):
         return not is_copy(node)
     if node.target is operator.getitem:
-        index = node.args[1]
         # Indexing by a tensor makes a new one.
-        return not any(isinstance(part, Node) and is_tensor(part) for part in _flat(index))
+        indices: list[Node] = []
+        map_arg(node.args[1], indices.append)  # type: ignore[arg-type]
+        return not any(map(is_tensor, indices))
     # Arithmetic on sizes.
     return not is_tensor(node) and isinstance(example(node), (int, torch.SymInt))
 
@@ -300,16 +301,6 @@ def is_copy(node: Node) -> bool:
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return False
     return memory_of(source) != memory_of(result)
-
-
-def _flat(value: object) -> Iterator[object]:
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _flat(part)
-    elif isinstance(value, slice):
-        yield from _flat((value.start, value.stop, value.step))
-    else:
-        yield value
 
 
 def is_tensor(node: Node) -> bool:
