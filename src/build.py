@@ -19,7 +19,7 @@ from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import may_restore
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
-from .engine.stats import Clock, EngineStats
+from .engine.stats import EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
@@ -84,8 +84,7 @@ def build(
     if config.generation_config not in GENERATION_CONFIGS:
         generation_config = read_generation_config(str(config.generation_config))
     stats = EngineStats()
-    clock = Clock(stats.startup_s)
-    with clock("load"):
+    with stats.timed("load"):
         source = find_source(model) if isinstance(model, (str, os.PathLike)) else None
         with gc_paused():
             record = platform.start_record(source)
@@ -95,7 +94,7 @@ def build(
     _check_length(loaded, config)
     # Each rank probes and traces without the others.
     alone = LoneRank(shard.rank, shard.num_ranks)
-    with clock("probe"), gc_paused(), communicator_scope(alone):
+    with stats.timed("probe"), gc_paused(), communicator_scope(alone):
         if restored is not None:
             specs = restored.specs
         else:
@@ -114,7 +113,7 @@ def build(
     logger.info(attention.reason)
     stats.attention, stats.attention_reason = attention.name, attention.reason
     with platform.building() as before_trace:
-        with clock("capture"), gc_paused(), communicator_scope(alone):
+        with stats.timed("capture"), gc_paused(), communicator_scope(alone):
             graph_cache = _graph_cache(before_trace) if source and not restored else None
             # Before weights that are held quantised are released.
             described = None
@@ -131,7 +130,7 @@ def build(
             if record is not None and graph_cache is not None:
                 record.write(described, graph_cache.key)
         _report_capture(stats, captured, config.quantization)
-        runner, max_model_len = platform.make_runner(captured, stats, clock, on_logits)
+        runner, max_model_len = platform.make_runner(captured, stats, on_logits)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
         loaded.architecture,

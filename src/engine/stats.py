@@ -20,7 +20,7 @@ class EngineStats:
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
         quantization: how weights are held that stay quantised, in words; None if none are.
-        weight_formats: then, how many numbers of the weights are held in which format ("int4",
+        weight_formats: then, how many elements of the weights are held in which format ("int4",
             "fp8", or a dtype); else empty. float32_matrices: which stay in float32, on a GPU in
             the model's dtype, by name.
         library_matmuls: of a transparent engine on a GPU, by operation, the number of matmuls with
@@ -48,15 +48,9 @@ class EngineStats:
     library_matmuls: dict[str, int] = field(default_factory=dict)
     host_s: dict[str, float] = field(default_factory=dict)
 
-
-class Clock:
-    """Adds the seconds of a block to an entry of a dict."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of a block to a part of start-up."""
         begin = time.perf_counter()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+        self.startup_s[part] = self.startup_s.get(part, 0.0) + time.perf_counter() - begin

@@ -4,10 +4,10 @@ Read in this order: ``layout`` (the fields of a step); ``bases`` (common to both
 ``cpu_runner`` and ``cpu_pack`` (a step in its simplest form); ``gpu_runner``, ``gpu_pack``,
 ``row_params``, ``pinned``, ``block_tables`` (staging); ``unpack_kernels``, ``device_buffers``,
 ``cuda_graphs`` (the step on the device); ``gpu_sampler`` (sampling, in the graph and behind it);
-``edit_batch``, ``cpu_edits``, ``gpu_edits`` (rows whose logits are edited or masked); ``logprobs``,
-``gpu_logprobs``; then ``platform`` with ``cpu_platform`` and ``gpu_platform`` (how a start differs
-by device), ``gpu_startup``, ``kv_budget``, ``memory_profile``, ``host_memory`` (the size of the KV
-cache).
+``constrained`` (rows that wait for masks); ``edit_batch``, ``cpu_edits``, ``gpu_edits`` (rows whose
+logits are edited or masked); ``logprobs``, ``gpu_logprobs``; then ``platform`` with
+``cpu_platform`` and ``gpu_platform`` (how a start differs by device), ``gpu_startup``,
+``kv_budget``, ``memory_profile``, ``host_memory`` (the size of the KV cache).
 
 Imports ``structured``, ``compile``, ``kernels`` and the plans of ``engine``. Imported by ``build``.
 """

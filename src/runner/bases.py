@@ -1,5 +1,5 @@
-"""What both kinds of device have in common: the base of their runners (sizes, caches, interfaces),
-and of a start, which makes one."""
+"""The bases of both kinds of device: of runners (sizes, caches, interfaces) and of a start, which
+makes one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from ..compile.start_record import StartRecord
 from ..engine.config import EngineConfig
 from ..engine.plan import StepPlan, StepResult
 from ..engine.runner import Runner
-from ..engine.stats import Clock, EngineStats
+from ..engine.stats import EngineStats
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..structured.grammars import Grammars
+from .constrained import LateMatchers
+from .kv_budget import CacheSize
 from .layout import layout_of
 
 OnLogits = Callable[[StepPlan, Tensor], None]
@@ -71,6 +73,7 @@ class LocalRunner(ABC):
     """
 
     max_draft_tokens = 0
+    _matchers: LateMatchers
 
     def __init__(
         self,
@@ -109,9 +112,9 @@ class LocalRunner(ABC):
         self.pack_s = self.wait_s = 0.0
 
     @property
-    @abstractmethod
     def mask_s(self) -> float:
         """Seconds that the host has waited for masks of constrained rows so far."""
+        return self._matchers.mask_s
 
     @abstractmethod
     def dispatch(self, plan: StepPlan) -> object:
@@ -150,19 +153,17 @@ class LocalRunner(ABC):
         """Release the process group; no step is launched from here on."""
 
 
-def runner_settings(
-    config: EngineConfig, num_blocks: int, max_model_len: int, num_state_slots: int
-) -> dict[str, Any]:
+def runner_settings(config: EngineConfig, size: CacheSize) -> dict[str, Any]:
     """The arguments of :class:`LocalRunner` that follow from the settings of an engine."""
     return {
         "block_size": config.block_size,
-        "num_blocks": num_blocks,
+        "num_blocks": size.num_blocks,
         "max_num_tokens": config.num_tokens_per_step,
         "max_num_rows": config.max_num_seqs,
-        "max_num_blocks": -(-max_model_len // config.block_size),
+        "max_num_blocks": -(-size.max_model_len // config.block_size),
         "kv_cache_dtype": config.kv_cache_dtype,
-        "num_state_slots": num_state_slots,
-        "state_interval": config.num_tokens_per_interval if num_state_slots else 0,
+        "num_state_slots": size.num_state_slots,
+        "state_interval": config.num_tokens_per_interval if size.num_state_slots else 0,
         "processed_logprobs": config.logprobs_mode == "processed_logprobs",
     }
 
@@ -179,7 +180,7 @@ class Platform(ABC):
         self.device, self.config = device, config
 
     def start_record(self, _source: ModelSource | None) -> StartRecord | None:
-        """Of a model that can be restored here; None otherwise."""
+        """The record of a model that can be restored here; None otherwise."""
         return None
 
     def building(self) -> AbstractContextManager[Callable[[], None] | None]:
@@ -197,11 +198,7 @@ class Platform(ABC):
 
     @abstractmethod
     def make_runner(
-        self,
-        captured: CapturedModel,
-        stats: EngineStats,
-        clock: Clock,
-        on_logits: OnLogits | None,
+        self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
     ) -> tuple[LocalRunner, int]:
         """The runner, with its KV cache, and the most tokens that a request may have.
 

@@ -1,7 +1,7 @@
 """The host's view of the tables on the device: the row of each request, and pending writes.
 
 Block tables live on the device, a row per running request, and behind them state tables, if the
-model has recurrent layers; a step sends what its plan says of them.
+model has recurrent layers; a step sends the changes that its plan has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .pinned import IntArray
 
 
 class _Filled:
-    """How far the rows of one kind of table are filled.
+    """The number of entries in each row of one kind of table.
 
     Args:
         num_rows: of the store. width: entries of a row. first: flat index of the first entry.

@@ -10,8 +10,9 @@ no row, and is never sampled.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,69 +27,49 @@ from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
 from .logprobs import LogprobInputs, prompt_fields, sampled_fields
 
-_INITIAL_BLOCKS = 16
 
+@dataclass(slots=True)
+class _Tables:
+    """The block tables, or the state tables, of the running requests.
 
-class _Table:
-    """A request's block or state table as an array that grows by doubling."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._ids = np.empty(max(len(blocks), _INITIAL_BLOCKS), np.int32)
-        self._num_blocks = 0
-        self.append(blocks)
-
-    def append(self, blocks: Blocks) -> None:
-        begin, end = self._num_blocks, self._num_blocks + len(blocks)
-        if end > len(self._ids):
-            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
-            grown[:begin] = self._ids[:begin]
-            self._ids = grown
-        self._ids[begin:end] = blocks
-        self._num_blocks = end
-
-    @property
-    def ids(self) -> NDArray[np.int32]:
-        return self._ids[: self._num_blocks]
-
-
-def _taken_in(
-    known: dict[str, _Table], plan: StepPlan, whole: dict[int, Blocks], added: dict[int, Blocks]
-) -> list[NDArray[np.int32]]:
-    """The tables of the plan's rows, updated by the plan.
-
-    Raises:
-        RuntimeError: it releases a request that has none.
+    Attributes:
+        tokens_per_entry: positions that an entry covers.
+        filler: the null block or slot, where a row has no entry.
+        what: of the entries, for errors.
     """
-    names = [request.request_id for request in plan.requests]
-    for name in plan.released:
-        if name not in known:
-            raise RuntimeError(f"step {plan.step} releases {name!r}, which has no table")
-        del known[name]
-    for row, table in whole.items():
-        known[names[row]] = _Table(table)
-    for row, ids in added.items():
-        known[names[row]].append(ids)
-    return [known[name].ids for name in names]
 
+    tokens_per_entry: int
+    filler: int
+    what: str
+    _known: dict[str, array[int]] = field(default_factory=dict)
 
-def _check_lengths(
-    plan: StepPlan, rows: Sequence[NDArray[np.int32]], tokens_per_entry: int, what: str
-) -> None:
-    for request, start, num_tokens, ids in zip(
-        plan.requests, plan.starts, plan.num_tokens, rows, strict=True
-    ):
-        needed = start + num_tokens
-        if len(ids) * tokens_per_entry < needed:
-            # Unnoticed, its tokens would go to the null block, or the null slot.
-            name = request.request_id
-            raise ValueError(f"request {name}: {len(ids)} {what} for {needed} tokens")
+    def take(
+        self, plan: StepPlan, whole: dict[int, Blocks], added: dict[int, Blocks], num_rows: int
+    ) -> NDArray[np.int32]:
+        """The tables of the plan's rows, updated by the plan: ``[num_rows, longest]``.
 
-
-def _as_matrix(rows: Sequence[NDArray[np.int32]], num_rows: int, filler: int) -> NDArray[np.int32]:
-    tables = np.full((num_rows, max([MIN_SIZE, *map(len, rows)])), filler, np.int32)
-    for row, ids in enumerate(rows):
-        tables[row, : len(ids)] = ids
-    return tables
+        Raises:
+            RuntimeError: the plan releases a request that has none.
+            ValueError: a table does not cover the positions of its row.
+        """
+        known, names = self._known, [request.request_id for request in plan.requests]
+        for name in plan.released:
+            if known.pop(name, None) is None:
+                raise RuntimeError(f"step {plan.step} releases {name!r}, which has no table")
+        for row, new in whole.items():
+            known[names[row]] = array("i", new)
+        for row, new in added.items():
+            known[names[row]].extend(new)
+        rows = [known[name] for name in names]
+        for name, ids, start, num in zip(names, rows, plan.starts, plan.num_tokens, strict=True):
+            if len(ids) * self.tokens_per_entry < start + num:
+                # Unnoticed, its tokens would go to the null block, or the null slot.
+                lengths = f"{len(ids)} {self.what} for {start + num} tokens"
+                raise ValueError(f"request {name}: {lengths}")
+        tables = np.full((num_rows, max([MIN_SIZE, *map(len, rows)])), self.filler, np.int32)
+        for row, ids in enumerate(rows):
+            tables[row, : len(ids)] = ids
+        return tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +101,7 @@ class PackedStep:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[NDArray[Any]], layout: Layout = LAYOUT) -> PackedStep:
-        """What :meth:`to_arrays` gave, of a packer with that layout."""
+        """The inverse of :meth:`to_arrays`, of a packer with that layout."""
         tensors = list(map(torch.from_numpy, arrays))
         others = [n for n in layout.input_names("host") if n not in INPUT_NAMES]
         named = dict(zip((*INPUT_NAMES, *others), tensors, strict=False))
@@ -157,17 +138,15 @@ class CpuStepPacker:
         layout: Layout = LAYOUT,
     ) -> None:
         self._layout = layout
+        self._block_size, self._num_blocks = block_size, num_blocks
         self._num_state_slots, self._state_interval = num_state_slots, state_interval
-        self._block_size = block_size
-        self._null_slot = num_blocks * block_size
-        self._null_block = num_blocks
         self._device = device
         self.reset()
 
     def reset(self) -> None:
         """Forget all tables and sampled tokens, as after a failed step."""
-        self._tables: dict[str, _Table] = {}
-        self._state_tables: dict[str, _Table] = {}
+        self._blocks = _Tables(self._block_size, self._num_blocks, "blocks")
+        self._states = _Tables(self._state_interval, self._num_state_slots, "state slots")
         self._sampled = np.empty(0, np.int64)
 
     def remember(self, token_ids: NDArray[np.int64]) -> None:
@@ -194,8 +173,8 @@ class CpuStepPacker:
         fed = np.flatnonzero(ids < 0)
         ids[fed] = self._sampled[-1 - ids[fed]]
         positions = packed["positions"].numpy().astype(np.int64)
-        tables = self._block_tables(plan, shape.num_rows)
-        slots = np.full(shape.num_tokens, self._null_slot, np.int64)
+        tables = self._blocks.take(plan, plan.tables, plan.new_blocks, shape.num_rows)
+        slots = np.full(shape.num_tokens, self._num_blocks * self._block_size, np.int64)
         blocks, offsets = np.divmod(positions[:num_tokens], self._block_size)
         rows = np.repeat(np.arange(num_rows), step.lengths)
         slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
@@ -208,7 +187,10 @@ class CpuStepPacker:
         tensors = self._layout.inputs(packed, derived, shape)
         tensors["block_tables"] = torch.from_numpy(tables)
         if self._num_state_slots:
-            tensors[STATE_TABLES] = torch.from_numpy(self._tables_of_states(plan, shape.num_rows))
+            slots_of, new_slots = plan.state_tables, plan.new_state_slots
+            states = self._states.take(plan, slots_of, new_slots, shape.num_rows)
+            states[states < 0] = self._num_state_slots
+            tensors[STATE_TABLES] = torch.from_numpy(states)
         inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})
         sampled = step.sampled_requests
         logprobs = LogprobInputs(sampled_fields(sampled), prompt_fields(plan))
@@ -216,18 +198,6 @@ class CpuStepPacker:
         kept = packed["logits_to_keep"].numpy()[:num_sampled]
         sampling = self._sampling(sampled, (positions[kept] + 1).tolist())
         return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies)
-
-    def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
-        rows = _taken_in(self._tables, plan, plan.tables, plan.new_blocks)
-        _check_lengths(plan, rows, self._block_size, "blocks")
-        return _as_matrix(rows, padded_rows, self._null_block)
-
-    def _tables_of_states(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
-        rows = _taken_in(self._state_tables, plan, plan.state_tables, plan.new_state_slots)
-        _check_lengths(plan, rows, self._state_interval, "state slots")
-        tables = _as_matrix(rows, padded_rows, self._num_state_slots)
-        tables[tables < 0] = self._num_state_slots
-        return tables
 
     def _sampling(
         self, requests: Sequence[RequestInfo], positions: Sequence[int]

@@ -17,8 +17,9 @@ from ..engine.plan import StepPlan, StepResult, refuse_drafts
 from ..engine.runner import MAX_DRAFT_TOKENS
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
-from ..structured.matchers import ConstrainedRows, Masks, Matchers
+from ..structured.matchers import ConstrainedRows, Masks
 from .bases import LocalRunner
+from .constrained import LateMatchers
 from .cpu_edits import CpuEdits
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
@@ -29,7 +30,7 @@ from .logprobs import step_logprobs
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
-    rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do.
+    rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do.
     ``failures``: reasons why requests of the step fail, by their ids."""
 
     token_ids: Tensor
@@ -57,7 +58,6 @@ class ModelRunner(LocalRunner):
     """
 
     max_draft_tokens = MAX_DRAFT_TOKENS
-    mask_s = 0.0
 
     def __init__(
         self, captured: CapturedModel, *, threads: StepThreads | None = None, **settings: Any
@@ -72,8 +72,7 @@ class ModelRunner(LocalRunner):
             layout=self._layout,
         )
         self._edits = CpuEdits(keeps_rows=self._has_processed_logprobs)
-        self._matchers = Matchers(self.grammars)
-        self._unfinished: _Step | None = None
+        self._matchers = LateMatchers(self.grammars)
         self._threads = threads
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -113,10 +112,7 @@ class ModelRunner(LocalRunner):
                 tokens = sample(logits, packed.sampling)
             constrained = None if plan is None else self._matchers.take(plan)
             step = _Step(StepHandle(tokens, constrained), plan, packed, logits, hidden)
-            if constrained is None:
-                self._finish(step)
-            else:
-                self._unfinished = step
+            self._matchers.begin(step, self._finish)
             return step.handle
 
     def _finish(self, step: _Step, masks: Masks | None = None) -> None:
@@ -137,18 +133,12 @@ class ModelRunner(LocalRunner):
             packed.logprobs, self.captured, sampled_logits, tokens, hidden
         )
 
-    def _sample_constrained(self) -> None:
-        """Sample the constrained rows of the last step, if it has any, when a runner on a GPU does:
-        a thread computes their masks since their last tokens were collected."""
-        step = self._unfinished
-        if step is None or step.handle.constrained is None:
-            return
-        begin = time.perf_counter()
-        masks = self._matchers.masks(step.handle.constrained)
-        self.mask_s += time.perf_counter() - begin
-        with torch.inference_mode():
-            self._finish(step, masks)
-        self._unfinished = None
+    def _sample_constrained(self, handle: StepHandle | None = None) -> None:
+        """Finish the step dispatched last if it has constrained rows, and is of ``handle`` if
+        given: when a runner on a GPU does."""
+        if self._matchers.is_waiting(handle):
+            with torch.inference_mode():
+                self._matchers.finish(self._finish)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -174,17 +164,11 @@ class ModelRunner(LocalRunner):
     def collect(self, handle: object) -> StepResult:
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        if self._unfinished is not None and self._unfinished.handle is handle:
-            self._sample_constrained()
-        tokens = handle.token_ids.tolist()
-        if handle.constrained is None:
-            return StepResult(tokens, handle.logprobs, handle.failures)
-        failures = self._matchers.settle(handle.constrained, tokens)
-        return StepResult(tokens, handle.logprobs, handle.failures | failures)
+        self._sample_constrained(handle)
+        return self._matchers.result(handle, handle.logprobs)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
         self._edits.reset()
         self._matchers.reset()
-        self._unfinished = None

@@ -1,4 +1,4 @@
-"""How many threads an engine on a CPU computes with: measured at start and while it serves.
+"""The number of threads of an engine on a CPU: measured at start and while it serves.
 
 OpenMP's threads wait for one another at the end of every matmul. Where another process holds the
 core of one of them, all wait: two threads on two shared cores took six times the time of one. So
@@ -140,7 +140,7 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
         num_ranks: of the group; ranks compute with the number that torch has, see
             :func:`rank_threads`.
         is_eager: whether the module itself runs: the bits of torch's own matmuls may follow the
-            number, so that it stays what it is at start.
+            number, so that it is kept from the start.
     """
     torchs_number()
     if threads is not None or num_ranks > 1:
@@ -170,7 +170,7 @@ def torchs_number() -> int:
 
 @cache
 def shared_threads() -> StepThreads:
-    """Of all engines of the process whose number is measured."""
+    """The threads of all engines of the process whose number is measured."""
     numbers = halvings(min(torchs_number(), usable_cores()))
     number = quickest(numbers, torchs_number(), measured)
     return StepThreads(numbers, number, measured_again)

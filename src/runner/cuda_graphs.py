@@ -100,7 +100,7 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 results = run(shape)
             # Owned, the results of every shape would stay allocated beside one another; the pool
-            # lives as long as its graphs, so an alias is enough to read what a replay wrote.
+            # lives as long as its graphs, so an alias is enough to read the outputs of a replay.
             logits, hidden = results
             aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
             self._graphs[shape] = (graph, aliases)

@@ -35,7 +35,7 @@ class StepBuffers:
         state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
         stored_tables: int32, flat: the one, then the other.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
-        staged: int32, what the host sent for this step.
+        staged: int32, sent by the host for this step.
         result_row: int32 ``[1]``, where this step's tokens are to go on the host.
     """
 
@@ -78,7 +78,7 @@ class StepBuffers:
 
     @property
     def draws(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What samplers read and write per row: temperatures, seeds, positions, tokens."""
+        """Tensors that samplers read and write per row: temperatures, seeds, positions, tokens."""
         return self.temperatures, self.seeds, self.sample_positions, self.sampled
 
     def packed(self, shape: StepShape) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class StepBuffers:
         return self._views_of(shape)[0]
 
     def inputs(self, shape: StepShape) -> StepInputs:
-        """Those of the graph. A mixed step keeps logits of as many tokens as it has rows."""
+        """The inputs of the graph. A mixed step keeps logits of as many tokens as it has rows."""
         return self._views_of(shape)[1]
 
     def _views_of(self, shape: StepShape) -> tuple[dict[str, Tensor], StepInputs]:
@@ -110,5 +110,5 @@ class StepBuffers:
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         shapes = StepShape.mixed(num_tokens, num_rows), StepShape.decode(num_rows)
         fields = max(map(layout.num_words, shapes))
-        asked = LOGPROB_FIELDS * max_logprob_rows(num_tokens, num_rows)
-        return fields + TRUNCATED_FIELDS * num_rows + asked
+        logprobs = LOGPROB_FIELDS * max_logprob_rows(num_tokens, num_rows)
+        return fields + TRUNCATED_FIELDS * num_rows + logprobs

@@ -7,8 +7,8 @@ tokens over its own.
 
 The tokens so far of each row that needs them are on the device, a row for each row of the block
 table store: the ids that a step computes are copied there from its own inputs, so that tokens in
-flight are there, too, and only what another request computed (a prefix hit) is sent. Nothing here
-waits for the device but Python functions, which read the logits.
+flight are there, too. Only tokens that another request computed (a prefix hit) are sent. Nothing
+here waits for the device but Python functions, which read the logits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class StagedStep(NamedTuple):
         return self.num_step + self.num_truncated + self.num_logprobs + self.num_prompt_logprobs
 
     def logprob_fields(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of sampled rows and of prompt positions, in the step as it was sent."""
+        """Log-probability fields of sampled rows and of prompt positions, in the step as sent."""
         middle = self.num_step + self.num_truncated + self.num_logprobs
         return sent[middle - self.num_logprobs : middle], sent[middle : self.num_before_writes]
 
@@ -66,13 +66,10 @@ class StagedStep(NamedTuple):
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
-        """What :meth:`to_array` gave."""
+        """The inverse of :meth:`to_array`."""
         num_tokens, num_rows, is_decode, *rest = array.tolist()
-        values: dict[str, Any] = dict(zip(cls._fields[1:], rest, strict=True))
-        for name in ("is_captured", "is_edited"):
-            values[name] = bool(values[name])
         shape = StepShape.decode(num_rows) if is_decode else StepShape.mixed(num_tokens, num_rows)
-        return cls(shape, **values)
+        return cls(shape, *rest)
 
 
 class GpuStepPacker:
@@ -133,7 +130,6 @@ class GpuStepPacker:
             -1 if new_blocks is None else new_blocks,
             result_row,
             packed_shape.num_rows - num_rows,
-            packed_shape.form,
         )
         step.params = params = self._row_params(step)
         num_step = self._layout.pack(step, packed_shape, array)

@@ -10,7 +10,7 @@ import torch
 from ..compile.captured_model import CapturedModel, CaptureOptions
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
-from ..engine.stats import Clock, EngineStats
+from ..engine.stats import EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
 from ..kernels.linear.cublas import forbid_split_k, without_split_k
@@ -61,13 +61,9 @@ class GpuPlatform(Platform):
         )
 
     def make_runner(
-        self,
-        captured: CapturedModel,
-        stats: EngineStats,
-        clock: Clock,
-        on_logits: OnLogits | None,
+        self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
     ) -> tuple[LocalRunner, int]:
         self._reading.join()
         from .gpu_startup import make_gpu_runner
 
-        return make_gpu_runner(self.config, captured, stats, clock, on_logits)
+        return make_gpu_runner(self.config, captured, stats, on_logits)

@@ -26,7 +26,7 @@ from .block_copies import BlockCopier
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker, StagedStep, send
-from .gpu_sampler import GpuStepHandle, GpuStepSampler
+from .gpu_sampler import GpuStep, GpuStepHandle, GpuStepSampler
 from .layout import StepShape
 from .pinned import IntArray, PinnedRing
 from .unpack_kernels import unpack, update_tables
@@ -41,7 +41,7 @@ class GpuRunner(LocalRunner):
             requests of at most ``max_num_blocks * block_size`` tokens.
 
     Raises:
-        InvalidInputError: an interval shorter than what a convolution keeps, or as of
+        InvalidInputError: an interval shorter than the window of a convolution, or as of
             :class:`.LocalRunner`.
     """
 
@@ -86,10 +86,7 @@ class GpuRunner(LocalRunner):
             processed_logprobs=self._has_processed_logprobs,
             on_logits=self._on_logits,
         )
-
-    @property
-    def mask_s(self) -> float:
-        return self._sampler.mask_s
+        self._matchers = self._sampler.matchers
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
@@ -129,8 +126,8 @@ class GpuRunner(LocalRunner):
             outputs = self._graphs.replay(staged.shape)
         else:
             outputs = self.run_staged(staged.shape)
-        rows = self._packer.store_rows
-        return self._sampler.sample_behind(plan, staged, outputs, truncated, rows)
+        step = GpuStep(plan, staged, outputs, truncated, self._packer.store_rows)
+        return self._sampler.sample_behind(step)
 
     def run_staged(self, shape: StepShape) -> StepOutputs:
         """Queue the step that is staged in this shape, zeros at first; returns its results, of
@@ -144,9 +141,9 @@ class GpuRunner(LocalRunner):
 
     def _sample_constrained(self, handle: GpuStepHandle | None = None) -> None:
         """Finish the step queued last if it has constrained rows, and is of ``handle`` if given."""
-        if self._sampler.has_unfinished(handle):
+        if self._matchers.is_waiting(handle):
             with self.step_context():
-                self._sampler.sample_constrained()
+                self._matchers.finish(self._sampler.finish)
 
     def collect(self, handle: object) -> StepResult:
         if not isinstance(handle, GpuStepHandle):
@@ -163,7 +160,7 @@ class GpuRunner(LocalRunner):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._packer.reset()
-        self._sampler.reset()
+        self._matchers.reset()
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 

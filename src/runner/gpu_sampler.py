@@ -22,8 +22,9 @@ from ..kernels.sampling.gumbel import sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
-from ..structured.matchers import ConstrainedRows, Masks, Matchers
+from ..structured.matchers import ConstrainedRows, Masks
 from .bases import OnLogits
+from .constrained import LateMatchers
 from .device_buffers import StepBuffers
 from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
@@ -62,21 +63,22 @@ class GpuStepHandle:
         return True
 
 
-class _Step(NamedTuple):
+class GpuStep(NamedTuple):
     """A step whose graph is queued, with whole logits where these are needed.
 
     Attributes:
         plan: None on ranks that have none; they have nothing to edit.
         truncated: of the rows that use top_k, top_p or min_p, as staged.
         store_rows: as of :attr:`.gpu_pack.GpuStepPacker.store_rows`.
+        handle: made by :meth:`GpuStepSampler.sample_behind`.
     """
 
-    handle: GpuStepHandle
     plan: StepPlan | None
     staged: StagedStep
     outputs: StepOutputs
     truncated: Tensor
     store_rows: list[int]
+    handle: GpuStepHandle | None = None
 
 
 class GpuStepSampler:
@@ -91,7 +93,6 @@ class GpuStepSampler:
 
     Attributes:
         edits: of edited rows. matchers: of constrained rows.
-        mask_s: seconds that the host has waited for masks so far.
     """
 
     def __init__(
@@ -119,14 +120,12 @@ class GpuStepSampler:
         self.edits = GpuEdits(
             buffers, self._results, max_model_len, self._logprobs if processed_logprobs else None
         )
-        self.matchers = Matchers(grammars, self.edits.masks.make_space)
-        self._unfinished: _Step | None = None
-        self.mask_s = 0.0
+        self.matchers = LateMatchers(grammars, self.edits.masks.make_space)
 
     # A step, in this order --------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> tuple[int, bool]:
-        """Where the tokens of a plan will go, and whether rows of it may be edited."""
+        """The place of a plan's tokens in the ring, and whether rows of it may be edited."""
         self._logprobs.begin()
         is_edited = self.edits.look(plan)
         return self._ring.take()[0], is_edited
@@ -139,17 +138,9 @@ class GpuStepSampler:
         """Sample all rows, greedily or with their temperature; graphs capture this."""
         sample_simple(logits, *self._buffers.draws, self._results, self._captured.vocab_shard)
 
-    def sample_behind(
-        self,
-        plan: StepPlan | None,
-        staged: StagedStep,
-        outputs: StepOutputs,
-        truncated: Tensor,
-        store_rows: list[int],
-    ) -> GpuStepHandle:
-        """Queue what follows the graph. Constrained rows are left to :meth:`sample_constrained`.
-        Arguments as of :class:`_Step`."""
-        logits, hidden = outputs
+    def sample_behind(self, step: GpuStep) -> GpuStepHandle:
+        """Queue the work behind the graph. Constrained rows are left to :meth:`finish`."""
+        plan, staged, (logits, hidden), truncated, store_rows, _ = step
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
         if len(truncated) or is_whole:
@@ -162,51 +153,17 @@ class GpuStepSampler:
         handle = GpuStepHandle(
             self._ring.tensor[staged.result_row, : staged.num_sampled], constrained
         )
-        outputs = StepOutputs(logits, hidden)
-        step = _Step(handle, plan, staged, outputs, truncated, store_rows)
-        if constrained is None:
-            self._finish(step)
-        else:
-            self._unfinished = step
+        step = step._replace(outputs=StepOutputs(logits, hidden), handle=handle)
+        self.matchers.begin(step, self.finish)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         return handle
 
-    def has_unfinished(self, handle: GpuStepHandle | None = None) -> bool:
-        """Whether the step queued last has constrained rows to sample; of ``handle``, if given."""
-        step = self._unfinished
-        return step is not None and (handle is None or step.handle is handle)
-
-    def sample_constrained(self) -> None:
-        """Finish the step queued last, which has constrained rows.
-
-        A thread computes their masks since their last tokens were collected. The next ``dispatch``
-        calls this at its beginning, while the step computes, or ``collect`` of the step: an earlier
-        call would wait. Steps queued later find the tokens on the device.
-        """
-        step = self._unfinished
-        if step is None or step.handle.constrained is None:
-            return
-        begin = time.perf_counter()
-        masks = self.matchers.masks(step.handle.constrained)
-        self.mask_s += time.perf_counter() - begin
-        self._finish(step, masks)
-        self._unfinished = None
-
     def results(self, handle: GpuStepHandle) -> StepResult:
-        """Of a step that has been computed."""
+        """The results of a step that has been computed."""
         found = handle.logprobs
         logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
-        tokens = handle.token_ids.tolist()
-        if handle.constrained is None:
-            return StepResult(tokens, logprobs, handle.failures)
-        failures = self.matchers.settle(handle.constrained, tokens)
-        return StepResult(tokens, logprobs, handle.failures | failures)
-
-    def reset(self) -> None:
-        """A step failed: those in flight are forgotten."""
-        self.matchers.reset()
-        self._unfinished = None
+        return self.matchers.result(handle, logprobs)
 
     # Its parts --------------------------------------------------------------------------------
 
@@ -214,10 +171,11 @@ class GpuStepSampler:
         """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
         sample_truncated(logits, truncated, *self._buffers.draws, self._results)
 
-    def _finish(self, step: _Step, masks: Masks | None = None) -> None:
+    def finish(self, step: GpuStep, masks: Masks | None = None) -> None:
         """Queue the rest of a step behind its graph. Its inputs stay unchanged until the next step
         is sent."""
-        handle, plan, staged, (logits, hidden), truncated, store_rows = step
+        plan, staged, (logits, hidden), truncated, store_rows, handle = step
+        assert handle is not None, "it was begun"
         if plan is not None and (staged.is_edited or masks):
             sampled = logits[: staged.num_sampled]
             handle.failures = self.edits.sample(plan, sampled, store_rows, masks)

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import bytes_per_slot, kv_bytes_per_block, kv_dtype
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
-from ..engine.stats import Clock, EngineStats
-from ..errors import InvalidInputError
+from ..engine.stats import EngineStats
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused
@@ -21,7 +19,7 @@ from .bases import OnLogits, runner_settings
 from .cuda_graphs import default_buckets, mixed_shapes
 from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
-from .kv_budget import GIB, blocks_in, fitting_length, state_slots_in
+from .kv_budget import GIB, CacheSize, size_cache
 from .layout import StepShape
 from .memory_profile import oom_as_input_error, profile_memory
 
@@ -29,11 +27,7 @@ logger = logging.getLogger("pagespec")
 
 
 def make_gpu_runner(
-    config: EngineConfig,
-    captured: CapturedModel,
-    stats: EngineStats,
-    clock: Clock,
-    on_logits: OnLogits | None,
+    config: EngineConfig, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
 ) -> tuple[GpuRunner, int]:
     """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
 
@@ -44,52 +38,34 @@ def make_gpu_runner(
         InvalidInputError: the memory allowed does not hold it.
     """
     device = captured.loaded.device
-    limit = config.max_model_len or captured.loaded.max_position_embeddings
     shapes = _shapes(config, captured)
     has_states = bool(captured.loaded.recurrent)
 
-    def make(num_blocks: int, max_model_len: int, num_state_slots: int) -> GpuRunner:
+    def make(size: CacheSize) -> GpuRunner:
         return GpuRunner(
             captured,
-            **runner_settings(config, num_blocks, max_model_len, num_state_slots),
+            **runner_settings(config, size),
             overlap=config.overlap is not False,
             transparent=config.transparent,
             on_logits=on_logits,
         )
 
-    with clock("kv_cache"), oom_as_input_error(config), gc_paused():
+    with stats.timed("kv_cache"), oom_as_input_error(config), gc_paused():
         communicator = captured.communicator
         if communicator.num_ranks > 1:
             communicator.reserve(*_collectives(config, captured))
-        trial = make(MIN_SIZE, limit, int(has_states))
+        longest = config.max_model_len or captured.loaded.max_position_embeddings
+        trial = make(CacheSize(MIN_SIZE, int(has_states), longest, 0, 0))
         _build_kernels(trial, device, shapes)
         profile = profile_memory(
             config, device, trial.run_worst_case, trial.run_prompt_chunk, len(shapes)
         )
         del trial
         torch.cuda.empty_cache()
-        num_bytes = profile.left_on_device if config.num_blocks else profile.left_for_kv
-        num_state_slots = state_slots_in(num_bytes, config, captured)
-        num_state_bytes = (num_state_slots + has_states) * bytes_per_slot(
-            captured.loaded.recurrent, captured.loaded.device
-        )
-        left_for_kv = profile.left_for_kv - num_state_bytes
-        num_blocks = config.num_blocks or blocks_in(left_for_kv, config, captured, limit)
-        num_blocks = communicator.least(num_blocks)
-        num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
-            kv_dtype(captured.loaded, config.kv_cache_dtype), captured.specs, config.block_size
-        )
-        left_on_device = profile.left_on_device - num_state_bytes
-        if num_kv_bytes > left_on_device:
-            raise InvalidInputError(
-                "num_blocks",
-                num_blocks,
-                f"their {num_kv_bytes / GIB:.1f} GiB do not fit the "
-                f"{max(0, left_on_device) / GIB:.1f} GiB left on the GPU; lower it or block_size",
-            )
-        max_model_len = fitting_length(config, num_blocks, limit)
-        runner = make(num_blocks, max_model_len, num_state_slots)
-    with clock("graphs"), oom_as_input_error(config), gc_paused():
+        left = profile.left_for_kv, profile.left_on_device
+        size = size_cache(config, captured, *left, "left on the GPU")
+        runner = make(size)
+    with stats.timed("graphs"), oom_as_input_error(config), gc_paused():
         before = torch.cuda.mem_get_info(device)[0]
         communicator.connect()
         if shapes:
@@ -98,8 +74,8 @@ def make_gpu_runner(
     stats.num_graphs = runner.num_graphs
     stats.memory_bytes = {
         "weights": profile.weights,
-        "kv_cache": num_kv_bytes,
-        **({"states": num_state_bytes} if has_states else {}),
+        "kv_cache": size.kv_bytes,
+        **({"states": size.state_bytes} if has_states else {}),
         "graphs": graphs,
         "activations": profile.activations,
         "budget": profile.budget,
@@ -108,9 +84,9 @@ def make_gpu_runner(
     logger.info(
         "memory in GiB: %s; %d tokens of KV fit",
         ", ".join(f"{name} {size / GIB:.2f}" for name, size in stats.memory_bytes.items()),
-        num_blocks * config.block_size,
+        size.num_blocks * config.block_size,
     )
-    return runner, max_model_len
+    return runner, size.max_model_len
 
 
 def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[StepShape]) -> None:
@@ -141,10 +117,8 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     """(rows, bytes of a row) of the largest collectives of a step: sums, and whole logits."""
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
-    num_rows, num_tokens = (
-        max(config.max_num_seqs, CHUNK_ROWS),
-        max(config.num_tokens_per_step, MIN_SIZE),
-    )
+    num_rows = max(config.max_num_seqs, CHUNK_ROWS)
+    num_tokens = max(config.num_tokens_per_step, MIN_SIZE)
     itemsize = loaded.dtype.itemsize
     calls = [(num_tokens, text_config.hidden_size * itemsize)]
     for module in loaded.module.modules():

@@ -23,7 +23,8 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: of the file system (tests give one of their own).
     """
     available = _machine_bytes(root)
-    for folder, (limits, usage, cache) in _groups(root):
+    for folder, is_v2 in control_groups(root, "memory"):
+        limits, usage, cache = _FILES_V2 if is_v2 else _FILES_V1
         used = _number(folder / usage)
         if used is None:
             continue
@@ -40,11 +41,6 @@ def _machine_bytes(root: Path) -> int:
     if kib is None:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return kib * 1024
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
-    for folder, is_v2 in control_groups(root, "memory"):
-        yield folder, _FILES_V2 if is_v2 else _FILES_V1
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:

@@ -3,6 +3,8 @@ hold."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import bytes_per_slot, kv_bytes_per_block, kv_dtype
 from ..engine.config import EngineConfig
@@ -31,12 +33,56 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
     return min(limit, num_tokens_max)
 
 
-def num_cpu_state_slots(config: EngineConfig, captured: CapturedModel) -> int:
-    """State slots on a CPU: :func:`state_slots_in` the memory of the cache, or in all memory if
-    ``num_blocks`` is set."""
-    num_available = available_bytes()
-    num_bytes = num_available if config.num_blocks else _cpu_cache_bytes(config, num_available)
-    return state_slots_in(num_bytes, config, captured)
+class CacheSize(NamedTuple):
+    """Attributes:
+    max_model_len: the longest request that the blocks hold.
+    kv_bytes, state_bytes: of all blocks and slots, null ones included.
+    """
+
+    num_blocks: int
+    num_state_slots: int
+    max_model_len: int
+    kv_bytes: int
+    state_bytes: int
+
+
+def size_cache(
+    config: EngineConfig, captured: CapturedModel, usual_bytes: int, most_bytes: int, place: str
+) -> CacheSize:
+    """The KV cache and the state slots of a rank.
+
+    Args:
+        usual_bytes: they take if ``num_blocks`` is not set. most_bytes: they may take if it is.
+        place: of the latter, for errors.
+
+    Raises:
+        InvalidInputError: they do not fit, or hold less than ``max_model_len``.
+    """
+    limit = config.max_model_len or captured.loaded.max_position_embeddings
+    recurrent, device = captured.loaded.recurrent, captured.loaded.device
+    num_bytes = most_bytes if config.num_blocks else usual_bytes
+    num_state_slots = state_slots_in(num_bytes, config, captured)
+    state_bytes = (num_state_slots + 1) * bytes_per_slot(recurrent, device)
+    num_blocks = config.num_blocks or blocks_in(usual_bytes - state_bytes, config, captured, limit)
+    num_blocks = captured.communicator.least(num_blocks)
+    kv_bytes = (num_blocks + 1) * _bytes_per_block(config, captured)
+    left_bytes = most_bytes - state_bytes
+    if kv_bytes > left_bytes:
+        sizes = f"{kv_bytes / GIB:.1f} GiB do not fit the {max(0, left_bytes) / GIB:.1f} GiB"
+        limit_text = f"their {sizes} {place}; lower it or block_size"
+        raise InvalidInputError("num_blocks", num_blocks, limit_text)
+    max_model_len = fitting_length(config, num_blocks, limit)
+    return CacheSize(num_blocks, num_state_slots, max_model_len, kv_bytes, state_bytes)
+
+
+def size_cpu_cache(config: EngineConfig, captured: CapturedModel) -> CacheSize:
+    """:func:`size_cache` in a share of the memory available: ``memory_utilization``, or half of it
+    and at most 4 GiB."""
+    num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
+    share = config.memory_utilization
+    default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+    num_bytes = default if share is None else int(share * num_available)
+    return size_cache(config, captured, num_bytes, num_available, "available")
 
 
 def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel) -> int:
@@ -65,37 +111,6 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
     # Those beyond the fewest hold checkpoints, which only prefix hits read.
     most = fewest + config.max_num_seqs * config.enable_prefix_caching
     return max(fewest, min(most, num_fitting // 2))
-
-
-def _cpu_cache_bytes(config: EngineConfig, num_available: int) -> int:
-    """Memory for blocks and state slots, if ``num_blocks`` is not set."""
-    share = config.memory_utilization
-    default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
-    return default if share is None else int(share * num_available)
-
-
-def num_cpu_blocks(
-    config: EngineConfig, captured: CapturedModel, limit: int, num_state_slots: int
-) -> int:
-    """Blocks of the KV cache on a CPU: ``num_blocks`` if set, or those that fit half of the memory,
-    at most 4 GiB, less the state slots.
-
-    Raises:
-        InvalidInputError: they do not fit the memory available.
-    """
-    num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
-    num_state_bytes = (num_state_slots + 1) * bytes_per_slot(
-        captured.loaded.recurrent, captured.loaded.device
-    )
-    if config.num_blocks is None:
-        num_bytes = _cpu_cache_bytes(config, num_available)
-        return blocks_in(num_bytes - num_state_bytes, config, captured, limit)
-    block_bytes = _bytes_per_block(config, captured)
-    num_bytes = (config.num_blocks + 1) * block_bytes + num_state_bytes
-    if num_bytes > num_available:
-        sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
-        raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
-    return config.num_blocks
 
 
 def blocks_in(

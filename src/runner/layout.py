@@ -69,7 +69,7 @@ class StepShape(NamedTuple):
 
 
 class PlanArrays:
-    """What the sources of fields read: a plan, and arrays computed from it.
+    """The input of the sources of fields: a plan, and arrays computed from it.
 
     Args:
         params: sampling parameters of the sampled rows.
@@ -78,12 +78,11 @@ class PlanArrays:
             -1 if none grew.
         result_row: where the tokens of the step are to go on the host.
         num_padding_rows: rows that the step is padded with.
-        form: of the step. In the form "decode", whose fields are none of the arrays below, these
-            are computed when a source of another field first reads one.
 
     Attributes:
         counts: as of :attr:`StepShape.counts`, without padding.
-        lengths, starts: int32 ``[rows]``.
+        lengths, starts: int32 ``[rows]``. These and the following are computed when a source first
+            reads one; fields of the form "decode" read none.
         query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
         sampled_rows: the row of each sample.
     """
@@ -101,15 +100,12 @@ class PlanArrays:
         new_blocks: IntArray | int = -1,
         result_row: int = 0,
         num_padding_rows: int = 0,
-        form: Form = "host",
     ) -> None:
         self.plan, self.table_rows, self.new_blocks = plan, table_rows, new_blocks
         self.result_row, self.num_padding_rows = result_row, num_padding_rows
         num_rows = len(plan.requests)
         num_sampled = num_rows if plan.is_decode_only else plan.num_sampled
         self.counts = counts_of(len(plan.token_ids), num_rows, num_sampled)
-        if form != "decode":
-            self._compute()
 
     def _compute(self) -> None:
         plan, num_rows = self.plan, self.counts["row"]
@@ -164,7 +160,7 @@ class PlanArrays:
 
 
 class Place(NamedTuple):
-    """Where a field lies: words ``[begin, end)``, ``num_words`` per entry, of each of its arrays.
+    """The place of a field: words ``[begin, end)``, ``num_words`` per entry, of each of its arrays.
     ``dtype`` is None of plain words, which need no view."""
 
     source: Source
@@ -177,7 +173,7 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the fields of a step of some sizes lie.
+    """The places of the fields of a step of some sizes.
 
     Attributes:
         counts: of the sizes. num_words: of all fields.
@@ -334,7 +330,7 @@ class Layout:
         return found
 
     def num_input_bytes(self, shape: StepShape) -> int:
-        """Of the inputs of the graph, without tables."""
+        """Bytes of the inputs of the graph, without tables."""
         counts = shape.counts
         return sum(field.num_bytes(counts) for field in self._inputs[shape.form])
 

@@ -91,10 +91,6 @@ class LogprobInputs:
     sampled: IntArray
     prompt: IntArray
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.sampled.size and not self.prompt.size
-
 
 def step_logprobs(
     inputs: LogprobInputs,
@@ -109,7 +105,7 @@ def step_logprobs(
         sampled_logits: logits ``[n, V]`` of some of the sampled rows, by place.
         tokens: int64 ``[S]``, sampled. hidden: ``[T, H]``, in front of the head.
     """
-    if inputs.is_empty:
+    if not (inputs.sampled.size or inputs.prompt.size):
         return None
     places, _, num_top = torch.from_numpy(inputs.sampled.astype(np.int64))
     sampled = logprob_rows(sampled_logits(places), tokens[places], num_top)

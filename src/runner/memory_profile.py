@@ -43,12 +43,12 @@ class MemoryProfile:
 
     @property
     def left_for_kv(self) -> int:
-        """Of the budget."""
+        """Bytes left of the budget."""
         return self.budget - self.taken - self.activations - self.graphs - _SLACK_BYTES
 
     @property
     def left_on_device(self) -> int:
-        """Of the device: ``num_blocks``, if set, may exceed the budget."""
+        """Bytes left on the device: ``num_blocks``, if set, may exceed the budget."""
         return self.total - self.taken - self.activations - self.graphs
 
 

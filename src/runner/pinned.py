@@ -76,7 +76,7 @@ class PinnedRing:
 
 
 class MaskMemory:
-    """The same masks on both sides, each with its number; they are copied beside the steps.
+    """Masks on the host and on the device, by number; they are copied beside the steps.
 
     Attributes:
         on_device: int32 ``[masks, words]``.

@@ -54,7 +54,7 @@ def _params_in_step(request: RequestInfo) -> SamplingParams | None:
 
 
 def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
-    """What :attr:`RowParams.truncated` says, of rows with these parameters; None: not here."""
+    """:attr:`RowParams.truncated` of rows with these parameters; None: no fields here."""
     rows: list[tuple[float, ...]] = []
     for place, p in enumerate(params):
         if p is None or p.temperature == 0 or _values(p) == _OFF:

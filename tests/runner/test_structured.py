@@ -200,7 +200,7 @@ def test_after_a_failed_step_and_an_abort_the_runner_serves_again(
         assert [r.output_token_ids for r in requests[1:]] == [
             r.output_token_ids for r in expected[1:]
         ]
-        assert runner._unfinished is None
+        assert not runner._matchers.is_waiting()
 
 
 def _interrupt(*_args: object, **_kwargs: object) -> None:

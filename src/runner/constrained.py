@@ -1,0 +1,73 @@
+"""The constrained rows of a runner's steps, which are sampled when their masks are made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..engine.logprobs import StepLogprobs
+from ..engine.plan import StepResult
+from ..structured.matchers import ConstrainedRows, Masks, Matchers
+
+
+class Handle(Protocol):
+    """The handle of a dispatched step.
+
+    Attributes:
+        token_ids: int64, of its samples, once these are computed.
+        constrained: rows that are sampled when their masks are made.
+        failures: reasons why requests of the step fail, by their ids.
+    """
+
+    token_ids: Tensor
+    constrained: ConstrainedRows | None
+    failures: dict[str, str]
+
+
+class LateMatchers(Matchers):
+    """Matchers, and the newest step if its constrained rows are not sampled yet.
+
+    A thread computes their masks since their last tokens were collected. The next ``dispatch``
+    calls :meth:`finish` at its beginning, while a GPU computes the step, or ``collect`` of the
+    step: an earlier call would wait.
+
+    Attributes:
+        mask_s: seconds that the host has waited for masks so far.
+    """
+
+    mask_s = 0.0
+
+    def reset(self) -> None:
+        super().reset()
+        self._step: Any = None
+
+    def begin(self, step: Any, sample: Callable[[Any, Masks | None], None]) -> None:
+        """Sample the rest of a step, which has a ``handle``; or only keep it, if masks of its rows
+        are to be made before."""
+        if step.handle.constrained is None:
+            sample(step, None)
+        else:
+            self._step = step
+
+    def is_waiting(self, handle: object = None) -> bool:
+        """Whether the newest step waits for :meth:`finish`; of ``handle``, if given."""
+        return self._step is not None and handle in (None, self._step.handle)
+
+    def finish(self, sample: Callable[[Any, Masks | None], None]) -> None:
+        """Sample the rest of the step that waits."""
+        step = self._step
+        begin = time.perf_counter()
+        masks = self.masks(step.handle.constrained)
+        self.mask_s += time.perf_counter() - begin
+        sample(step, masks)
+        self._step = None
+
+    def result(self, handle: Handle, logprobs: StepLogprobs | None) -> StepResult:
+        """The result of a step that has been computed; its constrained rows go on."""
+        tokens, failures = handle.token_ids.tolist(), handle.failures
+        if handle.constrained is not None:
+            failures = failures | self.settle(handle.constrained, tokens)
+        return StepResult(tokens, logprobs, failures)
