@@ -23,6 +23,9 @@ from .protocol.fields import EngineFields
 _MARKS = ("prompt.priority", "prompt.cache_salt")
 _Body = TypeVar("_Body", bound=EngineFields)
 
+Answer = AnswerDelta | CompletionOutput
+"""A whole answer, or its new part: both have the same fields."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Body]):
@@ -97,15 +100,3 @@ def read_call(
     }
     answer_id = prefix + (body.request_id or request_id_of(request))
     return Call(context, body, answer_id, int(time.time()), model, marks)
-
-
-def whole(answer: CompletionOutput) -> AnswerDelta:
-    """A whole answer as one delta."""
-    return AnswerDelta(
-        answer.index,
-        answer.text,
-        answer.token_ids,
-        answer.logprobs,
-        answer.finish_reason,
-        answer.stop_reason,
-    )

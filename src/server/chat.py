@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta
 from ..aio.lanes import lane_of
 from ..chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, message_of
 from ..chat.messages import read_tools
@@ -18,7 +17,7 @@ from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, require_bounded, run_for_body
-from .call import read_call, whole
+from .call import Answer, read_call
 from .context import Context, ServerContext
 from .errors import context_errors
 from .logprobs import content_logprobs, prompt_logprobs
@@ -94,7 +93,7 @@ class _Choices(Choices[ChatRequest]):
         found: dict[str, Any] = {
             **self.head,
             "object": "chat.completion",
-            "choices": [self.choice(whole(answer)) for answer in result.outputs],
+            "choices": [self.choice(answer) for answer in result.outputs],
             "usage": self.usage(),
         }
         if self._body.return_token_ids:
@@ -103,7 +102,7 @@ class _Choices(Choices[ChatRequest]):
             found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
         return found
 
-    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
+    def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
         """First the role, then the deltas, at last the finish reason."""
         index = delta.index
         if index not in self._answers:
@@ -111,7 +110,7 @@ class _Choices(Choices[ChatRequest]):
             extra = {"prompt_token_ids": self._prompt.token_ids} if is_shown else None
             yield _chunk(index, {"role": "assistant", "content": ""}), extra
         answer = self._answer(index)
-        # The first chunk of several has what belongs to the tokens.
+        # The fields of the tokens are in the first chunk of several.
         marks = self._marks(delta)
         for found in answer.read(delta):
             yield _chunk(index, _shown(found), **marks), None
@@ -122,7 +121,7 @@ class _Choices(Choices[ChatRequest]):
         elif marks:
             yield _chunk(index, {}, **marks), None
 
-    def choice(self, delta: AnswerDelta) -> dict[str, Any]:
+    def choice(self, delta: Answer) -> dict[str, Any]:
         """The choice of a whole answer."""
         answer = self._answer(delta.index)
         message = answer.message(delta)
@@ -159,7 +158,7 @@ class _Choices(Choices[ChatRequest]):
             )
         return answer
 
-    def _marks(self, delta: AnswerDelta) -> dict[str, Any]:
+    def _marks(self, delta: Answer) -> dict[str, Any]:
         """Fields of a chunk that describe tokens."""
         marks: dict[str, Any] = {}
         if delta.logprobs is not None:
@@ -193,7 +192,7 @@ class ChatAnswer:
         self._has_calls = False
         self.num_reasoning_tokens = 0
 
-    def read(self, delta: AnswerDelta) -> list[Delta]:
+    def read(self, delta: Answer) -> list[Delta]:
         """The deltas of these tokens; at the end also the held-back text."""
         found: list[Delta] = []
         token_ids = delta.token_ids
@@ -208,7 +207,7 @@ class ChatAnswer:
             found += self._noted(self._reader.finish(), 0)
         return [part for part in found if self._is_kept(part)]
 
-    def message(self, delta: AnswerDelta) -> dict[str, Any]:
+    def message(self, delta: Answer) -> dict[str, Any]:
         """The message of a whole answer, in OpenAI's form, with vLLM's two names of reasoning."""
         message = message_of(self.read(delta))
         message["refusal"] = None
@@ -217,7 +216,7 @@ class ChatAnswer:
             del message["tool_calls"]
         return message
 
-    def finish_reason(self, delta: AnswerDelta) -> str | None:
+    def finish_reason(self, delta: Answer) -> str | None:
         """The engine's, but for an answer that ended with tool calls."""
         if self._has_calls and delta.finish_reason == "stop":
             return "tool_calls"

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta
 from ..aio.lanes import Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from .bodies import BodyRoute, require_bounded, run_for_body
-from .call import read_call, whole
+from .call import Answer, read_call
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
 from .protocol.endpoints import CompletionRequest, client_names
@@ -73,16 +72,16 @@ class _Choices(Choices[CompletionRequest]):
         found = []
         for place, result in enumerate(results):
             for answer in result.outputs:
-                choice = self.choice(place, whole(answer))
+                choice = self.choice(place, answer)
                 if self._body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
                 found.append(choice)
         return {**self.head, "choices": found, "usage": self.usage()}
 
-    def index(self, place: int, delta: AnswerDelta) -> int:
+    def index(self, place: int, delta: Answer) -> int:
         return place * self._params.n + delta.index
 
-    def pieces(self, place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:
+    def pieces(self, place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], None]]:
         # There may be tokens whose text is incomplete.
         is_shown = delta.logprobs is not None or self._body.return_token_ids
         if is_shown or delta.text or delta.finish_reason is not None:
@@ -91,8 +90,8 @@ class _Choices(Choices[CompletionRequest]):
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         return super().usage(0 if self._is_prompt_alone else num_output_tokens)
 
-    def choice(self, place: int, delta: AnswerDelta) -> dict[str, Any]:
-        """A choice, or what it grew by.
+    def choice(self, place: int, delta: Answer) -> dict[str, Any]:
+        """A choice, or its new part.
 
         Args:
             place: of the prompt.
@@ -135,8 +134,8 @@ class _Choices(Choices[CompletionRequest]):
         """The prompt as given; for token ids or a truncated text, the decoded tokens."""
         tokenizer = self._llm.tokenizer
         # A prompt encoded without special tokens reaches the engine without its text.
-        asked = self._body.prompt
-        given = asked if isinstance(asked, str) else asked[place]
+        prompts = self._body.prompt
+        given = prompts if isinstance(prompts, str) else prompts[place]
         is_whole = self._params.truncate_prompt_tokens is None
         if isinstance(given, str) and is_whole:
             return given

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.generation import AnswerDelta
 from ..engine.outputs import RequestOutput
 from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
-from .call import read_call, whole
+from .call import Answer, read_call
 from .context import Context
 from .logprobs import content_logprobs, id_entry, prompt_logprobs
 from .protocol.endpoints import GenerateRequest
@@ -46,7 +45,7 @@ class _Choices(Choices[GenerateRequest]):
         (result,) = results
         found: dict[str, Any] = {
             **self.head,
-            "choices": [self.choice(whole(answer)) for answer in result.outputs],
+            "choices": [self.choice(answer) for answer in result.outputs],
             "prompt_logprobs": prompt_logprobs(result.prompt_logprobs),
             "usage": self.usage(),
         }
@@ -54,14 +53,14 @@ class _Choices(Choices[GenerateRequest]):
             found["prompt_token_ids"] = result.prompt_token_ids
         return found
 
-    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
+    def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
         """The first chunk has the prompt with ``return_token_ids``."""
         has_prompt = self._body.return_token_ids and not self._is_begun
         self._is_begun = True
         prompt = self.generations[0].prompt
         yield self.choice(delta), {"prompt_token_ids": prompt.token_ids} if has_prompt else None
 
-    def choice(self, delta: AnswerDelta) -> dict[str, Any]:
+    def choice(self, delta: Answer) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             num_top = self._params.logprobs or 0

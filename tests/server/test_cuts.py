@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pagespec import LLM, AsyncLLM, SamplingParams
 from pagespec.aio.generation import AnswerDelta, Generation
 from pagespec.server import chat, completions
-from pagespec.server.call import read_call, whole
+from pagespec.server.call import read_call
 from pagespec.server.config import ServerConfig
 from pagespec.server.context import ServerContext
 from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
@@ -100,7 +100,7 @@ def completion(engine: AsyncLLM, **fields: Any) -> Answered:
     generation, result = ask(engine, body.prompt, params)
     return Answered(
         generation,
-        [whole(answer) for answer in result.outputs],
+        result.outputs,
         lambda found: completions._Choices(call, params, [found]),
         lambda choices, answer: choices.choice(0, answer),
     )
@@ -120,7 +120,7 @@ def conversation(engine: AsyncLLM, **fields: Any) -> Answered:
     generation, result = ask(engine, prompt, params)
     return Answered(
         generation,
-        [whole(answer) for answer in result.outputs],
+        result.outputs,
         lambda found: chat._Choices("auto", call, params, [found]),
         lambda choices, answer: choices.choice(answer),
     )
