@@ -1,4 +1,4 @@
-"""The on-disk cache of what every start would otherwise compute, and atomic writes to it."""
+"""The on-disk cache of results that each start would compute again, and atomic writes to it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _compiled(pattern: str) -> Any:
 
 
 def _match(view: View, pattern: str, place: int) -> Waiting[Any]:
-    """The match of a pattern at a place, or None. A pattern must end in what cannot go on."""
+    """The match of a pattern at a place, or None. More text must not prolong a match."""
     compiled = _compiled(pattern)
     while True:
         match = compiled.match(view.text, place, partial=not view.is_whole)

@@ -116,10 +116,10 @@ def parse_question(line: Line) -> Question:
         raise InvalidInputError("line", shown, limit)
     content = given[kinds[0]]
     if not isinstance(content, str if kinds[0] == "prompt" else list):
-        wanted = {"prompt": "text", "prompt_token_ids": "a list of token ids"}.get(
+        limit = {"prompt": "text", "prompt_token_ids": "a list of token ids"}.get(
             kinds[0], "a list"
         )
-        raise InvalidInputError(kinds[0], content, f"must be {wanted}")
+        raise InvalidInputError(kinds[0], content, f"must be {limit}")
     identity = given.get("id")
     if identity is not None and not (isinstance(identity, str) or is_int(identity)):
         raise InvalidInputError("id", identity, "must be text or an integer")

@@ -86,7 +86,7 @@ class _LaunchThread:
 
 class LogitsCallback:
     """The user's ``on_logits``, called in the launch thread. All ranks have computed a step when it
-    is called, so what it raises fails the step and not the group."""
+    is called, so its exception fails the step and not the group."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -95,7 +95,7 @@ class LogitsCallback:
     def __call__(self, *arguments: object) -> None:
         try:
             self._function(*arguments)
-        except BaseException as error:  # also what is no Exception: no signal comes to the thread
+        except BaseException as error:  # also SystemExit: no signal comes to the thread
             self._error = error
 
     def take_error(self) -> BaseException | None:

@@ -93,7 +93,7 @@ class Workers:
         """Wait until all have reached a state.
 
         Raises:
-            InvalidInputError, UnsupportedModelError: what one of them refused.
+            InvalidInputError, UnsupportedModelError: one of them refused a setting or the model.
             EngineError: one has ended, or needs longer than ``timeout_s``.
         """
         begin = time.monotonic()
@@ -106,7 +106,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Raises what ended a rank, if one has ended."""
+        """Raises the error that ended a rank, if one has ended."""
         for rank, cell in enumerate(self._channel.cells):
             if cell.state == State.FAILED:
                 raise _error_of(rank, cell.text)
@@ -176,8 +176,8 @@ class Watch:
                 raise EngineError(self._stall(seen))
 
     def _stall(self, seen: Sequence[tuple[int, int, int]]) -> str:
-        """Which ranks hold up the group. A stopped one may have come as far as those that wait for
-        it, or further, as what it sent is under way no more."""
+        """Which ranks hold up the group. A stopped rank may have come as far as those that wait for
+        it, or further: its last message may be lost."""
         stopped = dict(self._workers.stopped())
         late = list(stopped) or [rank for rank, far in enumerate(seen) if far == min(seen)]
         names = f"rank {late[0]} has" if len(late) == 1 else f"ranks {late} have"

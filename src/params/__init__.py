@@ -1,4 +1,4 @@
-"""Declared parameters: their form, what derives from it, and names of other engines.
+"""Declared parameters: their form, all that follows from it, and names of other engines.
 
 ``declare`` has the form of a declaration, ``checks`` the limits of values, ``foreign`` the names
 that engine arguments have in vLLM and nano-vllm. The declarations themselves are the fields of

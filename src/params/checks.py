@@ -34,7 +34,7 @@ def is_list(value: object) -> bool:
 
 
 def path_of(value: object) -> str | None:
-    """The text of a path; None for what is no path, or one of bytes."""
+    """The text of a path; None for a path of bytes, or another value."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     return path if isinstance(path, str) else None
 

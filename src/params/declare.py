@@ -30,16 +30,16 @@ class Param:
         help: of the command line, ``help(LLM)`` and the documentation.
         check: of its value, unless that is None and None is allowed.
         takes_none: None is a value, and is not checked.
-        absent: what None stands for, if that is no value of the field itself.
+        absent: the meaning of None, if that is no value of the field itself.
         metavar: of its option; empty: that of its type.
         flag: spellings of its option; empty: its name; None: it has no option.
-        stage: what reads it. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
+        stage: the reader. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
             Of a sampling parameter "cut" if it decides which tokens are kept. Of a server's setting
             the panel of the help.
         wire: where a request over HTTP has it: "field" of its body, or only in the "object"
             ``sampling_params``; None: nowhere.
         is_of_model: the generation config may have its default.
-        sent: what a kernel is sent in place of its value, in stage "cut".
+        sent: the number that a kernel gets in place of the value, in stage "cut".
     """
 
     help: str
@@ -89,7 +89,7 @@ def _checks(cls: Any) -> tuple[tuple[str, Check, bool], ...]:
 
 
 def check_fields(made: Any) -> None:
-    """Check each declared field of a dataclass by itself, and keep what its check returns.
+    """Check each declared field of a dataclass by itself, and keep the result of its check.
 
     Raises:
         InvalidInputError: a value is outside its limits.

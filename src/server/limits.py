@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 64 << 10
 # lose the answer.
 _DISCARD_S = 2.0
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
-# Larger bodies may fill half of what all may hold: small ones find room beside them.
+# Larger bodies may fill half of the limit of all: small ones find room beside them.
 _SMALL_BODY = 1 << 20
 _FULL = "the request bodies held by the server reach their limit; try again"
 

@@ -185,7 +185,7 @@ def live_router(view: LiveView) -> APIRouter:
     """GET /live, and GET /live/stream: the same twice a second, as server-sent events."""
     router = APIRouter()
 
-    # Both async: what they read changes on the event loop.
+    # Both async: the counters change on the event loop.
     @router.get("/live", summary="What the engine is doing")
     async def read_live(context: Context) -> dict[str, Any]:
         return await view.frame(context)

@@ -140,7 +140,7 @@ class EventStream(StreamingResponse):
         self._ends_with_usage = options is not None and bool(options.include_usage)
         self._has_usages = options is not None and bool(options.continuous_usage_stats)
         self._end = ',"usage":null}\n\n' if self._ends_with_usage else "}\n\n"
-        self._num_tokens = 0  # in what was written
+        self._num_tokens = 0  # in the chunks so far
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers)
 

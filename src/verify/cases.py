@@ -69,14 +69,14 @@ class ScheduleCases:
             "frequency_penalty": 0.3,
         }
         if number % 2:
-            asked = {
+            chosen = {
                 "logit_bias": dict.fromkeys(few, 8.0),
                 "min_tokens": self.size.num_tokens // 2,
                 **penalties,
             }
         else:
-            asked = {"allowed_token_ids": few, **penalties}
-        params = replace(plain.params, **asked)
+            chosen = {"allowed_token_ids": few, **penalties}
+        params = replace(plain.params, **chosen)
         bad_words = [(few[0],), *((few[i], few[j]) for i in range(1, 4) for j in range(1, 4))]
         edits = LogitEdits.of(params, few[4:6], bad_words)
         return replace(plain, name=f"edited, {plain.name}", params=params, edits=edits)
@@ -176,7 +176,7 @@ class ScheduleCases:
     def pauses_over_hits(self, stepped: SteppedEngine) -> Iterator[Case]:
         """Two of one prompt arrive together and compute blocks of their own. One is paused after
         each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
-        of the other. A third comes when they are done and finds what they left."""
+        of the other. A third comes when they are done and hits their blocks."""
         for count in range(self.size.num_tokens):
             for i, subject in enumerate(self._cut):
                 salt = b"paused %d %d" % (count, i)
@@ -241,7 +241,7 @@ class ScheduleCases:
 class ScoreCases:
     """Scores beside sampled log-probabilities: one float, however either is computed.
 
-    The reference is what a request gets with ``logprobs`` when it is served alone. It is sampled
+    The references are the log-probabilities of requests that are served alone. Each is sampled
     again beside others, from the cache and after a pause. Prompt and answer are also scored as one
     prompt, whose log-probabilities must be the same floats where the answer's tokens stand.
 

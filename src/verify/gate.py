@@ -135,7 +135,7 @@ def run_gate(
         vocabulary: prompts are of ids below this.
         block_size: tokens in a KV block; small blocks make more cases.
         size: how much is tried; by default all of it.
-        on_progress: called with what is tried next.
+        on_progress: called with the name of the next cases.
         with_control: run the controls as well. On a GPU they need a process of their own
             (``only_control``): pinned algorithms of the library stay pinned in the process.
         only_control: run nothing but the controls.

@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline, title: str, verdict: Verdict | None) -> dic
 
 def device_times(timeline: Timeline) -> list[tuple[int, int]]:
     """When the device computed each step: from its planning, or from the end of the step before,
-    to the arrival of its tokens, as near as the host knows."""
+    to the arrival of its tokens on the host."""
     found, last = [], 0
     planned, collected = timeline.times["planned"], timeline.times["collected"]
     for begin, end in zip(planned, collected, strict=True):
@@ -95,8 +95,8 @@ def _steps(timeline: Timeline) -> Iterator[Event]:
         if collected != NEVER:
             yield _slice("wait", _ENGINE, _HOST, asked, collected, step=step)
             yield _slice("commit", _ENGINE, _HOST, collected, committed, step=step)
-        told = {name: column[i] for name, column in counts.items()}
-        yield _slice(f"step {step}", _ENGINE, _DEVICE, begin, end, step=step, **told)
+        counted = {name: column[i] for name, column in counts.items()}
+        yield _slice(f"step {step}", _ENGINE, _DEVICE, begin, end, step=step, **counted)
         dispatch = Place(_ENGINE, _HOST, planned)
         yield from _flow("dispatched", i + 1, dispatch, Place(_ENGINE, _DEVICE, begin))
 
@@ -123,7 +123,7 @@ def _times_of(segment: Segment, device: list[tuple[int, int]]) -> tuple[int, int
 
 def _lanes(timeline: Timeline) -> Iterator[Event]:
     device = device_times(timeline)
-    drafts = {(step, lane): told for step, lane, *told in timeline.drafts}
+    drafts = {(step, lane): counts for step, lane, *counts in timeline.drafts}
     for tid, lane in enumerate(timeline.lanes, 1):
         last = 0
         for segment in lane.segments:

@@ -1,4 +1,4 @@
-"""A step trace as columns: what the page draws, compact enough for 10,000 steps of 1,000 requests.
+"""A step trace as columns, the data of the page: compact enough for 10,000 steps of 1,000 requests.
 
 A request's life is a lane of *segments*. A segment of waiting has a begin and an end; a segment of
 rows covers consecutive steps: a chunk is one row, and decodes that follow one another are one
@@ -64,8 +64,8 @@ class Lane:
         self.siblings: list[Lane] = []
 
     def contents_in(self, begin: int, end: int) -> list[tuple[str, int, int]]:
-        """(content hash, first and last offset in it) of what positions [begin, end) have of
-        content segments."""
+        """(content hash, first and last offset in it) of the content segments at positions
+        [begin, end)."""
         return [
             (content_hash, max(begin, first) - first, min(end, last) - 1 - first)
             for first, last, content_hash in self.contents
@@ -73,7 +73,7 @@ class Lane:
         ]
 
     def add_row(self, step: int, start: int, num_tokens: int, num_samples: int) -> int:
-        """Put a row into the last segment if it goes on there; returns what it is. A row with draft
+        """Put a row into the last segment if it goes on there; returns its kind. A row with draft
         tokens is a segment of its own."""
         is_decode = num_samples > 0 and num_tokens == num_samples and start >= self.num_prompt
         if is_decode and num_tokens == 1 and self.segments:
@@ -104,7 +104,7 @@ class Timeline:
         self.refusals: list[list[Any]] = []
         self.marks: list[tuple[int, int, str, str]] = []  # (time, step, text, colour)
         self.end = 0
-        self.lines: dict[int, tuple[int, int]] = {}  # line -> (time, step) of what may be refused
+        self.lines: dict[int, tuple[int, int]] = {}  # time and step of events, by line
         self._live: dict[str, int] = {}
         self._in_flight: dict[int, int] = {}
         self._leaders: dict[int, list[Lane]] = {}
@@ -160,7 +160,7 @@ class Timeline:
 
     def _end(self, name: str, reason: str) -> None:
         _, lane = self._lane(name)
-        self._enter(lane, _RUNNING, self.end)  # closes what it waited in
+        self._enter(lane, _RUNNING, self.end)  # closes its wait
         self._num_running -= 1
         lane.ended, lane.reason = self.end, reason
         self._release_siblings(lane)
@@ -230,8 +230,8 @@ class Timeline:
             self._open_drafts[event["step"], name] = entry
         self._leaders[event["step"]] = leaders
         starts = {row[0]: row[1] for row in event["rows"]}
-        told = [name for name, _ in event.get("tables", ())]
-        hits = event.get("hits") or [[n, starts[n]] for n in told if starts.get(n)]
+        tables = [name for name, _ in event.get("tables", ())]
+        hits = event.get("hits") or [[n, starts[n]] for n in tables if starts.get(n)]
         self.hits += [(step, self._lane(name)[0], tokens) for name, tokens in hits]
         self._take_refusals(step, event.get("refused", ()))
         times = (began, planned, dispatched, NEVER, NEVER, NEVER)
