@@ -53,11 +53,11 @@ class Tiling:
     """
 
     block_n: int
-    decode_warps: int
-    decode_stages: int
-    block_m: int
-    prefill_warps: int
-    prefill_stages: int
+    decode_warps: int = 4
+    decode_stages: int = 3
+    block_m: int = 128
+    prefill_warps: int = 8
+    prefill_stages: int = 2
     decode_registers: int | None = None
     many_warps: int = 4
     many_fused_registers: int | None = None
@@ -96,37 +96,13 @@ def choose_tiling(
         cache_dtype: None if that of the queries.
     """
     widest = triton.next_power_of_2(max(k_dim, v_dim))
-    is_e4m3 = cache_dtype == torch.float8_e4m3fn
     if dtype == torch.float32:
-        return Tiling(
-            block_n=16,
-            decode_warps=4,
-            decode_stages=2,
-            block_m=32,
-            prefill_warps=8,
-            prefill_stages=2,
-        )
+        return Tiling(block_n=16, decode_stages=2, block_m=32)
     if widest > 128:
-        return Tiling(
-            block_n=32,
-            decode_warps=4,
-            decode_stages=3,
-            block_m=128,
-            prefill_warps=8,
-            prefill_stages=2,
-            prefill_parts=2 if v_dim == widest else 1,
-        )
-    return Tiling(
-        block_n=64,
-        decode_warps=4,
-        decode_stages=3,
-        block_m=128,
-        prefill_warps=8,
-        prefill_stages=3,
-        many_warps=2 if is_e4m3 else 4,
-        many_fused_registers=128 if is_e4m3 else None,
-        unsplit_registers=None if is_e4m3 else 168,
-    )
+        return Tiling(block_n=32, prefill_parts=2 if v_dim == widest else 1)
+    if cache_dtype == torch.float8_e4m3fn:
+        return Tiling(block_n=64, prefill_stages=3, many_warps=2, many_fused_registers=128)
+    return Tiling(block_n=64, prefill_stages=3, unsplit_registers=168)
 
 
 def for_card(t: Tiling, num_sms: int) -> Tiling:

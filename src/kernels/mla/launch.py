@@ -40,12 +40,12 @@ class LatentTiling:
     """
 
     block_n: int
-    ones: int
-    decode_lines: int
-    decode_warps: int
-    prefill_lines: int
-    prefill_warps: int
-    num_stages: int
+    ones: int = 16
+    decode_lines: int = 16
+    decode_warps: int = 4
+    prefill_lines: int = 16
+    prefill_warps: int = 4
+    num_stages: int = 2
     near_split: int = 256
     far_split: int = 512
     split_change: int = 2048
@@ -62,15 +62,7 @@ class LatentTiling:
 def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> LatentTiling:
     """The tiling for vectors of ``dtype`` and queries of ``num_heads``."""
     if dtype == torch.float32:
-        return LatentTiling(
-            block_n=16,
-            ones=16,
-            decode_lines=16,
-            decode_warps=8,
-            prefill_lines=16,
-            prefill_warps=8,
-            num_stages=1,
-        )
+        return LatentTiling(block_n=16, decode_warps=8, prefill_warps=8, num_stages=1)
     gpu = Gpu.of(device)
     is_large = gpu.is_large
     is_many = num_heads > 16
@@ -83,9 +75,6 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
         ones=64 if is_large else 16,
         decode_lines=32 if is_many else 16,
         decode_warps=8 if is_many else 4,
-        prefill_lines=16,
-        prefill_warps=4,
-        num_stages=2,
         **together,
     )
 
