@@ -98,7 +98,7 @@ def triton_limit(
 def planes_limit(
     device: torch.device, specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
-    """Why a GPU cannot hold keys and values as e4m3 numbers, or None if it can.
+    """Why a GPU cannot hold keys and values as e4m3 elements, or None if it can.
 
     Args:
         specs: the attention calls. block_size: slots per block.
@@ -141,7 +141,7 @@ def select_backend(
         requested: one of :data:`REQUESTS`.
         device: of the model. dtype: of queries and caches.
         specs: the attention calls, none of a model without attention. block_size: slots per block.
-        kv_cache_dtype: "fp8" for caches of e4m3 numbers, which FlashAttention does not read.
+        kv_cache_dtype: "fp8" for caches of e4m3 elements, which FlashAttention does not read.
 
     Raises:
         InvalidInputError: field "kv_cache_dtype": this GPU, these head sizes or this block size
@@ -157,10 +157,9 @@ def select_backend(
     if requested == "reference":
         return _reference("it was requested")
     if requested == "flash":
-        if has_planes:
-            limit = 'FlashAttention here reads no cache of kv_cache_dtype "fp8"'
-            raise InvalidInputError("attention", requested, limit)
-        chosen = _flash(flash.LIBRARIES, device, dtype, specs, block_size)
+        chosen: AttentionBackend | str = 'FlashAttention reads no cache of kv_cache_dtype "fp8"'
+        if not has_planes:
+            chosen = _flash(flash.LIBRARIES, device, dtype, specs, block_size)
         if isinstance(chosen, str):
             raise InvalidInputError("attention", requested, chosen)
         return chosen
@@ -170,15 +169,14 @@ def select_backend(
         limit = f"the Triton kernels {lacking}"
     if limit is None and has_planes and any(spec.k_dim % 2 or spec.v_dim % 2 for spec in specs):
         limit = "the Triton kernels take e4m3 numbers in pairs: even head sizes"
-    if requested == "triton":
-        if limit is not None:
-            raise InvalidInputError("attention", requested, limit)
-        return _triton("it was requested")
-    if device.type != "cuda":
-        return _reference(f'device "{device}" is not an NVIDIA GPU')
+    if requested == "triton" and limit is not None:
+        raise InvalidInputError("attention", requested, limit)
     if limit is not None:
         return _reference(limit)
-    return _triton("they serve all attention calls of the model")
+    is_asked = requested == "triton"
+    return _triton(
+        "it was requested" if is_asked else "they serve all attention calls of the model"
+    )
 
 
 def _reference(why: str) -> AttentionBackend:
