@@ -104,7 +104,9 @@ class RecurrentSpec:
         """Of what one slot holds: the state, or the records of a GPU."""
         if torch.device(device).type == "cpu" or not self.input_dtypes:
             return self.state_shape
-        return slot_shape(*self.state_shape, *(getattr(torch, name) for name in self.input_dtypes))
+        num_heads, num_keys, num_values = self.state_shape
+        dtypes = (getattr(torch, name) for name in self.input_dtypes)
+        return slot_shape(num_heads, num_keys, num_values, *dtypes)
 
     def num_bytes(self, device: torch.device | str) -> int:
         """Of one slot."""
