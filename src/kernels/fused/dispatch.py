@@ -8,7 +8,10 @@ inside a mean is their own, and it is the same for any number of rows.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,28 +26,46 @@ NormForm = Literal["rounded", "wide", "plus_one"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _on_gpu(module: str) -> Callable[[_Function], _Function]:
+    """On a GPU, have the function of the same name in ``module`` in place of the decorated one, by
+    the device of the first argument or of its first field."""
+
+    def decorate(reference: _Function) -> _Function:
+        @cache
+        def kernel() -> Any:
+            # Triton is only there on machines with a GPU.
+            return getattr(import_module(f"{__package__}.{module}"), reference.__name__)
+
+        @wraps(reference)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first: Tensor = args[0][0] if isinstance(args[0], tuple) else args[0]
+            by = kernel() if first.device.type == "cuda" else reference
+            return by(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+@_on_gpu("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """RMSNorm of ``x [..., N]`` over its last dim with ``weight [N]``, both of one dtype."""
-    if x.device.type == "cuda":
-        # Triton is only there on machines with a GPU.
-        from . import rms_norm
-
-        return rms_norm.rms_norm(x, weight, eps, form)
     return rms_norm_reference(x, weight, eps, form)
 
 
+@_on_gpu("rms_norm")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm
 ) -> tuple[Tensor, Tensor]:
     """(RMSNorm of h, h) with h = ``residual + x``, all ``[..., N]`` of one dtype."""
-    if x.device.type == "cuda":
-        from . import rms_norm
-
-        return rms_norm.add_rms_norm(x, residual, weight, eps, form)
     hidden = residual + x
     return rms_norm_reference(hidden, weight, eps, form), hidden
 
 
+@_on_gpu("rms_norm")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """``rms_norm(x) * silu(gate)``, the second factor and the product in float32, rounded once.
 
@@ -55,28 +76,21 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: No
     Returns:
         ``[R, N]`` in the dtype of x.
     """
-    if x.device.type == "cuda":
-        from . import rms_norm
-
-        return rms_norm.gated_rms_norm(x, gate, weight, eps, form)
     normed = rms_norm_reference(x, weight, eps, form)
     return (normed * torch.nn.functional.silu(gate.reshape(x.shape).float())).to(x.dtype)
 
 
+@_on_gpu("activation")
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul."""
-    if gate.device.type == "cuda":
-        from . import activation
-
-        return activation.act_mul(gate, up, kind)
-    return act_mul_reference(gate, up, kind)
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+@_on_gpu("norm_rope_store")
 def norm_rope_store(
-    inputs: RopeInputs,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    inputs: RopeInputs, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
     """Normalise (given weights) and rotate queries and keys; store keys and values.
 
@@ -88,12 +102,13 @@ def norm_rope_store(
     Returns:
         The rotated queries ``[T, Hq, D]``.
     """
-    function = norm_rope_store_reference
-    if inputs.query.device.type == "cuda":
-        from . import norm_rope_store
-
-        function = norm_rope_store.norm_rope_store
-    return function(inputs, k_cache, v_cache, slot_mapping)
+    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm_reference(query, q_weight, eps, form)
+        key = rms_norm_reference(key, k_weight, eps, form)
+    key = rotate_reference(key, cos, sin, rotary_dim)
+    kv_store(key, value, k_cache, v_cache, slot_mapping)
+    return rotate_reference(query, cos, sin, rotary_dim)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
@@ -105,13 +120,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) ->
     if form == "wide":
         return (weight * y).to(x.dtype)
     return (y * (1.0 + weight.float())).to(x.dtype)
-
-
-def act_mul_reference(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """:func:`act_mul` in torch's operations."""
-    if kind == "silu":
-        return torch.nn.functional.silu(gate) * up
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
@@ -126,22 +134,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Te
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def norm_rope_store_reference(
-    inputs: RopeInputs,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """:func:`norm_rope_store` in torch's operations."""
-    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
-    if q_weight is not None and k_weight is not None:
-        query = rms_norm_reference(query, q_weight, eps, form)
-        key = rms_norm_reference(key, k_weight, eps, form)
-    key = rotate_reference(key, cos, sin, rotary_dim)
-    kv_store(key, value, k_cache, v_cache, slot_mapping)
-    return rotate_reference(query, cos, sin, rotary_dim)
-
-
+@_on_gpu("rope_cos_sin")
 def rope_table(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -155,11 +148,6 @@ def rope_table(
     Returns:
         cos, sin: ``[1, T, 2 H]``, contiguous; the angles twice, side by side.
     """
-    if positions.device.type == "cuda":
-        # Triton is only there on machines with a GPU.
-        from . import rope_cos_sin
-
-        return rope_cos_sin.rope_table(frequencies, positions, scaling, dtype)
     angles = (frequencies * positions.float()).transpose(1, 2)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -26,7 +26,7 @@ def turned(
     inputs: RopeInputs, slots: torch.Tensor, kv: PagedKV, params: AttentionParams
 ) -> torch.Tensor:
     """The joined call in torch's operations."""
-    query = fused.norm_rope_store_reference(inputs, kv.k_cache, kv.v_cache, slots)
+    query = fused.norm_rope_store(inputs, kv.k_cache, kv.v_cache, slots)
     return reference.paged_attention(query, kv, params)
 
 

@@ -42,7 +42,7 @@ class Backend:
         order: Tensor | None = None,
     ) -> Tensor:
         self.told.append((kv.context_lens.clone(), order))
-        query = fused.norm_rope_store_reference(inputs, kv.k_cache, kv.v_cache, slots)
+        query = fused.norm_rope_store(inputs, kv.k_cache, kv.v_cache, slots)
         return reference.paged_attention(query, kv, params)
 
     def made(self) -> AttentionBackend:
