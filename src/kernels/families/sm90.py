@@ -7,81 +7,54 @@ from ..arch import Implementation
 
 _SM90 = ("sm90",)
 
+
+def _gluon(operation: str, format: str, **functions: str) -> Implementation:
+    return Implementation(operation, format, _SM90, functions, needs_gluon=True)
+
+
 IMPLEMENTATIONS = (
-    Implementation(
+    _gluon(
         "few_rows_matmul",
         "bfloat16",
-        _SM90,
-        {
-            "choose_tile": "linear.tiles:choose_prefetch_tile",
-            "tuned_rows": "linear.tiles:tuned_prefetch_rows",
-            "matmul": "linear.matmul_sm90:matmul",
-        },
-        needs_gluon=True,
+        choose_tile="linear.tiles:choose_prefetch_tile",
+        tuned_rows="linear.tiles:tuned_prefetch_rows",
+        matmul="linear.matmul_sm90:matmul",
     ),
-    Implementation(
+    _gluon(
         "norm_matmul",
         "bfloat16",
-        _SM90,
-        {
-            "serves": "linear.matmul_sm90:serves_norm",
-            "matmul": "linear.matmul_sm90:norm_matmul",
-        },
-        needs_gluon=True,
+        serves="linear.matmul_sm90:serves_norm",
+        matmul="linear.matmul_sm90:norm_matmul",
     ),
-    Implementation(
+    _gluon(
         "many_rows_matmul",
         "bfloat16",
-        _SM90,
-        {
-            "serves": "linear.tiles:may_take_many_rows",
-            "is_quicker": "linear.tiles:is_quicker_for_many_rows",
-            "matmul": "linear.matmul_sm90_many:matmul_many",
-        },
-        needs_gluon=True,
+        serves="linear.tiles:may_take_many_rows",
+        is_quicker="linear.tiles:is_quicker_for_many_rows",
+        matmul="linear.matmul_sm90_many:matmul_many",
     ),
-    Implementation(
+    _gluon(
         "matmul",
         "fp8",
-        _SM90,
-        {
-            "choose_tile": "quantized.tiles_fp8:choose_sm90_tile",
-            "matmul": "quantized.matmul_fp8_sm90:matmul",
-        },
-        needs_gluon=True,
+        choose_tile="quantized.tiles_fp8:choose_sm90_tile",
+        matmul="quantized.matmul_fp8_sm90:matmul",
     ),
-    Implementation(
+    _gluon(
         "gated_matmul",
         "fp8",
-        _SM90,
-        {
-            "choose_tile": "quantized.tiles_fp8:choose_gated_tile",
-            "matmul": "quantized.matmul_fp8_sm90:gated_matmul",
-        },
-        needs_gluon=True,
+        choose_tile="quantized.tiles_fp8:choose_gated_tile",
+        matmul="quantized.matmul_fp8_sm90:gated_matmul",
     ),
-    Implementation(
-        "prefill_attention",
-        "",
-        _SM90,
-        {"launch": "attention.prefill_sm90:launch"},
-        needs_gluon=True,
-    ),
-    Implementation(
+    _gluon("prefill_attention", "", launch="attention.prefill_sm90:launch"),
+    _gluon(
         "latent_attention",
         "",
-        _SM90,
-        {
-            "serves": "mla.prefill_sm90:is_served",
-            "serves_singles": "mla.prefill_sm90:serves_singles",
-            "launch": "mla.prefill_sm90:launch",
-            "serves_decode": "mla.decode_sm90:serves",
-            "launch_decode": "mla.decode_sm90:launch",
-        },
-        needs_gluon=True,
+        serves="mla.prefill_sm90:is_served",
+        serves_singles="mla.prefill_sm90:serves_singles",
+        launch="mla.prefill_sm90:launch",
+        serves_decode="mla.decode_sm90:serves",
+        launch_decode="mla.decode_sm90:launch",
     ),
     # Weights that stay quantised, tried and measured there. FP8 rows need sm89 at least.
-    Implementation("weights", "fp8", _SM90),
-    Implementation("weights", "int4", _SM90),
-    Implementation("weights", "int8", _SM90),
+    *(Implementation("weights", format, _SM90) for format in ("fp8", "int4", "int8")),
 )
