@@ -1,4 +1,4 @@
-"""Architectures that kernels are written for, and what says which functions serve one."""
+"""Architectures that kernels are written for, and the functions that serve an operation on them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def is_gluon_known() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """What serves an operation on some architectures.
+    """Functions that serve an operation on some architectures.
 
     Attributes:
         operation: as callers name it. format: of weights, caches or rows; "" for any.
         archs: names of :class:`Arch`.
         functions: "module:function" by the name that callers use, modules counted from
-            ``pagespec.kernels``. None for formats of weights, which only say where they are served.
+            ``pagespec.kernels``. Empty for formats of weights, whose entries only list
+            architectures.
         needs_gluon: whether the functions need Gluon.
     """
 

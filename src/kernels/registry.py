@@ -25,7 +25,7 @@ class Registry:
 
     def __init__(self, implementations: tuple[Implementation, ...]) -> None:
         self._implementations = implementations
-        # By operation, format and architecture: steps without a graph ask in each layer.
+        # By operation, format and architecture: steps without a graph look it up in each layer.
         self._found: dict[tuple[str, str, str, bool], Implementation | None] = {}
 
     def find(self, operation: str, format: str, arch: Arch) -> Implementation | None:

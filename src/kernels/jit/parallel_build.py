@@ -63,11 +63,11 @@ def may_skip_launches() -> bool:
 
 
 def pin_triton_cache_dir() -> None:
-    """Say in the environment where Triton keeps kernels, if nothing there says it: where it does.
+    """Set TRITON_CACHE_DIR to the folder in use, unless it is set.
 
-    Inductor, once it compiles a kernel, names a folder of its own there for the rest of the
-    process. Then the kernels of a start that finds all of Inductor's made are looked for elsewhere
-    than those of the start before were kept.
+    Inductor sets it to another folder when it first compiles a kernel. A start that finds all of
+    Inductor's kernels in the cache would then read Triton's from another folder than the start
+    before wrote them to.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 

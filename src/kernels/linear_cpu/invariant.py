@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe)
     """``F.linear``, each row with the same bits whatever the number of rows and its place.
 
     Args:
-        x: ``[..., in]``. weight: ``[out, in]``, packed if the recipe says so. bias: ``[out]`` or
+        x: ``[..., in]``. weight: ``[out, in]``, packed if the recipe is. bias: ``[out]`` or
             None.
         recipe: what :func:`choose_recipe` returned for this weight.
 

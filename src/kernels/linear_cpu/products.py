@@ -62,7 +62,7 @@ def product(
     """Each row of ``x`` has the same bits whatever the number of rows.
 
     Args:
-        weight: the constant; if the recipe says packed, its matrices, each packed.
+        weight: the constant; of a packed recipe its matrices, each packed.
         addend: is added to the result, whose shape it can be expanded to.
         recipe: for the matrices of :func:`matrices_of`.
         sizes: of :func:`own_sizes`.

@@ -34,8 +34,8 @@ class Recipes:
     """How to multiply with weights of a shape, by trials.
 
     Args:
-        folder: where what was found is kept, None to keep it for this object alone. Nothing is kept
-            where the processor does not say what it is.
+        folder: where recipes are kept, None to keep them for this object alone. Nothing is kept
+            where the processor cannot be identified.
         threads: numbers of threads that recipes may be used with, the most first; none: the present
             number alone.
     """
