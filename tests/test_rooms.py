@@ -333,7 +333,7 @@ def test_a_planted_import_is_noticed(
 
 
 PLANTED_AMONG_KERNELS = [
-    ("kernels.sampling.philox", "kernels.linear.plan", "sampling stands below linear"),
+    ("kernels.sampling.sampler", "kernels.linear.plan", "sampling stands below linear"),
     ("kernels.linear.dispatch", "kernels.experts.grouped_mm", "linear stands below experts"),
     ("kernels.linear_cpu.products", "kernels.quantized.fp8", "linear_cpu stands below quantized"),
     ("kernels.linear_cpu.invariant", "kernels.linear.plan", "linear_cpu stands beside linear"),

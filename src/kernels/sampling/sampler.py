@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives.communicator import Communicator
-from .philox import philox4x32
 
 GROUP = 256
 """Tokens of a group; part of what a seed means. A power of two."""
 
-_WORD = 0xFFFFFFFF
 _NEG_INF = float("-inf")
 _OF_TOKEN, _OF_GROUP = 0, 1
 """Last words of the counter, which tell the noise of a token from that of a group."""
@@ -228,6 +226,36 @@ def _noise(seeds: Tensor, positions: Tensor, ids: Tensor, kind: int) -> Tensor:
     counter = (ids // 4, positions & _WORD, (positions >> 32) & _WORD, ids.new_tensor(kind))
     words = philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
     return _gumbel(torch.stack(words, -1).gather(-1, (ids % 4).unsqueeze(-1)).squeeze(-1))
+
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+_NUM_ROUNDS = 10
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words for each counter: Philox4x32-10 (Salmon, Moraes, Dror and Shaw,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic. The same words
+    anywhere, in any batch, in any order.
+
+    Args:
+        counter, key: int64 tensors that hold 32-bit words, 0 to 2^32 - 1, and broadcast.
+
+    Returns:
+        Four int64 tensors of 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):
+        # The 64-bit product of two words wraps in int64, yet both of its halves are right.
+        product0, product1 = c0 * _M0, c2 * _M1
+        high0, high1 = (product0 >> 32) & _WORD, (product1 >> 32) & _WORD
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _WORD, high0 ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return c0, c1, c2, c3
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.sampling.philox import philox4x32
-from pagespec.kernels.sampling.sampler import SamplingInputs, greedy, sample
+from pagespec.kernels.sampling.sampler import SamplingInputs, greedy, philox4x32, sample
 
 
 def inputs(num_rows: int, **over: list) -> SamplingInputs:
