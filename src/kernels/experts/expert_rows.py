@@ -10,7 +10,6 @@ says, so a token's hidden state is read once and its result written once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -167,8 +166,9 @@ def combine_experts(
         return out
     block, num_warps = _tile(num_tokens)
     shared = None if shared is None else shared.contiguous()
+    logits, gate_stride = _gate_column(gate)
     _combine_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
-        rows, weights, inverse, shared, *_gate_column(gate, out),
+        rows, weights, inverse, shared, logits, out, gate_stride,
         H=hidden_size,
         K=top_k,
         BLOCK=block,
@@ -180,11 +180,11 @@ def combine_experts(
     return out
 
 
-def _gate_column(gate: Tensor | None, *between: Tensor) -> tuple[Any, ...]:
-    """The logits of a gate as a kernel takes them, ``between``, and the stride between two tokens:
-    they may be a column of a merged matmul's result."""
+def _gate_column(gate: Tensor | None) -> tuple[Tensor | None, int]:
+    """The logits of a gate as a kernel takes them, and the stride between two tokens: they may be a
+    column of a merged matmul's result."""
     column = None if gate is None else gate.reshape(-1)
-    return column, *between, 0 if column is None else column.stride(0)
+    return column, 0 if column is None else column.stride(0)
 
 
 def _product_dtype(rows: Tensor, weights: Tensor) -> tl.dtype:
@@ -261,10 +261,11 @@ def combine_add_rms_norm(
         return fused.add_rms_norm(combined.view(residual.shape), residual, norm_weight, eps, form)
     weights = weights.contiguous()
     out, hidden = torch.empty_like(residual), torch.empty_like(residual)
+    logits, gate_stride = _gate_column(gate)
     block = triton.next_power_of_2(hidden_size)
     _combine_norm_kernel[(num_tokens,)](
-        rows, weights, inverse, shared,
-        *_gate_column(gate, residual, norm_weight, out, hidden), eps,
+        rows, weights, inverse, shared, logits, residual, norm_weight, out, hidden, gate_stride,
+        eps,
         H=hidden_size,
         K=top_k,
         BLOCK=block,
