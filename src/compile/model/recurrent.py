@@ -21,96 +21,69 @@ from transformers import PreTrainedModel
 
 from .current_step import ON_CACHES, RecurrentCall, Scope, current
 
-# What the models call, with the parameters that it has there. Their one text is packed tokens.
+_Arguments = dict[str, Any]
 
 
-def causal_conv1d_fn(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> Tensor:
+def _short_conv(given: _Arguments) -> Tensor:
     """``[1, C, T]`` to the same; weight ``[C, K]``."""
-    tensors = hidden_states.squeeze(0).transpose(0, 1), weight, bias
-    out = _compute("short_conv", tensors, (activation or "",), kwargs)
+    x = given.pop("hidden_states").squeeze(0).transpose(0, 1)
+    tensors = x, given.pop("weight"), given.pop("bias", None)
+    out = _compute("short_conv", tensors, (given.pop("activation", None) or "",), given)
     return out.transpose(0, 1).unsqueeze(0)
 
 
-def torch_chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,  # noqa: ARG001 (of another algorithm for the same function)
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def _delta_rule(given: _Arguments) -> tuple[Tensor, None]:
     """``[1, T, H, K]`` and ``[1, T, H, V]`` to ``[1, T, H, V]``."""
-    tensors = tuple(x.squeeze(0) for x in (query, key, value, g, beta))
-    kwargs["initial_state"] = initial_state
-    kwargs["output_final_state"] = output_final_state or None
-    settings = query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel
-    return _compute("delta_rule", tensors, settings, kwargs).unsqueeze(0), None
+    names = ("query", "key", "value", "g", "beta")
+    tensors = tuple(given.pop(name).squeeze(0) for name in names)
+    given.pop("chunk_size", None)  # of another algorithm for the same function
+    settings = tensors[0].shape[-1] ** -0.5, given.pop("use_qk_l2norm_in_kernel", False)
+    return _compute("delta_rule", tensors, settings, given).unsqueeze(0), None
 
 
-def mamba2_chunk_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,  # noqa: ARG001 (as above)
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **kwargs: Any,
-) -> Tensor:
+def _ssd_scan(given: _Arguments) -> Tensor:
     """``[1, T, H, P]`` to the same."""
-    x, dt, B, C = (tensor.squeeze(0) for tensor in (hidden_states, dt, B, C))
-    kwargs["initial_states"] = initial_states
-    kwargs["return_final_states"] = return_final_states or None
-    settings = dt_softplus, float(dt_limit[0]), float(dt_limit[1])
-    return _compute("ssd_scan", (x, dt, A, B, C, D, dt_bias), settings, kwargs).unsqueeze(0)
+    x, dt, b, c = (given.pop(name).squeeze(0) for name in ("hidden_states", "dt", "B", "C"))
+    tensors = x, dt, given.pop("A"), b, c, given.pop("D", None), given.pop("dt_bias", None)
+    given.pop("chunk_size", None)  # as above
+    low, high = given.pop("dt_limit", (0.0, float("inf")))
+    settings = given.pop("dt_softplus", False), float(low), float(high)
+    return _compute("ssd_scan", tensors, settings, given).unsqueeze(0)
 
 
-def mamba_selective_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    use_mambapy: bool = False,  # noqa: ARG001 (as above)
-    use_associative_scan: bool = False,  # noqa: ARG001
-    **kwargs: Any,
-) -> Tensor:
+def _selective_scan(given: _Arguments) -> Tensor:
     """``[1, I, T]`` to the same."""
-    x, dt, B, C = (tensor.squeeze(0).transpose(0, 1) for tensor in (hidden_states, dt, B, C))
+    names = ("hidden_states", "dt", "B", "C")
+    x, dt, b, c = (given.pop(name).squeeze(0).transpose(0, 1) for name in names)
+    z = given.pop("z", None)
     gate = None if z is None else z.squeeze(0).transpose(0, 1)
-    kwargs["return_last_state"] = return_last_state or None
-    tensors = x, dt, A, B, C, D, gate, delta_bias
-    out = _compute("selective_scan", tensors, (delta_softplus,), kwargs)
+    tensors = x, dt, given.pop("A"), b, c, given.pop("D", None), gate, given.pop("delta_bias", None)
+    out = _compute("selective_scan", tensors, (given.pop("delta_softplus", False),), given)
     return out.transpose(0, 1).unsqueeze(0)
 
 
-_KNOWN: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": causal_conv1d_fn,
-    "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
-    "chunk_kimi_delta_attention": torch_chunk_gated_delta_rule,
-    "mamba2_chunk_scan": mamba2_chunk_scan,
-    "mamba_selective_scan": mamba_selective_scan,
+_DELTA_RULE = (
+    _delta_rule,
+    "query key value g beta chunk_size initial_state output_final_state use_qk_l2norm_in_kernel "
+    "kwargs",
+)
+_KNOWN: dict[str, tuple[Callable[[_Arguments], Any], str]] = {
+    "causal_conv1d_fn": (_short_conv, "hidden_states weight bias activation kwargs"),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": (
+        _ssd_scan,
+        "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit "
+        "return_final_states kwargs",
+    ),
+    "mamba_selective_scan": (
+        _selective_scan,
+        "hidden_states dt A B C D z delta_bias delta_softplus return_last_state use_mambapy "
+        "use_associative_scan kwargs",
+    ),
 }
+"""By the names of functions that models call: what computes the same from the arguments by name,
+for one text of packed tokens, and the names of parameters that such a function has."""
 
 
 def _compute(
@@ -143,17 +116,17 @@ def _found(home: str) -> dict[str, Callable[..., Any]]:
     globals_of_home = vars(sys.modules[home]) if home in sys.modules else {}
     return {
         name: globals_of_home[name]
-        for name, ours in _KNOWN.items()
-        if name in globals_of_home and _is_alike(globals_of_home[name], ours)
+        for name, (_, parameters) in _KNOWN.items()
+        if name in globals_of_home and _parameters(globals_of_home[name]) == parameters.split()
     }
 
 
-def _is_alike(theirs: Any, ours: Callable[..., Any]) -> bool:
+def _parameters(function: Any) -> list[str]:
+    """Their names; none of what has no signature."""
     try:
-        parameters = [*inspect.signature(theirs).parameters]
+        return [*inspect.signature(function).parameters]
     except (TypeError, ValueError):
-        return False
-    return parameters == [*inspect.signature(ours).parameters]
+        return []
 
 
 # Names of a Python module are of all threads: they are set when the first enters a block and set
@@ -167,7 +140,7 @@ def _install(home: str) -> None:
         depth, scope = _installed.get(home, (0, Scope()))
         if not depth:
             for name, original in _found(home).items():
-                scope.set(sys.modules[home], name, _either(_KNOWN[name], original))
+                scope.set(sys.modules[home], name, _either(_KNOWN[name][0], original))
         _installed[home] = depth + 1, scope
 
 
@@ -180,11 +153,14 @@ def _remove(home: str) -> None:
             scope.close()
 
 
-def _either(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _either(ours: Callable[[_Arguments], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    names = _parameters(original)
+
     def function(*args: Any, **kwargs: Any) -> Any:
         # Dynamo of torch 2.11 sees of a thread's own only what it has traced itself: the step.
-        is_ours = current.step is not None or current.functions is not ON_CACHES
-        return (ours if is_ours else original)(*args, **kwargs)
+        if current.step is not None or current.functions is not ON_CACHES:
+            return ours({**dict(zip(names, args, strict=False)), **kwargs})
+        return original(*args, **kwargs)
 
     # As `inspect.signature` sees it, the same function.
     function.__wrapped__ = original  # type: ignore[attr-defined]
