@@ -26,7 +26,6 @@ from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
 from ..model.current_step import Scope
 from ..model.layers import find_layers, layer_forms
-from ..model.loaded import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 
@@ -37,36 +36,27 @@ _NUM_KNOWN_BY = 16
 
 
 @contextmanager
-def cheap_passes(
-    loaded: LoadedModel,
-    specs: Sequence[AttentionSpec],
-    probe_pass: ProbePass,
-    base: tuple[Tensor, Tensor],
-) -> Iterator[PassCost]:
-    """In the block, passes of the model are cheap where it bears that.
-
-    Args:
-        base: ids and positions to try a pass with.
-    """
-    module = loaded.module
+def cheap_passes(probe_pass: ProbePass, specs: Sequence[AttentionSpec]) -> Iterator[PassCost]:
+    """In the block, passes of the model are cheap where it bears that."""
+    module = probe_pass.loaded.module
     with Scope() as scope:
         scope.enter_context(_skipped(twins(module, specs)))
         scope.set(module.get_output_embeddings(), "forward", lambda x: x)
         scope.enter_context(_CheapMatmuls(module))
         try:
             with probe_pass.stand_in():
-                results = probe_pass.results(*base)
+                results = probe_pass.results(*probe_pass.base)
             is_cheap = all(bool(x.isfinite().all()) for x in results)
         except UnsupportedModelError:
             is_cheap = False
         if not is_cheap:
             scope.close()
-        yield _cost(probe_pass, base)
+        yield _cost(probe_pass)
 
 
-def _cost(probe_pass: ProbePass, base: tuple[Tensor, Tensor]) -> PassCost:
+def _cost(probe_pass: ProbePass) -> PassCost:
     """Counted in two passes of different lengths, so that the cost of weights alone drops out."""
-    counts = []
+    counts, base = [], probe_pass.base
     for repeats in (1, 2):
         with probe_pass.stand_in(), _Counting() as counting:
             probe_pass.results(base[0].repeat(repeats), base[1].repeat(repeats))

@@ -24,7 +24,7 @@ tokens later.
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ from .probe_pass import ProbePass, all_same
 from .reach_probe import check_reach
 from .thresholds import ReachPlan
 
-_NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 
 
@@ -73,23 +72,13 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
 
 
 def _probe(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
-    device = loaded.device
     probe_pass = ProbePass(loaded)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, loaded.vocab_size, (_NUM_PROBE_TOKENS,), generator=generator).to(device)
-    # Two packed rows that start at different positions.
-    half, limit = _NUM_PROBE_TOKENS // 2, loaded.max_position_embeddings
-    if limit < half:
-        raise UnsupportedModelError(
-            f"{loaded.architecture}: max_position_embeddings = {limit}, must be at least {half}"
-        )
-    positions = torch.cat([torch.arange(half), torch.arange(half) + min(5, limit - half)])
-    base = ids, positions.to(device)
+    ids = probe_pass.base[0]
     with torch.inference_mode():
-        recorder = _record(loaded, probe_pass, ids)
+        recorder = _record(probe_pass, ids)
         _check_calls(loaded, recorder)
         loaded.recurrent[:] = recorder.recurrent.specs.values()
-        _check_token_independence(loaded, probe_pass, base)
+        _check_token_independence(probe_pass)
         if len(recorder.calls()) < len(recorder.specs):
             _check_kept_keys(recorder, probe_pass, ids)
         for attention_module, specs in recorder.calls().items():
@@ -103,28 +92,26 @@ def _probe(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
 
         def check_calls_again(ids: Tensor) -> None:
             of_calls = recorder.calls()
-            again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
+            again = _record(probe_pass, ids, f": with {len(ids)} tokens in a pass")
             recorder.recurrent.check_again(again.recurrent)
             for module, specs in again.calls().items():
                 if len(specs) != len(of_calls[module]):
                     raise again.refuse(f"it calls {type(module).__name__} {len(specs)} times")
                 for spec, expected in zip(specs, of_calls[module], strict=True):
-                    for field, before in asdict(expected).items():
+                    for field, before in asdict(replace(expected, call=spec.call)).items():
                         now = getattr(spec, field)
-                        if field != "call" and now != before:
+                        if now != before:
                             raise again.refuse(f"its attention has {field} = {now}, not {before}")
 
-        reach = check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
+        reach = check_reach(probe_pass, recorder.specs, check_calls_again)
     return recorder.specs, reach
 
 
-def _record(
-    loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = ""
-) -> CallRecorder:
+def _record(probe_pass: ProbePass, ids: Tensor, where: str = "") -> CallRecorder:
     """The calls of a pass of tokens at consecutive positions, in order."""
-    recorder = CallRecorder(loaded.architecture + where, len(ids))
+    recorder = CallRecorder(probe_pass.loaded.architecture + where, len(ids))
     rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
-    module = loaded.module
+    module = probe_pass.loaded.module
     with (
         attention_implementation(module, recorder.functions),
         recorder.recurrent.watching(module),
@@ -186,12 +173,10 @@ def _check_kept_keys(recorder: CallRecorder, probe_pass: ProbePass, ids: Tensor)
         )
 
 
-def _check_token_independence(
-    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor]
-) -> None:
+def _check_token_independence(probe_pass: ProbePass) -> None:
     """Runs 2 and 3 of the module's description, and the plain one."""
-    name = loaded.architecture
-    ids, positions = base
+    loaded = probe_pass.loaded
+    ids, positions = probe_pass.base
     poisoned = len(ids) // 2 - 1
 
     def poison(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -203,18 +188,16 @@ def _check_token_independence(
         plain = probe_pass.results(ids, positions)
         if not all(bool(x.isfinite().all()) for x in plain):
             _check_weights(loaded)
-            raise UnsupportedModelError(
-                f"{name}: its logits are not finite, though its weights are"
-            )
+            raise probe_pass.refuse("its logits are not finite, though its weights are")
         with Scope() as scope:
             scope.hook(loaded.module.get_input_embeddings(), after=poison)
             reached = probe_pass.results(ids, positions)[0].isnan().any(-1)
         if not bool(reached[poisoned]) or int(reached.sum()) != 1:
-            raise UnsupportedModelError(f"{name}: tokens mix outside attention")
+            raise probe_pass.refuse("tokens mix outside attention")
         order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=ids.device)
         permuted = probe_pass.results(ids[order], positions[order])
         if not all_same(permuted, [x[order] for x in plain]):
-            raise UnsupportedModelError(f"{name}: position_ids are not followed")
+            raise probe_pass.refuse("position_ids are not followed")
 
 
 def _check_weights(loaded: LoadedModel) -> None:

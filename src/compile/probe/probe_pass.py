@@ -20,22 +20,42 @@ from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
 from ..model.local_calls import local_attention, local_recurrence, no_choice, per_token
 
+_NUM_TOKENS = 8
+
 
 class ProbePass:
-    """Runs a model on packed tokens."""
+    """Runs a model on packed tokens.
+
+    Attributes:
+        base: ids and positions ``[8]`` of a short pass: two packed rows that start at different
+            positions.
+
+    Raises:
+        UnsupportedModelError: the context is shorter than a row.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        self.loaded = loaded
         self._forward = PackedForward(loaded.module)
         self._seen: list[Tensor] = []
+        half, limit = _NUM_TOKENS // 2, loaded.max_position_embeddings
+        if limit < half:
+            raise self.refuse(f"max_position_embeddings = {limit}, must be at least {half}")
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, loaded.vocab_size, (_NUM_TOKENS,), generator=generator)
+        positions = torch.cat([torch.arange(half), torch.arange(half) + min(5, limit - half)])
+        self.base = ids.to(loaded.device), positions.to(loaded.device)
+
+    def refuse(self, reason: str) -> UnsupportedModelError:
+        """The error that names the architecture and the reason."""
+        return UnsupportedModelError(f"{self.loaded.architecture}: {reason}")
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """``[len(rows), V]``, by the functions of the thread."""
-        name = self._loaded.architecture
         with self._failures_named(ids):
             logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
         if logits.dim() != 3 or logits.shape[:2] != (1, len(rows)):
-            raise UnsupportedModelError(f"{name}: logits of shape {tuple(logits.shape)}")
+            raise self.refuse(f"logits of shape {tuple(logits.shape)}")
         result: Tensor = logits[0]
         return result
 
@@ -51,8 +71,8 @@ class ProbePass:
         except (PagespecError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise UnsupportedModelError(
-                f"{self._loaded.architecture}: its forward pass fails on {len(ids)} packed tokens "
+            raise self.refuse(
+                f"its forward pass fails on {len(ids)} packed tokens "
                 f"({type(error).__name__}: {error})"
             ) from error
 
@@ -61,7 +81,7 @@ class ProbePass:
         """In the block, attention is :func:`local_attention`, a recurrence is
         :func:`local_recurrence`, an indexer chooses nothing, and :meth:`results` can be called."""
         functions = Functions(self._attention, self._recurrence, self._choose)
-        with attention_implementation(self._loaded.module, functions):
+        with attention_implementation(self.loaded.module, functions):
             yield
 
     def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
@@ -76,9 +96,8 @@ class ProbePass:
     ) -> tuple[Tensor, None]:
         num_tokens, num_keys = query.shape[2], key.shape[2]
         if num_keys != num_tokens or value.shape[2] != num_tokens:
-            raise UnsupportedModelError(
-                f"{self._loaded.architecture}: its attention is handed {num_keys} keys for the "
-                f"{num_tokens} tokens of a pass"
+            raise self.refuse(
+                f"its attention is handed {num_keys} keys for the {num_tokens} tokens of a pass"
             )
         self._seen.extend(x[0].transpose(0, 1).clone() for x in (query, key, value))
         return local_attention(module, query, key, value)

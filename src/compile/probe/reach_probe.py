@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from ..model.loaded import LoadedModel
 from .cheap_passes import cheap_passes
 from .probe_pass import ProbePass, all_same
 from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
@@ -37,57 +36,51 @@ logger = logging.getLogger("pagespec")
 
 
 def check_reach(
-    loaded: LoadedModel,
-    specs: Sequence[AttentionSpec],
-    probe_pass: ProbePass,
-    base: tuple[Tensor, Tensor],
-    check_calls: Callable[[Tensor], None],
+    probe_pass: ProbePass, specs: Sequence[AttentionSpec], check_calls: Callable[[Tensor], None]
 ) -> ReachPlan:
     """Refuses a model whose tokens depend on anything but their own id and position, and returns
     what was tried to find that.
 
     Args:
         specs: as the probe recorded them; ``pagespec_call`` is set on the attention modules.
-        base: ids and positions of the tokens of a short pass.
         check_calls: records the attention calls of a pass and refuses others than those of
             ``specs``; called with the ids of consecutive tokens.
     """
-    with cheap_passes(loaded, specs, probe_pass, base) as cost:
+    loaded, ids = probe_pass.loaded, probe_pass.base[0]
+    with cheap_passes(probe_pass, specs) as cost:
         plan = plan_reach(thresholds_of(loaded, specs), cost, budget_of(loaded))
         if plan.beyond:
             beyond = "; ".join(map(str, plan.beyond))
             logger.info("%s: no pass is long enough for %s", loaded.architecture, beyond)
         with probe_pass.stand_in():
-            longest = _check_lengths(loaded, probe_pass, base, plan)
-            _check_positions(loaded, probe_pass, base, plan.thresholds)
+            longest = _check_lengths(probe_pass, plan)
+            _check_positions(probe_pass, plan.thresholds)
         # At consecutive positions, which no mask takes for those of several texts.
         longest = min(longest, loaded.max_position_embeddings)
-        ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
-        check_calls(ids)
+        check_calls(ids.repeat(-(-longest // len(ids)))[:longest])
     return plan
 
 
-def _check_lengths(
-    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor], plan: ReachPlan
-) -> int:
+def _check_lengths(probe_pass: ProbePass, plan: ReachPlan) -> int:
     """Returns the length of the longest pass that memory had room for."""
-    expected = probe_pass.results(*base)
-    num_tokens = len(base[0])
+    ids, positions = probe_pass.base
+    expected = probe_pass.results(ids, positions)
+    num_tokens, architecture = len(ids), probe_pass.loaded.architecture
     longest = num_tokens
     for length, threshold in plan.lengths:
         # From the last one on: the farthest position is in every pass.
-        at = num_tokens - 1 - torch.arange(length, device=base[0].device) % num_tokens
+        at = num_tokens - 1 - torch.arange(length, device=ids.device) % num_tokens
         try:
-            results = probe_pass.results(base[0][at], base[1][at])
+            results = probe_pass.results(ids[at], positions[at])
             is_same = all_same(results, [tensor[at] for tensor in expected])
         except torch.OutOfMemoryError:
-            logger.info("%s: no memory for a pass of %d tokens", loaded.architecture, length)
+            logger.info("%s: no memory for a pass of %d tokens", architecture, length)
             continue
         except UnsupportedModelError as error:
             raise _refusal(f"{error}", threshold) from error
         if not is_same:
             raise _refusal(
-                f"{loaded.architecture}: its results depend on the number of tokens in a pass: a "
+                f"{architecture}: its results depend on the number of tokens in a pass: a "
                 f"token's queries, keys, values or logits differ between {length} and {num_tokens}",
                 threshold,
             )
@@ -95,15 +88,11 @@ def _check_lengths(
     return longest
 
 
-def _check_positions(
-    loaded: LoadedModel,
-    probe_pass: ProbePass,
-    base: tuple[Tensor, Tensor],
-    thresholds: Sequence[Threshold],
-) -> None:
-    ids, positions = base
+def _check_positions(probe_pass: ProbePass, thresholds: Sequence[Threshold]) -> None:
+    ids, positions = probe_pass.base
     expected = probe_pass.results(ids, positions)
-    limit = loaded.max_position_embeddings
+    loaded = probe_pass.loaded
+    limit, architecture = loaded.max_position_embeddings, loaded.architecture
     groups: list[tuple[list[int], Threshold | None]] = [([limit - 1], None)]
     for t in sorted(thresholds, key=lambda threshold: threshold.value):
         far = [p for p in (t.value - 1, t.value, t.value + 1) if p < limit]
@@ -118,7 +107,7 @@ def _check_positions(
 
     def refusal(far: Sequence[int], threshold: Threshold | None) -> UnsupportedModelError:
         return _refusal(
-            f"{loaded.architecture}: its position embeddings depend on the longest position of the "
+            f"{architecture}: its position embeddings depend on the longest position of the "
             f"batch: with tokens at positions up to {max(far)}, those before them change",
             threshold,
         )
