@@ -100,6 +100,7 @@ class CapturedModel:
     ) -> StepOutputs:
         from .capture.dynamo import forward
         from .model.attention import attention_implementation
+        from .model.current_step import ModelStep
         from .model.forward import EagerHead, PackedForward
 
         module, head = self.loaded.module, self.head
@@ -108,7 +109,8 @@ class CapturedModel:
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            logits = forward(PackedForward(module), self.specs, inputs, kv_caches, states)[0]
+            step = ModelStep(inputs, kv_caches, states, self.specs, {})
+            logits = forward(PackedForward(module), step)[0]
         return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property
@@ -197,8 +199,7 @@ def capture_model(
         limit = f"needs weights in float: the model's are {loaded.quantization}"
         raise InvalidInputError("compile", compile, limit)
     captured = CapturedModel(loaded, tuple(specs), compile, attention, fields=fields)
-    if communicator is not None:
-        captured.communicator = communicator
+    captured.communicator = communicator or captured.communicator
     if compile == "eager":
         from .model.forward import EagerHead
 

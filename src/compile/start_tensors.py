@@ -20,10 +20,9 @@ from .fx.stand_in import is_stand_in, stand_in
 from .load.checkpoint import Checkpoint
 from .load.gguf_blocks import saved_blocks
 from .load.quantization_schemes import saved_layers
-from .model.loaded import named_tensors
+from .model.loaded import named_tensors, same_bits
 
 _MAX_COMPUTED_BYTES = 1 << 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotRestorable(Exception):
@@ -58,11 +57,11 @@ def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
         if name in checkpoint:
             # Where a GPU's memory, which is about to be measured, plays no part.
             value = tensor.detach().cpu()
-            if not _is_same(checkpoint.read(name, value.dtype, value.device), value):
+            if not same_bits(checkpoint.read(name, value.dtype, value.device), value):
                 raise NotRestorable(f"{name} is not what its file has")
             where = ["file", dtype]
         elif tensor.nbytes <= _MAX_COMPUTED_BYTES:
-            content = bytes(_bits(tensor).cpu().reshape(-1).view(torch.uint8).numpy())
+            content = bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
             text = base64.b64encode(content).decode()
             where = ["computed", dtype, list(tensor.shape), text]
         else:
@@ -142,11 +141,3 @@ def _computed(dtype: str, shape: Sequence[int], text: str) -> Tensor:
     content = bytearray(base64.b64decode(text))
     flat = torch.frombuffer(content, dtype=getattr(torch, dtype)) if content else torch.empty(0)
     return flat.to(getattr(torch, dtype)).reshape(shape).clone()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(_BITS[tensor.dtype.itemsize])
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))

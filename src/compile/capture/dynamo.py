@@ -76,7 +76,7 @@ def trace(
     packed = PackedForward(module)
 
     def step(inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates) -> Tensor:
-        return forward(packed, specs, inputs, kv_caches, states)
+        return forward(packed, ModelStep(inputs, kv_caches, states, specs, {}))
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         # A copy, for Dynamo clears its own graph on the way out.
@@ -95,7 +95,7 @@ def trace(
         ):
             torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches, states)
     except _Captured:
-        return _described(loaded, specs, *given[0], inputs, kv_caches, states)
+        return _described(loaded, *given[0], ModelStep(inputs, kv_caches, states, specs, {}))
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -123,16 +123,10 @@ def _plain_buffers(module: nn.Module) -> Iterator[None]:
             buffer._is_buffer = True
 
 
-def forward(
-    packed: PackedForward,
-    specs: Sequence[AttentionSpec],
-    inputs: StepInputs,
-    kv_caches: KVCaches,
-    states: RecurrentStates,
-) -> Tensor:
+def forward(packed: PackedForward, step: ModelStep) -> Tensor:
     """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches, and
     its states."""
-    current.step = ModelStep(inputs, kv_caches, states, specs, {})
+    current.step, inputs = step, step.inputs
     current.num_recurrent_calls = 0
     try:
         return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
@@ -141,23 +135,17 @@ def forward(
 
 
 def _described(
-    loaded: LoadedModel,
-    specs: Sequence[AttentionSpec],
-    gm: GraphModule,
-    examples: list[Any],
-    inputs: StepInputs,
-    kv_caches: KVCaches,
-    states: RecurrentStates,
+    loaded: LoadedModel, gm: GraphModule, examples: list[Any], step: ModelStep
 ) -> Traced:
-    """Bind every placeholder of ``gm``."""
-    module = loaded.module
+    """Bind every placeholder of ``gm``, which was traced with ``step``."""
+    module, states = loaded.module, step.states
     places: dict[int, Source] = {}
-    for name, tensor in inputs.named().items():
+    for name, tensor in step.inputs.named().items():
         places[id(tensor)] = ("input", name)
-    for call, caches in enumerate(kv_caches):
+    for call, caches in enumerate(step.kv_caches):
         for which, cache in enumerate(caches):
             places[id(cache)] = ("cache", call, which)
-        if specs[call].index_dim:  # last, also where a pass leaves no values
+        if step.specs[call].index_dim:  # last, also where a pass leaves no values
             places[id(caches[-1])] = ("cache", call, -1)
     for call, state in enumerate(states.tensors):
         places[id(state)] = ("state", call)

@@ -25,10 +25,11 @@ from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation
+from ..model.current_step import ModelStep
 from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, LayerList, find_layers, layer_forms
 from ..model.linear_weights import expanded_linears
-from ..model.loaded import LoadedModel, named_tensors
+from ..model.loaded import LoadedModel, named_tensors, same_bits
 from ..step_fields import FIELDS, Field, counts_of, graph_inputs
 from ..step_inputs import INPUT_NAMES, BoundGraph, KVCaches, StepInputs, padding_inputs
 from .dynamo import forward, trace
@@ -140,7 +141,7 @@ def _computes_the_same(
     before, after = (allocate_states(loaded.recurrent, 2, _INTERVAL, device) for _ in range(2))
     with torch.inference_mode(), expanded_linears(loaded):
         with attention_implementation(module):
-            logits = forward(PackedForward(module), specs, inputs, given, before)[0]
+            logits = forward(PackedForward(module), ModelStep(inputs, given, before, specs, {}))[0]
         run = Interpreter(traced.gm).run
         again = BoundGraph(run, traced.arguments(), made, after)(inputs).logits
     pairs = [
@@ -148,7 +149,7 @@ def _computes_the_same(
         *zip(_flat(given), _flat(made), strict=True),
         *zip(before.tensors, after.tensors, strict=True),
     ]
-    return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+    return all(same_bits(*pair) for pair in pairs)
 
 
 def _small_step(loaded: LoadedModel, fields: Sequence[Field]) -> StepInputs:
@@ -179,8 +180,3 @@ def _small_step(loaded: LoadedModel, fields: Sequence[Field]) -> StepInputs:
 
 def _flat(kv_caches: KVCaches) -> list[Tensor]:
     return [cache for pair in kv_caches for cache in pair]
-
-
-def _bits(values: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself and 0 is not -0."""
-    return values.contiguous().view(torch.uint8)

@@ -83,23 +83,15 @@ class ResultReader:
         layout = self._layouts.get(recipe)
         if layout is not None:
             return layout.new() if whole is None else layout.within(whole)
-        fake = self._first(whole, *parts)
+        fake = self._first(whole, parts)
         layout = Layout.of(fake)
         # A part that lies behind what was recorded of a whole makes it grow. Each has to.
         if whole is None or num_bytes == expressions([layout.num_bytes]):
             self._layouts[recipe] = layout
         return fake
 
-    def _first(
-        self,
-        whole: Tensor | None,
-        dtype_name: str,
-        device: str,
-        shape: list[Any],
-        strides: list[Any] | None,
-        offset: Any,
-        requires_grad: bool,
-    ) -> Tensor:
+    def _first(self, whole: Tensor | None, parts: tuple[Any, ...]) -> Tensor:
+        dtype_name, device, shape, strides, offset, requires_grad = parts
         dtype: torch.dtype = getattr(torch, dtype_name)
         sizes = [self._size(size) for size in shape]
         steps = [self._size(step) for step in strides or ()]

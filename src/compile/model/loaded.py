@@ -142,6 +142,13 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype have one shape and equal bytes: NaN equals itself, and 0 is
+    not -0."""
+    parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and torch.equal(*parts)
+
+
 def longest_context(config: PreTrainedConfig) -> int | None:
     """The most tokens that a model was made for, by its config; None if that names no number."""
     text_config = config.get_text_config(decoder=True)
