@@ -1,7 +1,8 @@
 """Passes that make one call, of a kernel of ours, out of several operations.
 
-Read in this order: ``rms_norm`` and ``latent_pattern`` (recognised, not rewritten), then the
-``fuse_*`` passes with ``combine_experts`` in the order of :func:`..passes.gpu_passes`, and
+Read ``fuse_activation`` first, the shortest rule; then ``fuse_norm``, whose pattern of RMSNorm
+others contain; ``joined_norms`` and ``quantized_rows``; the rotary rules; those of experts
+(``combine_experts`` and on); ``latent_pattern``, which is recognised and not rewritten;
 ``sort_rows``, which gives attention one argument more. A match states that known nodes compute a
 known function of known sources; a value that is read elsewhere too stays.
 

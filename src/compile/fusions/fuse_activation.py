@@ -10,12 +10,22 @@ from torch.fx import Node
 
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import calls
-from ..fx.rules import Match, Rule, Value, call, one_of, product, same_dtype, same_shape, values
+from ..fx.rules import (
+    MISSING,
+    Match,
+    Rule,
+    Value,
+    call,
+    one_of,
+    product,
+    same_dtype,
+    same_shape,
+    values,
+)
 
 _ACTIVATED = one_of(
-    call("silu", args=values("gate"), name="activated"),
-    call("silu", args=values("gate"), kwargs={"inplace": False}, name="activated"),
-    call("gelu", args=values("gate"), kwargs={"approximate": "tanh"}, name="activated"),
+    call("silu", args=values("gate"), name="activated", inplace=(MISSING, False)),
+    call("gelu", args=values("gate"), name="activated", approximate=("tanh",)),
 )
 
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import last_size, tensor_of
 from ..fx.rules import (
+    MISSING,
     Cast,
     Match,
     Rest,
@@ -37,10 +38,7 @@ _COPIED = call("reshape", "view", args=(Value("heads"), Rest()), name="gate", is
 _GATE = one_of(_COPIED, Value("gate"))
 # In another dtype the silu is rounded before the product: ``fuse_activation`` does that.
 _WIDE = one_of(Cast(_GATE, is_shared=True), _GATE)
-_ACTIVATED = one_of(
-    call("silu", args=(_WIDE,), name="activated"),
-    call("silu", args=(_WIDE,), kwargs={"inplace": False}, name="activated"),
-)
+_ACTIVATED = call("silu", args=(_WIDE,), name="activated", inplace=(MISSING, False))
 _PRODUCT = product(_NORM, _ACTIVATED)
 
 

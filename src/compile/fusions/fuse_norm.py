@@ -1,68 +1,109 @@
-"""Fuses RMSNorm into one call, with the addition of the residual before it if there is one."""
+"""RMSNorm becomes one call, with the addition of the residual before it if there is one.
+
+Results are unchanged bit for bit on a CPU. ``fuse_rope_store`` has taken the norms of queries and
+keys before.
+"""
 
 from __future__ import annotations
 
-import operator
-
-from torch.fx import Graph, GraphModule, Node
+import torch
+from torch.fx import GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
-from ..fx.nodes import calls, dtype_of, erase_unused, example, operands, shape_of, written_nodes
+from ..fx.nodes import dtype_of, last_size, shape_of
 from ..fx.pass_context import PassContext
-from .rms_norm import RmsNorm, rms_norms
+from ..fx.rules import (
+    Cast,
+    Guard,
+    Match,
+    Named,
+    Pattern,
+    Rule,
+    Value,
+    Where,
+    call,
+    one_of,
+    product,
+    same_dtype,
+    same_shape,
+    values,
+)
 
 
-def fuse_norm(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of norms replaced. Results are unchanged bit for bit on a
-    CPU. Run it after ``fuse_rope_store``, which takes the norms of queries and keys."""
-    graph = gm.graph
-    written = written_nodes(graph)
-    norms = list(rms_norms(gm))
-    for norm in norms:
-        if _is_residual_add(norm, written):
-            _replace_with_add(graph, norm)
-        else:
-            with graph.inserting_before(norm.output):
-                call = graph.call_function(
-                    fused.rms_norm, (_current(norm), norm.weight, norm.eps, norm.form)
-                )
-            call.meta["example_value"] = example(norm.output)
-            norm.output.replace_all_uses_with(call)
-            erase_unused(graph, norm.nodes)
-    return len(norms)
+def rms_norm(source: Pattern, p: str = "") -> Pattern:
+    """RMSNorm over the last dimension, as Hugging Face's models spell it.
 
+    ::
 
-def _current(norm: RmsNorm) -> Node:
-    """The source of a norm, which an earlier replacement may have exchanged."""
-    square = next(node for node in norm.nodes if calls(node, "pow"))
-    first = square.args[0]
-    return first.args[0] if first in norm.nodes else first
+        x32 = x.to(float32)
+        y = x32 * rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        rounded:  weight * y.to(dtype)
+        wide:     (weight * y).to(dtype)
+        plus_one: (y * (1.0 + weight.float())).to(dtype)
 
-
-def _is_residual_add(norm: RmsNorm, written: set[Node]) -> bool:
-    added = _current(norm)
-    if not calls(added, "add") or added.op != "call_function":
-        return False
-    pair = operands(added)
-    if pair is None or not written.isdisjoint(pair):
-        return False
-    return all(
-        shape_of(node) == shape_of(added) and dtype_of(node) == dtype_of(added) for node in pair
+    Binds ``x``, which ``source`` matches, ``weight``, ``eps`` and ``normed``, each behind ``p``.
+    """
+    square = call("pow", args=(Value(p + "wide"), 2), is_shared=True)
+    mean = call("mean", args=(square,), is_shared=True, dim=(-1,), keepdim=(True,))
+    root = call("rsqrt", args=(call("add", args=(mean, Value(p + "eps")), is_shared=True),))
+    x = Named(p + "x", source)
+    x32 = one_of(Cast(x, p + "wide", is_shared=True), Named(p + "wide", x))
+    normed, weight = product(root, x32), Value(p + "weight")
+    wide_weight = one_of(Cast(weight, is_shared=True), weight)
+    plus_one = call("add", args=(one_of(1.0, 1), wide_weight), name=p + "plus_one", is_shared=True)
+    rounded = product(Cast(normed, p + "rounded"), weight, is_shared=True)
+    narrow, wide = (
+        one_of(*(product(normed, factor, is_shared=last) for factor in (plus_one, weight)))
+        for last in (False, True)
     )
+    spelled = one_of(rounded, Cast(narrow, is_shared=True), wide)
+    return Where(Named(p + "normed", spelled), _is_rms_norm(p))
 
 
-def _replace_with_add(graph: Graph, norm: RmsNorm) -> None:
-    added = _current(norm)
-    residual, x = added.args
+def _is_rms_norm(p: str) -> Guard:
+    def holds(m: Match) -> bool:
+        x, weight, result = m[p + "x"], m[p + "weight"], m[p + "normed"]
+        dtypes = {dtype_of(node) for node in (x, weight, result, m.get(p + "rounded") or x)}
+        is_input = isinstance(weight, Node) and weight.op == "placeholder"
+        is_vector = is_input and shape_of(weight) == (str(last_size(x)),)
+        is_wide = dtype_of(m[p + "wide"]) == torch.float32
+        return len(dtypes) == 1 and is_vector and is_wide and isinstance(m[p + "eps"], float)
+
+    return holds
+
+
+def norm_form(m: Match, p: str = "") -> fused.NormForm:
+    """The form of a norm that :func:`rms_norm` has matched."""
+    return "plus_one" if m.get(p + "plus_one") else "rounded" if m.get(p + "rounded") else "wide"
+
+
+def _add_rms_norm(m: Match) -> dict[Node, Node]:
+    norm = m.call(
+        fused.add_rms_norm, m["added"], m["residual"], m["weight"], m["eps"], norm_form(m)
+    )
+    return m.results(norm, m.root, m["sum"])
+
+
+_SUM = call("add", args=values("residual", "added"), name="sum", is_shared=True)
+_ADD_RMS_NORM = Rule(
+    rms_norm(_SUM),
+    _add_rms_norm,
+    guards=(
+        same_shape("residual", "sum"),
+        same_shape("added", "sum"),
+        same_dtype("residual", "sum"),
+        same_dtype("added", "sum"),
+        lambda m: m["sum"].op == "call_function",
+    ),
     # The weight is a placeholder, so all is there where the sum is.
-    with graph.inserting_before(added):
-        call = graph.call_function(
-            fused.add_rms_norm, (x, residual, norm.weight, norm.eps, norm.form)
-        )
-        normed = graph.call_function(operator.getitem, (call, 0))
-        hidden = graph.call_function(operator.getitem, (call, 1))
-    normed.meta["example_value"] = example(norm.output)
-    hidden.meta["example_value"] = example(added)
-    norm.output.replace_all_uses_with(normed)
-    added.replace_all_uses_with(hidden)
-    erase_unused(graph, (added, hidden, *norm.nodes))
+    at="sum",
+)
+_RMS_NORM = Rule(
+    rms_norm(Value("x")),
+    lambda m: m.call(fused.rms_norm, m["x"], m["weight"], m["eps"], norm_form(m)),
+)
+
+
+def fuse_norm(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of norms replaced."""
+    return _ADD_RMS_NORM(gm, context) + _RMS_NORM(gm, context)

@@ -7,143 +7,78 @@ call that is one launch for few tokens.
                    └─► ids ─► sort_by_expert(·) ─┬─► offs
                                                  └─► inverse ─► spread_rows(tokens, ·)
 
-It comes after ``combine_experts``, which makes the last of the three.
+It comes after ``combine_experts``, which makes the last of the three. Results are unchanged, as
+:func:`.route_rows.route_rows` promises.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
 from ...kernels.experts.expert_rows import spread_rows
 from ...kernels.experts.route import route
 from ...kernels.experts.route_rows import route_rows
 from ...kernels.experts.sort_by_expert import sort_by_expert
-from ..fx.nodes import (
-    calls,
-    calls_function,
-    example,
-    last_size,
-    positions,
-    tensor_of,
-    written_nodes,
+from ..fx.nodes import calls, calls_function, last_size, tensor_of
+from ..fx.rules import Chain, Match, Rest, Rule, Value, call
+
+_VIEWS = ("view", "reshape", "flatten")
+_WEIGHTS, _IDS, _INVERSE, _OFFS = 0, 1, 2, 3  # results of the router, and of the sort
+
+_ROUTER = call(route, args=(Value("logits"), Value("top_k"), Rest()), name="router", is_shared=True)
+_CHOSEN = Chain(call(operator.getitem, args=(_ROUTER, _IDS)), _VIEWS)
+_SORT = call(
+    sort_by_expert, args=(_CHOSEN, Value("num_experts"), Rest()), name="sort", is_shared=True
 )
-from ..fx.pass_context import PassContext
-
-_INVERSE, _OFFS = 2, 3  # results of the sort
+_TO_EXPERTS = call(operator.getitem, args=(_SORT, _INVERSE), name="inverse", is_shared=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """Nodes of one layer's.
-
-    Attributes:
-        views: of the ids, between router and sort.
-        weights, inverse, offs: the results that are read, each one node or none.
-    """
-
-    router: Any
-    views: tuple[Node, ...]
-    sort: Any
-    copy: Any
-    weights: Node | None
-    ids: Node
-    inverse: Node
-    offs: Node | None
-
-
-def fuse_route_rows(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of routers joined. Results are unchanged, as
-    :func:`.route_rows.route_rows` promises."""
-    graph, count = gm.graph, 0
-    written = written_nodes(graph)
-    order = positions(graph)
-    for node in list(graph.nodes):
-        if not calls_function(node, spread_rows):
-            continue
-        found = _chain(node)
-        if found is None:
-            continue
-        logits, tokens = found.router.args[0], found.copy.args[0]
-        # The call is where the router was, and reads the tokens earlier than the copy did.
-        if not written.isdisjoint({logits, tokens}):
-            continue
-        if order[tokens] > order[found.router] and not _move_view(tokens, found.router, order):
-            continue
-        _replace(graph, found)
-        count += 1
-    return count
-
-
-def _chain(copy: Any) -> _Chain | None:
-    """What ends in ``copy``, if nothing else reads what the fused call does not give."""
-    inverse: Any
-    tokens, inverse, top_k = copy.args
-    sort = inverse.args[0] if calls(inverse, "getitem") else None
-    if not calls_function(sort, sort_by_expert) or inverse.args[1] != _INVERSE:
-        return None
-    sorted_parts = _parts(sort)
-    if sorted_parts is None or not set(sorted_parts) <= {_INVERSE, _OFFS}:
-        return None
-    if sum(calls_function(user, spread_rows) for user in inverse.users) != 1:
-        return None
-    views = []
-    ids: Any = sort.args[0]
-    while calls(ids, "view", "reshape", "flatten") and len(ids.users) == 1:
-        views.append(ids)
-        ids = ids.args[0]
-    router = ids.args[0] if calls(ids, "getitem") and len(ids.users) == 1 else None
-    if not calls_function(router, route) or ids.args[1] != 1 or router.args[1] != top_k:
-        return None
-    logits, rows = tensor_of(router.args[0]), tensor_of(tokens)
-    if logits is None or rows is None or (logits.dim(), rows.dim()) != (2, 2):
-        return None
-    routed_parts = _parts(router)
-    if routed_parts is None or last_size(router.args[0]) != sort.args[1]:
-        return None
-    # As of a sort that knows nothing of padding, or of this many experts per token.
-    if len(sort.args) > 2 and sort.args[2] != top_k:
-        return None
-    return _Chain(
-        router, tuple(views), sort, copy, routed_parts.get(0), ids, inverse, sorted_parts.get(_OFFS)
-    )
-
-
-def _move_view(tokens: Any, router: Node, order: dict[Node, int]) -> bool:
-    """Move ``tokens`` before the router if it is a view of something that is there, as that which
-    DeepSeek-V2 takes of the rows anew for its experts; returns whether it has been."""
-    if not calls(tokens, "view", "reshape", "flatten"):
-        return False
-    if any(order[source] > order[router] for source in tokens.all_input_nodes):
-        return False
-    router.prepend(tokens)
-    return True
-
-
-def _parts(node: Node) -> dict[Any, Node] | None:
-    """The results of ``node`` that are read, if each is taken once."""
+def _parts(node: Node) -> dict[Any, Node]:
+    """The results of ``node`` that are read, by number; none if one is taken twice."""
     parts = {user.args[1]: user for user in node.users if calls(user, "getitem")}
-    return parts if len(parts) == len(node.users) else None
+    return parts if len(parts) == len(node.users) else {}
 
 
-def _replace(graph: Graph, found: _Chain) -> None:
-    logits, top_k, normalisation, dtype = found.router.args
-    tokens, query_starts = found.copy.args[0], found.sort.args[3:4]
-    with graph.inserting_before(found.router):
-        call = graph.call_function(
-            route_rows, (logits, tokens, top_k, normalisation, dtype, *query_starts)
-        )
-        olds = (found.copy, found.weights, found.inverse, found.offs)
-        for number, old in enumerate(olds):
-            if old is None:
-                continue
-            new = graph.call_function(operator.getitem, (call, number))
-            new.meta["example_value"] = example(old)
-            old.replace_all_uses_with(new)
-    chain = (found.copy, found.inverse, found.offs, found.sort, *found.views)
-    for node in (*chain, found.ids, found.weights, found.router):
-        if node is not None:
-            graph.erase_node(node)
+def _is_chain(m: Match) -> bool:
+    """Does nothing else read what the fused call does not give?"""
+    logits, rows, tokens = tensor_of(m["logits"]), tensor_of(m["tokens"]), m["tokens"]
+    if logits is None or rows is None or (logits.dim(), rows.dim()) != (2, 2):
+        return False
+    if not _parts(m["router"]) or set(_parts(m["sort"])) not in ({_INVERSE}, {_INVERSE, _OFFS}):
+        return False
+    if sum(calls_function(user, spread_rows) for user in m["inverse"].users) != 1:
+        return False
+    # As of a sort that knows nothing of padding, or of this many experts per token.
+    padding = m["sort"].args[2:3]
+    if last_size(m["logits"]) != m["num_experts"] or padding not in ((), (m["top_k"],)):
+        return False
+    return tokens < m["router"] or _is_early_view(tokens, m["router"])
+
+
+def _is_early_view(tokens: Node, router: Node) -> bool:
+    """Whether ``tokens`` is a view of what is there before the router, as that which DeepSeek-V2
+    takes of the rows anew for its experts."""
+    return calls(tokens, *_VIEWS) and all(node < router for node in tokens.all_input_nodes)
+
+
+def _route_rows(m: Match) -> dict[Node, Node]:
+    logits, *routing = m["router"].args
+    if m["router"] < m["tokens"]:
+        m["router"].prepend(m["tokens"])
+    joined = m.call(route_rows, logits, m["tokens"], *routing, *m["sort"].args[3:4])
+    weights, offs = _parts(m["router"]).get(_WEIGHTS), _parts(m["sort"]).get(_OFFS)
+    results = enumerate((m.root, weights, m["inverse"], offs))
+    return {
+        old: m.call(operator.getitem, joined, number) for number, old in results if old is not None
+    }
+
+
+fuse_route_rows = Rule(
+    call(spread_rows, args=(Value("tokens"), _TO_EXPERTS, Value("top_k"))),
+    _route_rows,
+    guards=(_is_chain,),
+    at="router",
+)

@@ -15,7 +15,7 @@ import torch
 
 from ...kernels.linear import wide_matmul as kernel
 from ..fx.nodes import LINEAR
-from ..fx.rules import Cast, Match, Rule, Value, call, has_dtype, one_of, same_dtype
+from ..fx.rules import MISSING, Cast, Match, Rule, Value, call, has_dtype, same_dtype
 
 _ROWS = Cast(Value("rows"), "wide_rows", is_shared=True)
 _WEIGHT = Cast(Value("weight"), "wide_weight", is_shared=True)
@@ -29,11 +29,7 @@ def _fits(m: Match) -> bool:
 
 
 fuse_wide_linear = Rule(
-    one_of(
-        call(*LINEAR, args=(_ROWS, _WEIGHT)),
-        call(*LINEAR, args=(_ROWS, _WEIGHT, None)),
-        call(*LINEAR, args=(_ROWS, _WEIGHT), kwargs={"bias": None}),
-    ),
+    call(*LINEAR, args=(_ROWS, _WEIGHT), bias=(MISSING, None)),
     lambda m: m.call(kernel.wide_linear, m["rows"], m["weight"]),
     guards=(
         has_dtype(torch.float32, "wide_rows", "wide_weight"),

@@ -132,22 +132,9 @@ def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
 def part_of(node: Node, nodes: list[Node]) -> tuple[Node, int, int] | None:
     """(source, begin, end) of a part of ``source`` in its last dimension."""
     nodes.append(node)
-    found = last_dim_slice(node)
-    if found is not None or not calls(node, "getitem"):
-        return found
-    split, index = node.args
-    if not calls(split, "split") or not isinstance(index, int):
-        return None
-    named = dict(zip(("source", "sizes", "dim"), split.args, strict=False)) | dict(split.kwargs)
-    sizes: Any = named.pop("sizes", named.pop("split_size_or_sections", named.pop("split_size", 0)))
-    source, dim = named.get("source"), named.get("dim", 0)
-    if not isinstance(source, Node) or dim not in (-1, len(_shape(source)) - 1):
-        return None
-    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
-        return None
-    nodes.append(split)
-    begin = sum(sizes[:index])
-    return source, begin, begin + sizes[index]
+    if calls(node, "getitem") and calls(node.args[0], "split"):
+        nodes.append(node.args[0])
+    return last_dim_slice(node)
 
 
 def _expanded(node: Node, nodes: list[Node]) -> Node | None:

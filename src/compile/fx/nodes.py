@@ -110,14 +110,6 @@ def operands(node: Node) -> tuple[Node, Node] | None:
     return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
 
 
-def other_operand(node: Node, known: Node) -> Node | None:
-    """The operand of a two-operand call that is not ``known``."""
-    pair = operands(node)
-    if pair is None or known not in pair:
-        return None
-    return pair[1] if pair[0] is known else pair[0]
-
-
 def only_user(node: Node) -> Node | None:
     """The only node that reads ``node``, if there is exactly one."""
     return next(iter(node.users)) if len(node.users) == 1 else None
@@ -150,17 +142,21 @@ def last_dim_slice(node: object) -> tuple[Node, int, int] | None:
             return None
         begin, end, _ = part.indices(size)
         return source, begin, max(begin, end)
-    if calls(source, "chunk") and isinstance(index, int):
-        whole, size = source.args[0], last_size(source.args[0])
-        count = {**dict(zip(("", "chunks", "dim"), source.args, strict=False)), **source.kwargs}
-        tensor = tensor_of(whole)
-        if size is None or tensor is None or count.get("dim") not in (-1, tensor.dim() - 1):
-            return None
-        if not isinstance(count.get("chunks"), int) or size % count["chunks"]:
-            return None
-        width = size // count["chunks"]
-        return whole, index * width, (index + 1) * width
-    return None
+    if not calls(source, "chunk", "split") or not isinstance(index, int):
+        return None
+    names = ("source", "sizes", "dim")
+    given = dict(zip(names, source.args, strict=False)) | dict(source.kwargs)
+    whole, dim = given.pop("source", None), given.pop("dim", 0)
+    (sizes,) = given.values() if len(given) == 1 else (None,)
+    width, tensor = last_size(whole), tensor_of(whole)
+    if tensor is None or width is None or dim not in (-1, tensor.dim() - 1):
+        return None
+    if calls(source, "chunk") and isinstance(sizes, int) and width % sizes == 0:
+        sizes = [width // sizes] * sizes
+    if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
+        return None
+    begin = sum(sizes[:index])
+    return whole, begin, begin + sizes[index]
 
 
 def written_nodes(graph: Graph) -> set[Node]:
@@ -169,10 +165,12 @@ def written_nodes(graph: Graph) -> set[Node]:
     Operators of ours that write do so into KV caches and states only, which no pattern reads.
     """
     written: set[Node] = set()
+    nodes = list(graph.nodes)
+    writing = set(filter(_writes, {node.target for node in nodes}))
     stack = [
         node.args[0]
-        for node in graph.nodes
-        if node.op in ("call_method", "call_function") and node.args and is_in_place(node)
+        for node in nodes
+        if (node.target in writing or node.kwargs) and node.args and is_in_place(node)
     ]
     while stack:
         node = stack.pop()
@@ -186,11 +184,17 @@ def written_nodes(graph: Graph) -> set[Node]:
 
 
 def is_in_place(node: Node) -> bool:
-    """May the call of ``node`` change its first argument?"""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") or "out" in node.kwargs:
-        return True
-    return name.endswith("_") and not name.endswith("__")
+    """May ``node`` be a call that changes its first argument?"""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    return bool(node.kwargs.get("inplace") or "out" in node.kwargs or _writes(node.target))
+
+
+def _writes(target: object) -> bool:
+    """Does the name of ``target`` say that a call of it changes its first argument?"""
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return is_marked or name in _IN_PLACE_OPERATORS
 
 
 def _is_view(node: Node) -> bool:
@@ -199,7 +203,10 @@ def _is_view(node: Node) -> bool:
         return True
     if not calls(node, "getitem"):
         return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    source, index = node.args
+    if isinstance(index, int) and tensor_of(source) is None and is_ours(source):
+        return False  # one of several results, which do not overlap
+    index = index if isinstance(index, tuple) else (index,)
     return not any(isinstance(part, Node | list) for part in index)
 
 

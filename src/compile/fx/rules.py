@@ -1,24 +1,36 @@
 """Graph rules: a pattern of nodes, guards and a replacement.
 
-A :class:`Rule` is a pass. Each node of the graph, in order, is tried as the root of the pattern:
-the node whose value the replacement computes. Patterns descend from a call to its arguments and
-bind names; alternatives are tried in order until all guards hold. A match is rewritten at once.
+A :class:`Rule` is a pass. Each node of the graph, from the last on, is tried as the root of the
+pattern: the node whose value the replacement computes. Patterns descend from a call to its
+arguments and bind names; alternatives are tried in order until all guards hold. A match is
+rewritten at once.
 
-What every rule gets from here: no node of a match below its root, and no source, may be written in
-place; the record of the replaced value is carried; dead nodes of the match are erased.
+What every rule gets from here: no node of a match below its root, and no source that is read
+elsewhere than where the replacement stands, may be written in place; the record of the replaced
+value is carried; dead nodes of the match are erased.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .nodes import CASTS, calls, cast_source, dtype_of, example, shape_of, written_nodes
+from ...kernels import ops as _ops  # noqa: F401 - op() names them
+from .nodes import (
+    CASTS,
+    calls,
+    cast_source,
+    dtype_of,
+    example,
+    last_dim_slice,
+    shape_of,
+    written_nodes,
+)
 from .pass_context import PassContext
 
 
@@ -52,7 +64,7 @@ class Match:
 
     def results(self, call: Node, *replaced: Node) -> dict[Node, Node]:
         """The parts of a call that returns several values, each in place of a node."""
-        parts = (self.call(operator.getitem, call, place) for place in range(len(replaced)))
+        parts = [self.call(operator.getitem, call, place) for place in range(len(replaced))]
         return dict(zip(replaced, parts, strict=True))
 
 
@@ -74,8 +86,14 @@ def _bind(name: str, value: Any, bound: _Bound) -> _Bound | None:
     if not name:
         return bound
     if name in bound.named:
-        return bound if bound.named[name] is value else None
-    return bound._replace(named={**bound.named, name: value})
+        known = bound.named[name]
+        is_same = known is value or (not isinstance(value, Node) and known == value)
+        return bound if is_same else None
+    return _Bound({**bound.named, name: value}, bound.nodes)
+
+
+def _with_nodes(bound: _Bound, *nodes: Node) -> _Bound:
+    return _Bound(bound.named, (*bound.nodes, *nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,36 @@ class Value(Pattern):
         found = _bind(self.name, value, bound)
         if found is not None:
             yield found
+
+
+@dataclass(frozen=True, slots=True)
+class Named(Pattern):
+    """A value of a pattern, under a name of its own."""
+
+    name: str
+    pattern: Pattern
+
+    def heads(self) -> set[Any]:
+        return self.pattern.heads()
+
+    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+        found = _bind(self.name, value, bound)
+        if found is not None:
+            yield from self.pattern.match(value, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Where(Pattern):
+    """A pattern and what must hold of the names bound so far."""
+
+    pattern: Pattern
+    holds: Callable[[Any], bool]
+
+    def heads(self) -> set[Any]:
+        return self.pattern.heads()
+
+    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+        return (found for found in self.pattern.match(value, bound) if self.holds(found.named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +154,8 @@ class Call(Pattern):
 
     Attributes:
         targets: names of functions or methods, or functions themselves.
+        options: further arguments, positional in this order or by name, each with the values that
+            it may have; :data:`MISSING` among them if it may be left out.
         commutes: both arguments in either order.
         is_shared: whether others may read the result. The root may always be read by others.
     """
@@ -113,7 +163,7 @@ class Call(Pattern):
     targets: tuple[Any, ...]
     args: tuple[Any, ...]
     name: str = ""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     commutes: bool = False
     is_shared: bool = False
 
@@ -123,17 +173,28 @@ class Call(Pattern):
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         if not isinstance(value, Node) or not self._calls(value):
             return
-        if value.kwargs != self.kwargs:
-            return
         if bound.nodes and not self.is_shared and len(value.users) != 1:
+            return
+        if not self._options_hold(value):
             return
         named = _bind(self.name, value, bound)
         if named is None:
             return
-        named = named._replace(nodes=(*named.nodes, value))
-        yield from _match_all(self.args, value.args, named)
+        named = _with_nodes(named, value)
+        args = value.args[: len(self.args)] if self.options else value.args
+        yield from _match_all(self.args, args, named)
         if self.commutes:
-            yield from _match_all(self.args, value.args[::-1], named)
+            yield from _match_all(self.args, args[::-1], named)
+
+    def _options_hold(self, node: Node) -> bool:
+        if not self.options:
+            return not node.kwargs
+        more = node.args[len(self.args) :]
+        given = dict(zip(self.options, more, strict=False)) | node.kwargs
+        is_known = len(more) <= len(self.options) and given.keys() <= self.options.keys()
+        return is_known and all(
+            given.get(name, MISSING) in allowed for name, allowed in self.options.items()
+        )
 
     def _calls(self, node: Node) -> bool:
         if node.op == "call_function" and node.target in self.targets:
@@ -158,39 +219,89 @@ class Cast(Pattern):
             return
         named = _bind(self.name, value, bound)
         if named is not None:
-            yield from self.source.match(source, named._replace(nodes=(*named.nodes, value)))
+            yield from self.source.match(source, _with_nodes(named, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Pattern):
+    """A contiguous part of the last dimension, of :func:`.nodes.last_dim_slice`."""
+
+    source: Pattern
+    name: str
+
+    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+        part, found = last_dim_slice(value), _bind(self.name, value, bound)
+        if part is not None and found is not None:
+            whole, chunks = part[0], value.args[0]
+            nodes = (value,) if chunks is whole else (value, chunks)
+            yield from self.source.match(whole, _with_nodes(found, *nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy(Pattern):
+    """A value, and one of the calls that read it."""
+
+    pattern: Pattern
+    reader: Pattern
+
+    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+        for found in self.pattern.match(value, bound):
+            for user in value.users:
+                yield from self.reader.match(user, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Pattern):
+    """A value behind any number of these calls, each of which is read once."""
+
+    source: Pattern
+    targets: tuple[str, ...]
+
+    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+        while True:
+            yield from self.source.match(value, bound)
+            if not calls(value, *self.targets) or len(value.users) != 1:
+                return
+            bound = _with_nodes(bound, value)
+            value = value.args[0]
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Pattern):
     """The first of several spellings with which the whole match and its guards hold."""
 
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[Any, ...]
 
     def heads(self) -> set[Any]:
         return set().union(*(pattern.heads() for pattern in self.patterns))
 
     def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
         for pattern in self.patterns:
-            yield from pattern.match(value, bound)
+            yield from _match_one(pattern, value, bound)
 
 
 def call(
-    *targets: Any, args: Iterable[Any], name: str = "", kwargs: Mapping[str, Any] | None = None,
-    is_shared: bool = False,
+    *targets: Any, args: Iterable[Any], name: str = "", is_shared: bool = False,
+    **options: tuple[Any, ...],
 ) -> Call:  # fmt: skip
-    """A call of one of ``targets`` with these arguments."""
-    return Call(targets, tuple(args), name, kwargs or {}, is_shared=is_shared)
+    """A call of one of ``targets`` with these arguments and options."""
+    return Call(targets, tuple(args), name, options, is_shared=is_shared)
 
 
-def product(left: Pattern, right: Pattern, name: str = "") -> Call:
+def product(left: Pattern, right: Pattern, name: str = "", is_shared: bool = False) -> Call:
     """The product of two values in either order."""
-    return Call(("mul",), (left, right), name, commutes=True)
+    return Call(("mul",), (left, right), name, commutes=True, is_shared=is_shared)
 
 
-def one_of(*patterns: Pattern) -> OneOf:
+def one_of(*patterns: Any) -> OneOf:
     """One of several spellings, tried in order."""
     return OneOf(patterns)
+
+
+def op(name: str) -> tuple[Any, Any]:
+    """The targets of our operator of this name."""
+    packet = getattr(torch.ops.pagespec, name)
+    return packet, packet.default
 
 
 def values(*names: str) -> tuple[Value, ...]:
@@ -198,22 +309,33 @@ def values(*names: str) -> tuple[Value, ...]:
     return tuple(map(Value, names))
 
 
-def _match_all(patterns: tuple[Any, ...], found: Any, bound: _Bound) -> Iterator[_Bound]:
-    if not patterns or not found:
+def _match_all(patterns: Sequence[Any], found: Any, bound: _Bound) -> Iterator[_Bound]:
+    if patterns and isinstance(patterns[0], Rest):
+        yield from patterns[0].match(found, bound)
+    elif not patterns or not found:
         if not found and not patterns:
             yield bound
-        return
-    head, value = patterns[0], found[0]
-    if isinstance(head, Rest):
-        yield from head.match(found, bound)
-    elif isinstance(head, Pattern):
-        for each in head.match(value, bound):
+    else:
+        for each in _match_one(patterns[0], found[0], bound):
             yield from _match_all(patterns[1:], found[1:], each)
-    elif type(head) is type(value) and head == value:
-        yield from _match_all(patterns[1:], found[1:], bound)
 
 
-Guard = Callable[[Match], bool]
+def _match_one(pattern: Any, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    """Of a pattern, a list of patterns or a constant."""
+    if isinstance(pattern, Pattern):
+        yield from pattern.match(value, bound)
+    elif isinstance(pattern, list):
+        if isinstance(value, (list, tuple)):
+            yield from _match_all(pattern, value, bound)
+    elif type(pattern) is type(value) and pattern == value:
+        yield bound
+
+
+MISSING = object()
+"""The value of an option that a call does not give."""
+
+Guard = Callable[[Any], bool]
+"""Of a :class:`Match`, or within :class:`Where` of the names bound so far."""
 
 
 def same_shape(first: str, second: str) -> Guard:
@@ -258,12 +380,11 @@ class Rule:
         graph, count = gm.graph, 0
         written: set[Node] | None = None
         erased: set[Node] = set()
-        heads = self.pattern.heads()
-        for node in list(graph.nodes):
-            target = node.target
-            if target not in heads and getattr(target, "__name__", None) not in heads:
-                continue
-            if node in erased:
+        heads, nodes = self.pattern.heads(), list(graph.nodes)
+        targets = {node.target for node in nodes}
+        roots = {t for t in targets if t in heads or getattr(t, "__name__", None) in heads}
+        for node in reversed(nodes) if roots else ():
+            if node.target not in roots or node in erased:
                 continue
             for bound in self.pattern.match(node, _Bound({}, ())):
                 if written is None:
@@ -276,18 +397,24 @@ class Rule:
         return count
 
     def _holds(self, match: Match, written: set[Node]) -> bool:
-        read = {value for value in match.named.values() if isinstance(value, Node)}
-        read |= set(match.nodes)
+        # What is read where the replacement stands has the same value there.
+        others = (node for node in match.nodes if node is not match[self.at])
+        read = {source for node in others for source in node.all_input_nodes} | {*match.nodes}
         return written.isdisjoint(read - {match.root}) and all(g(match) for g in self.guards)
 
     def _rewrite(self, match: Match) -> set[Node]:
         with match.graph.inserting_before(match[self.at]):
             made = self.replace(match)
-        for old, new in ({match.root: made} if isinstance(made, Node) else made).items():
-            new.meta.setdefault("example_value", example(old))
+        replaced = {match.root: made} if isinstance(made, Node) else made
+        for old, new in replaced.items():
+            if "example_value" in old.meta:
+                new.meta.setdefault("example_value", example(old))
             old.replace_all_uses_with(new)
         erased: set[Node] = set()
-        while dead := {node for node in {*match.nodes} - erased if not node.users}:
+        # Of several results, those that only dead nodes read go as well.
+        mine = {*match.nodes, *replaced}
+        mine |= {new for new in replaced.values() if new.target is operator.getitem}
+        while dead := {node for node in mine - erased if not node.users}:
             for node in dead:
                 match.graph.erase_node(node)
             erased |= dead

@@ -1,7 +1,7 @@
 """What may stand in a graph, as a table of rules, and a check of a graph against it.
 
-Tests check after every pass, so that a pass is blamed for what it broke, not the pass or the kernel
-that stumbles over it. A start does not: a graph that was right once is right every time.
+Tests and ``PAGESPEC_CHECK_GRAPH=1`` check after every pass and name the pass that broke a rule. A
+start does not check: a graph that was right once is right every time.
 """
 
 from __future__ import annotations

@@ -11,32 +11,17 @@ Imports ``compile.fusions``, ``compile.lowering``, ``compile.fx`` and ``kernels`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Literal, NamedTuple
 
 from torch.fx import GraphModule
 
 from ..fx.pass_context import PassContext
-from ..lowering.lower_cpu import lower_cpu
-from .bind_collectives import bind_collectives
-from .cache_latents import cache_latents
-from .cleanup import cleanup
-from .merge_linear import merge_linear
-from .share_heads import share_heads
-from .write_as_linear import write_as_linear
-from .write_as_real import write_as_real
+from ..fx.spec import Bindings, SpecError, Stage, verify_graph
 
 GraphPass = Callable[[GraphModule, PassContext], int]
-
-# Valid for every way to run the graph.
-COMMON_PASSES: dict[str, GraphPass] = {
-    "cleanup": cleanup,
-    "write_as_real": write_as_real,
-    "write_as_linear": write_as_linear,
-    "cache_latents": cache_latents,
-    "share_heads": share_heads,
-    "merge_linear": merge_linear,
-    "bind_collectives": bind_collectives,
-}
 
 __all__ = [
     "COMMON_PASSES",
@@ -47,89 +32,137 @@ __all__ = [
     "run_passes",
 ]
 
+_Run = Literal["common", "cpu", "native", "gpu"]
+
+
+class _Entry(NamedTuple):
+    """Where a pass is, the runs that have it, and the passes whose results it matches or leaves."""
+
+    module: str
+    runs: tuple[_Run, ...]
+    after: tuple[str, ...] = ()
+
+
+_FUSED: tuple[_Run, ...] = ("native", "gpu")
+_GPU: tuple[_Run, ...] = ("gpu",)
+_JOINED = "..fusions.joined_norms"
+_QUANTIZED = "..fusions.quantized_rows"
+# Without native kernels, a fused call on a CPU would only run the operations that it replaces.
+_PASSES: dict[str, _Entry] = {
+    "cleanup": _Entry(".cleanup", ("common",)),
+    "write_as_real": _Entry(".write_as_real", ("common",), ("cleanup",)),
+    "write_as_linear": _Entry(".write_as_linear", ("common",), ("cleanup",)),
+    "cache_latents": _Entry(".cache_latents", ("common",), ("write_as_linear",)),
+    "share_heads": _Entry(".share_heads", ("common",)),
+    "merge_linear": _Entry(".merge_linear", ("common",), ("write_as_linear", "cache_latents")),
+    "bind_collectives": _Entry(".bind_collectives", ("common",)),
+    "fuse_rope_store": _Entry("..fusions.fuse_rope_store", _FUSED),
+    "fuse_rope_attention": _Entry("..fusions.fuse_rope_store", _GPU, ("fuse_rope_store",)),
+    "fuse_rope_latent": _Entry("..fusions.fuse_rope_latent", _GPU),
+    # The rotary passes take the norms of queries, keys and latents.
+    "fuse_norm": _Entry("..fusions.fuse_norm", _FUSED, ("fuse_rope_store", "fuse_rope_latent")),
+    "fuse_gated_norm": _Entry("..fusions.fuse_gated_norm", _GPU, ("fuse_norm",)),
+    "fuse_router": _Entry("..fusions.fuse_router", _GPU),
+    "fuse_expert_sort": _Entry("..fusions.fuse_expert_sort", _GPU),
+    "combine_experts": _Entry("..fusions.combine_experts", _GPU, ("fuse_expert_sort",)),
+    "fuse_route_rows": _Entry(
+        "..fusions.fuse_route_rows", _GPU, ("fuse_router", "combine_experts")
+    ),
+    # Masks that the sort of experts removes lie between a matmul and its activation.
+    "fuse_activation": _Entry(
+        "..fusions.fuse_activation", _FUSED, ("fuse_gated_norm", "fuse_expert_sort")
+    ),
+    "fuse_rope_cos_sin": _Entry("..fusions.fuse_rope_cos_sin", _FUSED),
+    "fuse_wide_linear": _Entry("..fusions.fuse_wide_linear", _GPU, ("fuse_router",)),
+    # The rotary passes match operators that lowering replaces.
+    "lower_gpu": _Entry(
+        "..lowering.lower_gpu",
+        _GPU,
+        ("fuse_rope_attention", "fuse_rope_latent", "fuse_activation", "fuse_wide_linear"),
+    ),
+    "lower_cpu": _Entry(
+        "..lowering.lower_cpu",
+        ("cpu", "native"),
+        ("fuse_rope_store", "fuse_norm", "fuse_activation", "fuse_rope_cos_sin"),
+    ),
+    "replay_native": _Entry(".replay_native", ("native",), ("lower_cpu",)),
+    "fuse_norm_linear": _Entry(_JOINED, _GPU, ("fuse_norm", "lower_gpu")),
+    "fuse_quantize": _Entry(_QUANTIZED, _GPU, ("fuse_norm", "lower_gpu")),
+    "fuse_attention_quantize": _Entry(_QUANTIZED, _GPU, ("lower_gpu",)),
+    "sort_rows": _Entry("..fusions.sort_rows", _GPU, ("fuse_attention_quantize",)),
+    # A norm joins its matmul rather than a collective, and either rather than a sum over experts.
+    "fuse_all_reduce_norm": _Entry(
+        _JOINED, _GPU, ("bind_collectives", "fuse_norm_linear", "fuse_quantize")
+    ),
+    "fuse_row_parallel": _Entry(_JOINED, _GPU, ("fuse_all_reduce_norm",)),
+    "fuse_combine_norm": _Entry(_JOINED, _GPU, ("combine_experts", "fuse_all_reduce_norm")),
+}
+
+
+def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Names sorted so that each stands behind all in its ``after``; else as they are given.
+
+    Raises:
+        ValueError: some are each behind the other.
+    """
+    left, order = dict(after), list[str]()
+    while left:
+        name = next((n for n, earlier in left.items() if left.keys().isdisjoint(earlier)), None)
+        if name is None:
+            raise ValueError(f"no order of {', '.join(left)}")
+        order.append(name)
+        del left[name]
+    return order
+
+
+def _passes_of(run: _Run) -> dict[str, GraphPass]:
+    chosen = {name: entry for name, entry in _PASSES.items() if run in entry.runs}
+    return {
+        name: getattr(import_module(chosen[name].module, __package__), name)
+        for name in in_order({name: entry.after for name, entry in chosen.items()})
+    }
+
+
+COMMON_PASSES = _passes_of("common")
+"""Valid for every way to run the graph."""
+
 
 def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
-    """For a graph run on a CPU. What the native kernels take is fused before; without them a fused
-    call would only run the operations it replaces."""
-    lowering: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
-    if not is_native:
-        return lowering
-    from ..fusions.fuse_activation import fuse_activation
-    from ..fusions.fuse_norm import fuse_norm
-    from ..fusions.fuse_rope_cos_sin import fuse_rope_cos_sin
-    from ..fusions.fuse_rope_store import fuse_rope_store
-    from .replay_native import replay_native
-
-    return {
-        "fuse_rope_store": fuse_rope_store,
-        "fuse_norm": fuse_norm,
-        "fuse_activation": fuse_activation,
-        "fuse_rope_cos_sin": fuse_rope_cos_sin,
-        **lowering,
-        "replay_native": replay_native,
-    }
+    """For a graph run on a CPU, with or without native kernels."""
+    return _passes_of("native" if is_native else "cpu")
 
 
 def gpu_passes() -> dict[str, GraphPass]:
-    """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
-
-    In this order: the rotary passes take the norms of queries, keys and latents, and the first and
-    the one that joins attention match the ops; masks that go with the experts' sort lie between a
-    matmul and its activation; a router is known by what it makes of its logits, whoever computes
-    those; the sum over experts and its inverse are known by that sort; a norm that its matmul or a
-    collective may take is theirs before it is that sum's.
-    """
-    # Triton, which they need, is only there on machines with a GPU.
-    from ..fusions.combine_experts import combine_experts
-    from ..fusions.fuse_activation import fuse_activation
-    from ..fusions.fuse_all_reduce_norm import fuse_all_reduce_norm
-    from ..fusions.fuse_attention_quantize import fuse_attention_quantize
-    from ..fusions.fuse_combine_norm import fuse_combine_norm
-    from ..fusions.fuse_expert_sort import fuse_expert_sort
-    from ..fusions.fuse_gated_norm import fuse_gated_norm
-    from ..fusions.fuse_norm import fuse_norm
-    from ..fusions.fuse_norm_linear import fuse_norm_linear
-    from ..fusions.fuse_quantize import fuse_quantize
-    from ..fusions.fuse_rope_attention import fuse_rope_attention
-    from ..fusions.fuse_rope_cos_sin import fuse_rope_cos_sin
-    from ..fusions.fuse_rope_latent import fuse_rope_latent
-    from ..fusions.fuse_rope_store import fuse_rope_store
-    from ..fusions.fuse_route_rows import fuse_route_rows
-    from ..fusions.fuse_router import fuse_router
-    from ..fusions.fuse_row_parallel import fuse_row_parallel
-    from ..fusions.fuse_wide_linear import fuse_wide_linear
-    from ..fusions.sort_rows import sort_rows
-    from ..lowering.lower_gpu import lower_gpu
-
-    return {
-        "fuse_rope_store": fuse_rope_store,
-        "fuse_rope_attention": fuse_rope_attention,
-        "fuse_rope_latent": fuse_rope_latent,
-        "fuse_norm": fuse_norm,
-        "fuse_gated_norm": fuse_gated_norm,
-        "fuse_router": fuse_router,
-        "fuse_expert_sort": fuse_expert_sort,
-        "combine_experts": combine_experts,
-        "fuse_route_rows": fuse_route_rows,
-        "fuse_activation": fuse_activation,
-        "fuse_rope_cos_sin": fuse_rope_cos_sin,
-        "fuse_wide_linear": fuse_wide_linear,
-        "lower_gpu": lower_gpu,
-        "fuse_norm_linear": fuse_norm_linear,
-        "fuse_quantize": fuse_quantize,
-        "fuse_attention_quantize": fuse_attention_quantize,
-        "sort_rows": sort_rows,
-        "fuse_all_reduce_norm": fuse_all_reduce_norm,
-        "fuse_row_parallel": fuse_row_parallel,
-        "fuse_combine_norm": fuse_combine_norm,
-    }
+    """For a graph run on a GPU. They import Triton, which only machines with a GPU have."""
+    return _passes_of("gpu")
 
 
 def run_passes(
     gm: GraphModule, context: PassContext, passes: dict[str, GraphPass]
 ) -> dict[str, int]:
-    """Run ``passes`` in order, then recompile ``gm``; returns how many rewrites each made."""
-    counts = {name: graph_pass(gm, context) for name, graph_pass in passes.items()}
+    """Run ``passes`` in order, then recompile ``gm``; returns how many rewrites each made.
+
+    Raises:
+        SpecError: with ``PAGESPEC_CHECK_GRAPH=1``, a pass left a node that breaks a rule.
+    """
+    is_checked = os.environ.get("PAGESPEC_CHECK_GRAPH") == "1"
+    counts: dict[str, int] = {}
+    for name, graph_pass in passes.items():
+        counts[name] = graph_pass(gm, context)
+        if is_checked:
+            try:
+                verify_graph(
+                    gm, _stage(counts, context), Bindings(context.constants, context.sources)
+                )
+            except SpecError as error:
+                raise SpecError(f"after {name}: {error}") from None
     gm.graph.lint()
     gm.recompile()
     return counts
+
+
+def _stage(done: Mapping[str, int], context: PassContext) -> Stage:
+    """Matmuls are ours only where bits are, and attention where a backend was chosen."""
+    if "lower_cpu" in done and context.transparent:
+        return "cpu"
+    return "gpu" if "lower_gpu" in done and context.attention is not None else "common"

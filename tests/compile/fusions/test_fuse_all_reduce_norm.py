@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
-from pagespec.compile.fusions.fuse_all_reduce_norm import fuse_all_reduce_norm
+from pagespec.compile.fusions.joined_norms import fuse_all_reduce_norm
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.compile.fx.spec import verify_graph
 from pagespec.compile.load.load import load_model

@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.compile.fusions.fuse_attention_quantize import fuse_attention_quantize
+from pagespec.compile.fusions.quantized_rows import fuse_attention_quantize
 from pagespec.compile.passes import PassContext
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend

@@ -61,7 +61,7 @@ def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]) -> None:
-    from pagespec.compile.fusions.fuse_norm_linear import fuse_norm_linear
+    from pagespec.compile.fusions.joined_norms import fuse_norm_linear
     from pagespec.kernels.linear import dispatch as gpu_linear
 
     gm, arguments = graph_of(has_gate), operands(has_gate)
@@ -94,7 +94,7 @@ def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]
 def test_leaves_others_alone(
     change: dict[str, Any], constants: tuple[str, ...], weights_asked_about: list[Any]
 ) -> None:
-    from pagespec.compile.fusions.fuse_norm_linear import fuse_norm_linear
+    from pagespec.compile.fusions.joined_norms import fuse_norm_linear
 
     gm = graph_of(False, **change)
     before = str(gm.graph)
@@ -106,7 +106,7 @@ def test_leaves_others_alone(
 
 def test_only_cards_with_the_kernel_join() -> None:
     """The CPU has not, and gets the two calls."""
-    from pagespec.compile.fusions.fuse_norm_linear import fuse_norm_linear
+    from pagespec.compile.fusions.joined_norms import fuse_norm_linear
 
     gm = graph_of(True)
     weight = torch.randn(2 * K, K, dtype=torch.bfloat16)

@@ -10,8 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.compile.fusions.fuse_rope_attention import fuse_rope_attention
-from pagespec.compile.fusions.fuse_rope_store import fuse_rope_store
+from pagespec.compile.fusions.fuse_rope_store import fuse_rope_attention, fuse_rope_store
 from pagespec.compile.passes import PassContext
 from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from pagespec.kernels.attention import reference

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 
 pytest.importorskip("triton")
 
-from pagespec.compile.fusions.fuse_row_parallel import fuse_row_parallel
+from pagespec.compile.fusions.joined_norms import fuse_row_parallel
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.linear import dispatch as gpu_linear

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.compile.fusions.fuse_rope_attention import fuse_rope_attention
-from pagespec.compile.fusions.fuse_rope_store import fuse_rope_store
+from pagespec.compile.fusions.fuse_rope_store import fuse_rope_attention, fuse_rope_store
 from pagespec.compile.fusions.sort_rows import sort_rows
 from pagespec.compile.passes import PassContext
 from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs

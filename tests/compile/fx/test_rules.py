@@ -12,11 +12,17 @@ from torch.fx import GraphModule, Node, symbolic_trace
 from pagespec.compile.fx.nodes import example
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.compile.fx.rules import (
+    MISSING,
     Cast,
+    Chain,
     Match,
+    Named,
+    ReadBy,
     Rest,
     Rule,
+    Slice,
     Value,
+    Where,
     call,
     one_of,
     product,
@@ -91,7 +97,7 @@ def _source_written(x: Tensor, y: Tensor) -> Tensor:
 
 def _view_of_source_written(x: Tensor, y: Tensor) -> Tensor:
     a = torch.relu(x)
-    y.view(-1).mul_(2)
+    x.view(-1).mul_(2)
     return a * y
 
 
@@ -112,6 +118,15 @@ def test_near_misses_are_left(function: Callable[..., object]) -> None:
     count, targets = rewritten(function, RELU_MUL, X, Y)
     assert count == 0
     assert fused not in targets
+
+
+def test_what_the_root_itself_reads_may_be_written_before() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        a = torch.relu(x)
+        y.view(-1).mul_(2)
+        return a * y
+
+    assert rewritten(function, RELU_MUL, X, Y)[0] == 1
 
 
 @pytest.mark.parametrize("y", [torch.randn(4), Y.double()], ids=["broadcast", "dtype"])
@@ -198,3 +213,120 @@ def test_several_results_have_a_record_each() -> None:
     torch.testing.assert_close(gm(X, Y), torch.sin(X) + torch.cos(Y))
     parts = [node for node in gm.graph.nodes if node.name.startswith("getitem")]
     assert [example(node) is not None for node in parts] == [True, True]
+
+
+def identity(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: x.sum(-1, keepdim=True), 1),
+        (lambda x: x.sum(dim=-1, keepdim=True), 1),
+        (lambda x: x.sum(-1, True), 1),
+        (lambda x: x.sum(-1), 0),
+        (lambda x: x.sum(-1, keepdim=False), 0),
+        (lambda x: x.sum(0, keepdim=True), 0),
+        (lambda x: x.sum(-1, keepdim=True, dtype=torch.float64), 0),
+        (lambda x: x.sum(-1, True, dtype=None), 0),
+        (lambda x: torch.sum(x, -1, True), 1),
+    ],
+)
+def test_options_are_positional_or_named(function: Callable[..., object], count: int) -> None:
+    rule = Rule(
+        call("sum", args=values("x"), dim=(-1, 1), keepdim=(True,)),
+        lambda m: m.call(torch.mean, m["x"]),
+    )
+    assert rule(graph_of(function, X), PassContext(nn.Module(), {})) == count
+
+
+def test_an_option_may_be_missing() -> None:
+    rule = Rule(
+        call("softmax", args=values("x"), dim=(-1,), dtype=(MISSING, None)),
+        lambda m: m.call(identity, m["x"]),
+    )
+    for function, count in (
+        (lambda x: torch.softmax(x, -1), 1),
+        (lambda x: torch.softmax(x, dim=-1, dtype=None), 1),
+        (lambda x: torch.softmax(x, -1, torch.float64), 0),
+    ):
+        assert rule(graph_of(function, X), PassContext(nn.Module(), {})) == count
+
+
+def test_a_chain_has_any_number_of_calls_that_are_read_once() -> None:
+    rule = Rule(
+        call("neg", args=(Chain(call("relu", args=values("x")), ("view", "reshape")),)),
+        lambda m: m.call(identity, m["x"]),
+    )
+
+    def read_between(x: Tensor) -> Tensor:
+        flat = torch.relu(x).view(-1)
+        return torch.neg(flat.reshape(4, 3)) + flat[0]
+
+    for function, count in (
+        (lambda x: torch.neg(torch.relu(x)), 1),
+        (lambda x: torch.neg(torch.relu(x).view(-1).reshape(4, 3)), 1),
+        (lambda x: torch.neg(torch.relu(x).t()), 0),
+        (read_between, 0),
+    ):
+        assert rule(graph_of(function, X), PassContext(nn.Module(), {})) == count
+
+
+def test_slices_of_the_last_dimension_are_found_in_each_spelling() -> None:
+    halves = [Slice(Value("x"), "right"), Slice(Value("x"), "left")]
+    rule = Rule(call("cat", args=(halves,), dim=(-1,)), lambda m: m.call(identity, m["x"]))
+
+    def chunks(x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((right, left), dim=-1)
+
+    def parts(x: Tensor) -> Tensor:
+        left, right = x.split([1, 3], -1)
+        return torch.cat([right, left], -1)
+
+    def rows(x: Tensor) -> Tensor:
+        left, right = x.split([1, 2])
+        return torch.cat([right, left], -1)
+
+    for function, count in (
+        (lambda x: torch.cat((x[..., 2:], x[..., :2]), dim=-1), 1),
+        (chunks, 1),
+        (parts, 1),
+        (lambda x: torch.cat((x[..., 2:], x[..., :2], x), dim=-1), 0),
+        (lambda x: torch.cat((x[..., ::2], x[..., :2]), dim=-1), 0),
+    ):
+        gm = graph_of(function, X)
+        assert rule(gm, PassContext(nn.Module(), {})) == count
+        assert ("split" in str(gm.graph) or "chunk" in str(gm.graph)) is False
+    gm = symbolic_trace(rows)
+    for node in gm.graph.nodes:
+        node.meta["example_value"] = X
+    assert rule(gm, PassContext(nn.Module(), {})) == 0
+
+
+def test_a_reader_of_a_source_is_part_of_a_match() -> None:
+    """``sin`` and ``cos`` of one value become one call."""
+    cos = call("cos", args=values("x"), name="cos", is_shared=True)
+    rule = Rule(
+        call("sin", args=(ReadBy(Value("x"), cos),)),
+        lambda m: m.results(m.call(both, m["x"], m["x"]), m.root, m["cos"]),
+        at="cos",
+    )
+    gm, context = graph_of(lambda x: torch.cos(x) + torch.sin(x), X), PassContext(nn.Module(), {})
+    assert rule(gm, context) == 1
+    gm.graph.lint()
+    gm.recompile()
+    torch.testing.assert_close(gm(X), torch.cos(X) + torch.sin(X))
+    assert not {torch.sin, torch.cos} & {node.target for node in gm.graph.nodes}
+    assert rule(graph_of(lambda x: torch.cos(x) + torch.sin(x + 1), X), context) == 0
+
+
+def test_a_part_of_a_pattern_has_a_condition_and_a_name() -> None:
+    shifted = Where(
+        Named("shifted", call("add", args=(Value("x"), Value("by")))), lambda m: m["by"] > 1
+    )
+    rule = Rule(call("neg", args=(shifted,)), lambda m: m.call(identity, m["shifted"].args[0]))
+    context = PassContext(nn.Module(), {})
+    assert rule(graph_of(lambda x: torch.neg(x + 2), X), context) == 1
+    assert rule(graph_of(lambda x: torch.neg(x + 1), X), context) == 0

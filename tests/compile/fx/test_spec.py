@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import example, is_ours
 from pagespec.compile.fx.products import library_matmuls
 from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
 from pagespec.compile.load.load import load_model
-from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext
+from pagespec.compile.passes import PassContext, run_passes
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import reference
@@ -53,21 +52,7 @@ def capture(
     dtype: torch.dtype = torch.bfloat16,
 ) -> CapturedModel:
     """Capture a model, with a check after every pass."""
-    run = capture_module.run_passes
-
-    def run_and_check(
-        gm: GraphModule, context: PassContext, passes: dict[str, GraphPass]
-    ) -> dict[str, int]:
-        counts = {}
-        inputs = {n.name for n in gm.graph.nodes if n.op == "placeholder"} - set(context.constants)
-        for number, (name, graph_pass) in enumerate(passes.items()):
-            counts |= run(gm, context, {name: graph_pass})
-            is_lowered = passes is not COMMON_PASSES and number == len(passes) - 1
-            bound = Bindings(context.constants, dict.fromkeys(inputs))
-            verify_graph(gm, stage if is_lowered else "common", bound)
-        return counts
-
-    monkeypatch.setattr(capture_module, "run_passes", run_and_check)
+    monkeypatch.setenv("PAGESPEC_CHECK_GRAPH", "1")
     if stage == "gpu":
         use_gpu_passes(monkeypatch, has_sweeps=True)
     loaded = load_model(tiny_model(arch).to(dtype))
@@ -87,6 +72,30 @@ def test_graphs_hold_to_the_spec(arch: str, stage: Stage, monkeypatch: pytest.Mo
     captured = capture(arch, stage, monkeypatch)
     assert captured.graph is not None
     verify_graph(captured.graph, stage, bindings(captured))
+
+
+def _with_attribute(gm: GraphModule, _: PassContext) -> int:
+    _module_attribute(gm, Bindings({}, {}))
+    return 1
+
+
+def test_a_broken_rule_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = {"first": lambda *_: 0, "planted": _with_attribute, "last": lambda *_: 0}
+    for is_checked in (False, True):
+        monkeypatch.setenv("PAGESPEC_CHECK_GRAPH", str(int(is_checked)))
+        graph = Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.ones(2)
+        result = graph.call_function(torch.relu, (x,))
+        result.meta["example_value"] = torch.ones(2)
+        graph.output((result,))
+        gm, context = GraphModule({}, graph), PassContext(torch.nn.Module(), {})
+        context.sources["x"] = ("input", "x")
+        if is_checked:
+            with pytest.raises(SpecError, match=r"after planted: .*nothing is read off a module"):
+                run_passes(gm, context, passes)
+        else:
+            assert run_passes(gm, context, passes) == {"first": 0, "planted": 1, "last": 0}
 
 
 def _module_attribute(gm: GraphModule, _: Bindings) -> None:
