@@ -12,7 +12,6 @@ torch; Inductor may contract products and sums of the rotation.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +33,10 @@ from ..fx.rules import (
     Where,
     call,
     one_of,
+    shared,
     values,
 )
 from .fuse_norm import norm_form, rms_norm
-
-_shared = partial(call, is_shared=True)
 
 
 def _maybe_cast(source: Pattern) -> Pattern:
@@ -48,18 +46,18 @@ def _maybe_cast(source: Pattern) -> Pattern:
 def _rotated(source: Pattern) -> Pattern:
     """``source [1, H, T, P]`` with its neighbours rotated, by ``cos`` and ``sin [1, T, P / 2]``."""
     wide = _maybe_cast(Named("turned", source))
-    pairs = _shared("reshape", "view", args=(wide, Rest()), name="pairs")
-    a = _shared("getitem", args=(pairs, (Ellipsis, 0)), name="a")
-    b = _shared("getitem", args=(Value("pairs"), (Ellipsis, 1)), name="b")
-    cos, sin = (_shared("unsqueeze", args=(Value(t), 1), name=t + "4") for t in ("cos", "sin"))
+    pairs = shared("reshape", "view", args=(wide, Rest()), name="pairs")
+    a = shared("getitem", args=(pairs, (Ellipsis, 0)), name="a")
+    b = shared("getitem", args=(Value("pairs"), (Ellipsis, 1)), name="b")
+    cos, sin = (shared("unsqueeze", args=(Value(t), 1), name=t + "4") for t in ("cos", "sin"))
 
     def times(half: Pattern, table: Pattern) -> Pattern:
-        return _shared("mul", args=(half, table))
+        return shared("mul", args=(half, table))
 
-    real = _shared("sub", args=(times(a, cos), times(b, sin)), name="real")
+    real = shared("sub", args=(times(a, cos), times(b, sin)), name="real")
     crossed = times(Value("a"), Value("sin4")), times(Value("b"), Value("cos4"))
-    stack = _shared("stack", args=([real, _shared("add", args=crossed)], -1))
-    flat = one_of(*(_shared("flatten", args=(stack, dim)) for dim in (3, -2)))
+    stack = shared("stack", args=([real, shared("add", args=crossed)], -1))
+    flat = one_of(*(shared("flatten", args=(stack, dim)) for dim in (3, -2)))
     return Where(Named("rotated", _maybe_cast(flat)), _is_rotation)
 
 
@@ -78,7 +76,7 @@ def _is_rotation(m: Match) -> bool:
 
 
 _NORM = rms_norm(Value("x"))
-_VIEW = one_of(_shared("view", "reshape", args=(_NORM, Rest())), _NORM)
+_VIEW = one_of(shared("view", "reshape", args=(_NORM, Rest())), _NORM)
 
 
 def _store(m: Match) -> dict[Node, Node]:
@@ -96,12 +94,12 @@ _STORE = Rule(
     _store,
     guards=(lambda m: last_size(m["latent"]) == last_size(m["normed"]),),
 )
-_JOINED = _shared(
+_JOINED = shared(
     "cat",
     args=([Slice(Value("whole"), "left"), _rotated(Slice(Value("whole"), "right"))],),
     dim=(-1,),
 )
-_QUERY = _shared("transpose", args=(_shared("squeeze", args=(_JOINED, 0)), 0, 1))
+_QUERY = shared("transpose", args=(shared("squeeze", args=(_JOINED, 0)), 0, 1))
 
 
 def _is_whole(m: Match) -> bool:

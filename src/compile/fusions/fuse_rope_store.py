@@ -11,7 +11,6 @@ Results and caches are unchanged bit for bit on a CPU.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -34,11 +33,10 @@ from ..fx.rules import (
     call,
     one_of,
     op,
+    shared,
     values,
 )
 from .fuse_norm import norm_form, rms_norm
-
-_shared = partial(call, is_shared=True)
 
 
 def _rotated(source: Pattern, p: str) -> Pattern:
@@ -47,22 +45,22 @@ def _rotated(source: Pattern, p: str) -> Pattern:
     x * cos + cat((-x[..., R/2:], x[..., :R/2])) * sin                     cos [.., R]
     cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), x1, x2 the halves      cos [.., R / 2]
     """
-    x, cos, sin = p + "turned", *(_shared("unsqueeze", args=(Value(t), 1)) for t in ("cos", "sin"))
+    x, cos, sin = p + "turned", *(shared("unsqueeze", args=(Value(t), 1)) for t in ("cos", "sin"))
     first, second = p + "first", p + "second"
-    swapped = [_shared("neg", args=(Slice(Value(x), second),)), Slice(Value(x), first)]
-    straight = _shared("mul", args=(Named(x, source), cos))
-    crossed = _shared(
-        "mul", args=(_shared("cat", args=(swapped,), name=p + "swapped", dim=(-1,)), sin)
+    swapped = [shared("neg", args=(Slice(Value(x), second),)), Slice(Value(x), first)]
+    straight = shared("mul", args=(Named(x, source), cos))
+    crossed = shared(
+        "mul", args=(shared("cat", args=(swapped,), name=p + "swapped", dim=(-1,)), sin)
     )
-    by_negation = _shared("add", args=(straight, crossed))
+    by_negation = shared("add", args=(straight, crossed))
 
     def times(half: Pattern, table: Pattern) -> Pattern:
-        return _shared("mul", args=(half, table))
+        return shared("mul", args=(half, table))
 
     x1, x2 = Slice(Named(x, source), first), Slice(Value(x), second)
-    left = _shared("sub", args=(times(x1, cos), times(x2, sin)))
-    right = _shared("add", args=(times(Value(second), cos), times(Value(first), sin)))
-    of_halves = _shared("cat", args=([left, right],), dim=(-1,))
+    left = shared("sub", args=(times(x1, cos), times(x2, sin)))
+    right = shared("add", args=(times(Value(second), cos), times(Value(first), sin)))
+    of_halves = shared("cat", args=([left, right],), dim=(-1,))
     return Where(one_of(by_negation, of_halves), _is_rotation(p))
 
 
@@ -112,9 +110,7 @@ def _heads(p: str) -> Pattern:
 
     def of_tokens(inner: Pattern) -> Pattern:
         name = p + "transposed"
-        return one_of(
-            *(_shared("transpose", args=(inner, *d), name=name) for d in ((1, 2), (2, 1)))
-        )
+        return one_of(*(shared("transpose", args=(inner, *d), name=name) for d in ((1, 2), (2, 1))))
 
     source = Value(p + "source")
     normed = one_of(
@@ -123,9 +119,9 @@ def _heads(p: str) -> Pattern:
     projected = one_of(normed, of_tokens(source), source)
     begun = Slice(Named(p + "whole", projected), p + "begun")
     rest = Slice(Value(p + "whole"), p + "rest")
-    partly = Where(_shared("cat", args=([_rotated(begun, p), rest],), dim=(-1,)), _is_beginning(p))
+    partly = Where(shared("cat", args=([_rotated(begun, p), rest],), dim=(-1,)), _is_beginning(p))
     rotated = one_of(_rotated(projected, p), partly)
-    return _shared("transpose", args=(_shared("squeeze", args=(rotated, 0)), 0, 1))
+    return shared("transpose", args=(shared("squeeze", args=(rotated, 0)), 0, 1))
 
 
 def _is_one_call(m: Match) -> bool:

@@ -5,9 +5,9 @@ pattern: the node whose value the replacement computes. Patterns descend from a 
 arguments and bind names; alternatives are tried in order until all guards hold. A match is
 rewritten at once.
 
-What every rule gets from here: no node of a match below its root, and no source that is read
-elsewhere than where the replacement stands, may be written in place; the record of the replaced
-value is carried; dead nodes of the match are erased.
+In every rule, no node of a match below its root may be written in place, and no source that is read
+elsewhere than where the replacement stands. The record of the replaced value is carried. Dead nodes
+of the match are erased, and nodes that only they read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from .nodes import (
     cast_source,
     dtype_of,
     example,
+    is_in_place,
+    is_ours,
     last_dim_slice,
     shape_of,
     written_nodes,
@@ -34,19 +37,40 @@ from .nodes import (
 from .pass_context import PassContext
 
 
-class _Bound(NamedTuple):
-    """What a partial match has bound: values by name, and the nodes of calls, users first."""
+class Bound(NamedTuple):
+    """The bindings of a partial match: values by name, and the nodes of calls, users first."""
 
     named: dict[str, Any]
     nodes: tuple[Node, ...]
 
+    def bind(self, name: str, value: Any) -> Bound | None:
+        """One name more, unless it is empty; None if it is bound to another value."""
+        if not name:
+            return self
+        if name in self.named:
+            known = self.named[name]
+            is_same = known is value or (not isinstance(value, Node) and known == value)
+            return self if is_same else None
+        return Bound({**self.named, name: value}, self.nodes)
+
+    def with_nodes(self, *nodes: Node) -> Bound:
+        return Bound(self.named, (*self.nodes, *nodes))
+
+
+NOTHING = Bound({}, ())
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A root, what the names of the pattern are bound to, and the nodes that the pattern covers."""
+    """A root, the values of the names of the pattern, and the nodes that the pattern covers.
+
+    Attributes:
+        written: nodes of the graph that may be written in place.
+    """
 
     graph: Graph
     context: PassContext
+    written: set[Node]
     root: Node
     named: Mapping[str, Any]
     nodes: tuple[Node, ...]
@@ -55,7 +79,7 @@ class Match:
         return self.root if name == "root" else self.named[name]
 
     def get(self, name: str) -> Any:
-        """What ``name`` is bound to, or None if its alternative was not taken."""
+        """The value of ``name``, or None if its alternative was not taken."""
         return self.named.get(name)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Node:
@@ -77,23 +101,8 @@ class Pattern:
         """Targets, or their names, of the calls that may match: all others are passed over."""
         raise TypeError(f"a {type(self).__name__} cannot be the root of a rule")
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         raise NotImplementedError
-
-
-def _bind(name: str, value: Any, bound: _Bound) -> _Bound | None:
-    """``bound`` and one name more; None if that is bound to another value."""
-    if not name:
-        return bound
-    if name in bound.named:
-        known = bound.named[name]
-        is_same = known is value or (not isinstance(value, Node) and known == value)
-        return bound if is_same else None
-    return _Bound({**bound.named, name: value}, bound.nodes)
-
-
-def _with_nodes(bound: _Bound, *nodes: Node) -> _Bound:
-    return _Bound(bound.named, (*bound.nodes, *nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +111,8 @@ class Value(Pattern):
 
     name: str
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
-        found = _bind(self.name, value, bound)
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
+        found = bound.bind(self.name, value)
         if found is not None:
             yield found
 
@@ -118,8 +127,8 @@ class Named(Pattern):
     def heads(self) -> set[Any]:
         return self.pattern.heads()
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
-        found = _bind(self.name, value, bound)
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
+        found = bound.bind(self.name, value)
         if found is not None:
             yield from self.pattern.match(value, found)
 
@@ -134,7 +143,7 @@ class Where(Pattern):
     def heads(self) -> set[Any]:
         return self.pattern.heads()
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         return (found for found in self.pattern.match(value, bound) if self.holds(found.named))
 
 
@@ -144,7 +153,7 @@ class Rest(Pattern):
 
     name: str = ""
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         return Value(self.name).match(value, bound)
 
 
@@ -170,17 +179,17 @@ class Call(Pattern):
     def heads(self) -> set[Any]:
         return set(self.targets)
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         if not isinstance(value, Node) or not self._calls(value):
             return
         if bound.nodes and not self.is_shared and len(value.users) != 1:
             return
         if not self._options_hold(value):
             return
-        named = _bind(self.name, value, bound)
+        named = bound.bind(self.name, value)
         if named is None:
             return
-        named = _with_nodes(named, value)
+        named = named.with_nodes(value)
         args = value.args[: len(self.args)] if self.options else value.args
         yield from _match_all(self.args, args, named)
         if self.commutes:
@@ -213,13 +222,13 @@ class Cast(Pattern):
     def heads(self) -> set[Any]:
         return set(CASTS)
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         source = cast_source(value)
         if source is None or (bound.nodes and not self.is_shared and len(value.users) != 1):
             return
-        named = _bind(self.name, value, bound)
+        named = bound.bind(self.name, value)
         if named is not None:
-            yield from self.source.match(source, _with_nodes(named, value))
+            yield from self.source.match(source, named.with_nodes(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +238,12 @@ class Slice(Pattern):
     source: Pattern
     name: str
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
-        part, found = last_dim_slice(value), _bind(self.name, value, bound)
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
+        part, found = last_dim_slice(value), bound.bind(self.name, value)
         if part is not None and found is not None:
             whole, chunks = part[0], value.args[0]
             nodes = (value,) if chunks is whole else (value, chunks)
-            yield from self.source.match(whole, _with_nodes(found, *nodes))
+            yield from self.source.match(whole, found.with_nodes(*nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +253,7 @@ class ReadBy(Pattern):
     pattern: Pattern
     reader: Pattern
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         for found in self.pattern.match(value, bound):
             for user in value.users:
                 yield from self.reader.match(user, found)
@@ -257,12 +266,12 @@ class Chain(Pattern):
     source: Pattern
     targets: tuple[str, ...]
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         while True:
             yield from self.source.match(value, bound)
             if not calls(value, *self.targets) or len(value.users) != 1:
                 return
-            bound = _with_nodes(bound, value)
+            bound = bound.with_nodes(value)
             value = value.args[0]
 
 
@@ -275,7 +284,7 @@ class OneOf(Pattern):
     def heads(self) -> set[Any]:
         return set().union(*(pattern.heads() for pattern in self.patterns))
 
-    def match(self, value: Any, bound: _Bound) -> Iterator[_Bound]:
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
         for pattern in self.patterns:
             yield from _match_one(pattern, value, bound)
 
@@ -286,6 +295,10 @@ def call(
 ) -> Call:  # fmt: skip
     """A call of one of ``targets`` with these arguments and options."""
     return Call(targets, tuple(args), name, options, is_shared=is_shared)
+
+
+shared = partial(call, is_shared=True)
+"""A call whose result others may read."""
 
 
 def product(left: Pattern, right: Pattern, name: str = "", is_shared: bool = False) -> Call:
@@ -309,7 +322,7 @@ def values(*names: str) -> tuple[Value, ...]:
     return tuple(map(Value, names))
 
 
-def _match_all(patterns: Sequence[Any], found: Any, bound: _Bound) -> Iterator[_Bound]:
+def _match_all(patterns: Sequence[Any], found: Any, bound: Bound) -> Iterator[Bound]:
     if patterns and isinstance(patterns[0], Rest):
         yield from patterns[0].match(found, bound)
     elif not patterns or not found:
@@ -320,7 +333,7 @@ def _match_all(patterns: Sequence[Any], found: Any, bound: _Bound) -> Iterator[_
             yield from _match_all(patterns[1:], found[1:], each)
 
 
-def _match_one(pattern: Any, value: Any, bound: _Bound) -> Iterator[_Bound]:
+def _match_one(pattern: Any, value: Any, bound: Bound) -> Iterator[Bound]:
     """Of a pattern, a list of patterns or a constant."""
     if isinstance(pattern, Pattern):
         yield from pattern.match(value, bound)
@@ -329,6 +342,11 @@ def _match_one(pattern: Any, value: Any, bound: _Bound) -> Iterator[_Bound]:
             yield from _match_all(pattern, value, bound)
     elif type(pattern) is type(value) and pattern == value:
         yield bound
+
+
+def _is_pure(node: Node) -> bool:
+    """Is ``node`` a call with no effect but its result?"""
+    return node.op != "placeholder" and not (is_in_place(node) or is_ours(node))
 
 
 MISSING = object()
@@ -386,21 +404,22 @@ class Rule:
         for node in reversed(nodes) if roots else ():
             if node.target not in roots or node in erased:
                 continue
-            for bound in self.pattern.match(node, _Bound({}, ())):
+            for bound in self.pattern.match(node, NOTHING):
                 if written is None:
                     written = written_nodes(graph)
-                match = Match(graph, context, node, *bound)
-                if self._holds(match, written):
+                match = Match(graph, context, written, node, *bound)
+                if self._holds(match):
                     erased |= self._rewrite(match)
                     count += 1
                     break
         return count
 
-    def _holds(self, match: Match, written: set[Node]) -> bool:
+    def _holds(self, match: Match) -> bool:
         # What is read where the replacement stands has the same value there.
         others = (node for node in match.nodes if node is not match[self.at])
         read = {source for node in others for source in node.all_input_nodes} | {*match.nodes}
-        return written.isdisjoint(read - {match.root}) and all(g(match) for g in self.guards)
+        is_safe = match.written.isdisjoint(read - {match.root})
+        return is_safe and all(guard(match) for guard in self.guards)
 
     def _rewrite(self, match: Match) -> set[Node]:
         with match.graph.inserting_before(match[self.at]):
@@ -416,6 +435,7 @@ class Rule:
         mine |= {new for new in replaced.values() if new.target is operator.getitem}
         while dead := {node for node in mine - erased if not node.users}:
             for node in dead:
+                mine |= {*filter(_is_pure, node.all_input_nodes)}
                 match.graph.erase_node(node)
             erased |= dead
         return erased

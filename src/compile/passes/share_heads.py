@@ -15,54 +15,37 @@ from queries and keys alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import GraphModule, Node
 
-from ..fx.nodes import calls, calls_op, erase_unused, tensor_of, written_nodes
+from ..fx.nodes import tensor_of
 from ..fx.pass_context import PassContext
 from ..fx.recorder import recording
+from ..fx.rules import Match, Pattern, Rest, Rule, call, op, values
 
 
-def share_heads(gm: GraphModule, _context: PassContext) -> int:
+def _repeated(name: str) -> Pattern:
+    """``[T, H, K]``: the heads of ``[1, T, Hk, K]``, each several times in succession."""
+    repeat = call("repeat_interleave", args=values(name, "times"), dim=(2, -2), is_shared=True)
+    return call("squeeze", args=(repeat, 0), is_shared=True)
+
+
+def _are_heads(m: Match) -> bool:
+    tensors = map(tensor_of, (m["query"], m["key"]))
+    return type(m["times"]) is int and all(t is not None and t.dim() == 4 for t in tensors)
+
+
+def share_heads(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of recurrences that read shared heads. Results are unchanged
     bit for bit."""
-    graph, count = gm.graph, 0
-    written = written_nodes(graph)
-    with recording(graph) as results:
-        for node in list(graph.nodes):
-            if not calls_op(node, "delta_rule"):
-                continue
-            found = [_repeated(argument) for argument in node.args[:2]]
-            times = {pair[1] for pair in found if pair is not None}
-            if None in found or len(times) != 1:
-                continue
-            sources = [pair[0] for pair in found if pair is not None]
-            if not written.isdisjoint(sources):
-                continue
-            with graph.inserting_before(node):
-                shared = [graph.call_method("squeeze", (source, 0)) for source in sources]
-            for new in shared:
-                results.record(new)
-            old = node.args[:2]
-            node.args = (*shared, *node.args[2:])
-            erase_unused(graph, [n for argument in old for n in (argument, argument.args[0])])
-            count += 1
-    return count
 
+    def replacement(m: Match) -> dict[Node, Node]:
+        shared = [m.graph.call_method("squeeze", (m[name], 0)) for name in ("query", "key")]
+        for new in shared:
+            results.record(new)
+        m.root.args = (*shared, *m.root.args[2:])
+        return {}
 
-def _repeated(node: Any) -> tuple[Node, int] | None:
-    """(source, times) if ``node`` is ``[T, H, K]`` whose heads are those of ``source``
-    ``[1, T, Hk, K]``, each several times in succession."""
-    if not calls(node, "squeeze") or node.args[1:] != (0,) or node.kwargs:
-        return None
-    repeat = node.args[0]
-    if not calls(repeat, "repeat_interleave") or not isinstance(repeat.args[0], Node):
-        return None
-    given = dict(zip(("repeats", "dim"), repeat.args[1:], strict=False)) | repeat.kwargs
-    repeats, dim = given.pop("repeats", None), given.pop("dim", None)
-    source = tensor_of(repeat.args[0])
-    is_of_heads = source is not None and source.dim() == 4 and dim in (2, -2)
-    if given or not is_of_heads or type(repeats) is not int or repeats < 1:
-        return None
-    return repeat.args[0], repeats
+    heads = _repeated("query"), _repeated("key")
+    rule = Rule(call(*op("delta_rule"), args=(*heads, Rest())), replacement, (_are_heads,))
+    with recording(gm.graph) as results:
+        return rule(gm, context)

@@ -64,13 +64,19 @@ def rows(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos() * 2.0, angles.sin() * 2.0
 
 
+def rounded(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """To the dtype of another tensor."""
+    cos, sin = rows(frequencies, positions)
+    return cos.type_as(frequencies.half()), sin.type_as(frequencies.half())
+
+
 class _Noting(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         n.meta["example_value"] = super().run_node(n)
         return n.meta["example_value"]
 
 
-@pytest.mark.parametrize("tables", [columns, rows])
+@pytest.mark.parametrize("tables", [columns, rows, rounded])
 @pytest.mark.parametrize(("num_positions", "count"), [((1, 5), 1), ((2, 5), 0)])
 def test_both_forms_of_packed_tokens_are_found(
     tables: Callable[..., Any], num_positions: tuple[int, int], count: int

@@ -330,3 +330,26 @@ def test_a_part_of_a_pattern_has_a_condition_and_a_name() -> None:
     context = PassContext(nn.Module(), {})
     assert rule(graph_of(lambda x: torch.neg(x + 2), X), context) == 1
     assert rule(graph_of(lambda x: torch.neg(x + 1), X), context) == 0
+
+
+def test_what_only_a_match_has_read_goes_unless_it_writes() -> None:
+    rule = Rule(
+        call("neg", args=values("y")), lambda m: m.call(identity, next(iter(m.graph.nodes)))
+    )
+
+    def pure(x: Tensor) -> Tensor:
+        return torch.neg(torch.abs(torch.exp(x)).view(-1).cos())
+
+    def writing(x: Tensor) -> Tensor:
+        y = x.clone()
+        return torch.neg(torch.abs(y.mul_(2)).cos()) + y
+
+    gm, context = graph_of(pure, X), PassContext(nn.Module(), {})
+    assert rule(gm, context) == 1
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_function", "output"]
+    gm = graph_of(writing, X)
+    assert rule(gm, context) == 1
+    gm.graph.lint()
+    gm.recompile()
+    assert {"abs", "cos"}.isdisjoint(node.name for node in gm.graph.nodes)
+    torch.testing.assert_close(gm(X.clone()), 3 * X)
