@@ -210,15 +210,9 @@ def _is_view(node: Node) -> bool:
     return not any(isinstance(part, Node | list) for part in index)
 
 
-def positions(graph: Graph) -> dict[Node, int]:
-    """Where each node stands in the graph."""
-    return {node: i for i, node in enumerate(graph.nodes)}
-
-
 def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
     """Erase those of ``nodes`` that are not read (any more), users before sources."""
-    order = positions(graph)
-    for node in sorted(set(nodes) & order.keys(), key=order.__getitem__, reverse=True):
+    for node in sorted(set(nodes).intersection(graph.nodes), reverse=True):
         if not node.users:
             graph.erase_node(node)
 

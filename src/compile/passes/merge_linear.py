@@ -9,9 +9,9 @@ The weights are concatenated in storage once, and the original parameters become
 So there is no second copy, state dicts and in-place weight updates keep working, and the graph
 gets one constant more.
 
-Rows of zeros follow where a row of the result would not be whole 16-byte units (a router, what a
-shared expert asks and its gate: 1,281 or 1,537 outputs). TMA could not store such rows, and what
-reads a part of one would read two bytes at a time. Nobody reads the columns that they give.
+Rows of zeros follow where a row of the result would not be whole 16-byte units: of a router, a
+shared expert and its gate, 1,281 or 1,537 outputs. TMA cannot store such rows, and kernels would
+read parts of them two bytes at a time. The columns of those zeros are never read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ..fx.nodes import (
     is_linear,
     linear_operands,
     only_user,
-    positions,
     shape_of,
     written_nodes,
 )
@@ -43,9 +42,9 @@ from ..fx.stand_in import is_stand_in, stand_in
 
 _UNIT_BYTES = 16
 _PADDED_TO = 16
-"""Where outputs are added, up to a multiple of this: units of 16 bytes ask for less, but Triton
-looks only whether a stride is a multiple of 16, and some matmuls of a CPU fill outputs up to that
-in every call (:mod:`.linear_cpu.invariant`), which they then need not."""
+"""Padding fills outputs up to a multiple of this. Units of 16 bytes would need less, but Triton
+specialises strides on multiples of 16. Some matmuls of a CPU (:mod:`.linear_cpu.invariant`) would
+otherwise pad outputs to 16 in every call."""
 
 
 def _storage(tensor: Tensor) -> int:
@@ -143,12 +142,7 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
         key = (_same_rows(source, written), kind, tensor.shape[1], tensor.device, bias is None)
         groups[key][source].append(node)
 
-    order = positions(graph)
-    joined = [
-        sorted(nodes, key=order.__getitem__)
-        for group in groups.values()
-        for nodes in _joined(group)
-    ]
+    joined = [sorted(nodes) for group in groups.values() for nodes in _joined(group)]
     large = [nodes for nodes in joined if len(nodes) > 1]
     with recording(graph) as results:
         return sum(_merge_group(gm, context, nodes, results) for nodes in large)
