@@ -209,20 +209,8 @@ def _name(node: Node) -> str:
 
 def value_of(node: Node, constants: Mapping[str, Tensor]) -> Tensor:
     """What one of :func:`constant_nodes` computes; views where it makes views."""
-
-    def computed(node: Node) -> Any:
-        if node.op == "placeholder":
-            return constants[node.name]
-        target: Any = node.target
-        args: Any = map_arg(node.args, computed)
-        kwargs: Any = map_arg(node.kwargs, computed)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
-
     with torch.no_grad():
-        value: Tensor = computed(node)
-    return value
+        return computation_of(node, constants)[0]()
 
 
 def computation_of(

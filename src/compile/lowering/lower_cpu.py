@@ -39,38 +39,15 @@ from .quantize_linear import QuantizedCalls
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def _layout_of_step(
-    query: Tensor,
-    k_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    *mask: Any,
-) -> AttentionLayout:
-    return build_layout(
-        query_starts,
-        context_lens,
-        block_tables,
-        table_rows,
-        k_cache.shape[1],
-        query.dtype,
-        *mask,
-    )
+def _layout_of_step(query: Tensor, k_cache: Tensor, *rest: Any) -> AttentionLayout:
+    """Of the four tensors of the batch, and of window, chunk and slopes."""
+    return build_layout(*rest[:4], k_cache.shape[1], query.dtype, *rest[4:])
 
 
 def _invariant_layout_of_step(
-    _: Tensor,
-    k_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    *mask: Any,
+    _: Tensor, k_cache: Tensor, *rest: Any
 ) -> invariant_attention.AlignedLayout:
-    return invariant_attention.build_layout(
-        query_starts, context_lens, block_tables, table_rows, k_cache.shape[1], *mask
-    )
+    return invariant_attention.build_layout(*rest[:4], k_cache.shape[1], *rest[4:])
 
 
 def lower_cpu(gm: GraphModule, context: PassContext) -> int:
@@ -131,7 +108,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
 
 
 class _Layouts:
-    """What builds the layouts of a step, once for each kind."""
+    """Builds the layouts of a step, one per kind."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -170,7 +147,7 @@ _NATIVE: dict[object, Callable[..., Any]] = {
     fused.act_mul: native.act_mul,
     fused.norm_rope_store: native.norm_rope_store,
 }
-"""What the fusing passes left, by what takes the same arguments."""
+"""Native functions with the same arguments, by the call that a fusion made."""
 _NUM_NATIVE_ARGUMENTS = 11
 """Of attention without chunks and slopes."""
 

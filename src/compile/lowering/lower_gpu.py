@@ -36,9 +36,11 @@ from ..fx.nodes import (
     example,
     grouped_operands,
     is_linear,
+    last_dim_slice,
     last_size,
     left_matmul_operands,
     linear_operands,
+    only_user,
     tensor_of,
 )
 from ..fx.pass_context import PassContext
@@ -53,7 +55,10 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
     quantized = QuantizedCalls(graph, context, _kernels(dtype, plans))
-    matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
+    matmuls = {
+        node: _constants(*linear_operands(node)[1:], only_gate(node) is not None, context)
+        for node in filter(is_linear, graph.nodes)
+    }
     columns = {
         node: found for node in graph.nodes if (found := left_matmul_operands(node)) is not None
     }
@@ -74,44 +79,25 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             node.args = (query, PagedKV(*rest[:6]), params)
         elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
-        elif (operands := grouped_operands(node)) is not None:
-            if not _fits_our_kernel(operands):
-                continue
-            gated = only_gate(node)
-            *_, offs = operands
-            options: dict[str, Any] = {
-                "has_gate": gated is not None,
-                "has_old_offs": offs in old_offs,
-            }
-            old_offs.add(offs)
-            with graph.inserting_before(node):
-                call = graph.call_function(grouped_mm.grouped_mm, operands, options)
-            _put(graph, call, gated or node, node)
         elif (matmul := matmuls.get(node)) is not None and node in columns:
             node.target, node.kwargs = gpu_linear.left_matmul, {}
             node.args = (*columns[node], plans.max_custom_rows(*matmul))
-        elif matmul is not None:
-            source, weight, bias = linear_operands(node)
-            max_custom_rows = plans.max_custom_rows(*matmul)
-            gated = only_gate(node)
-            with graph.inserting_before(node):
-                if gated is not None:
-                    call = graph.call_function(
-                        gpu_linear.linear_silu_mul, (source, weight, bias, max_custom_rows)
-                    )
-                else:
-                    call = graph.call_function(
-                        gpu_linear.linear, (source, weight, bias, max_custom_rows)
-                    )
-            _put(graph, call, gated or node, node)
-        elif (made := quantized(node)) is not None:
-            gated = only_gate(node)
-            made_gated = None if gated is None else quantized(node, has_gate=True)
-            with graph.inserting_before(node):
-                call = graph.call_function(*(made_gated or made))
-            _put(graph, call, node if gated is None or made_gated is None else gated, node)
         else:
-            continue
+            gated = only_gate(node)
+            made: Any = None
+            if matmul is not None:
+                function = gpu_linear.linear_silu_mul if gated else gpu_linear.linear
+                made = function, (*linear_operands(node), plans.max_custom_rows(*matmul)), {}
+            elif (operands := grouped_operands(node)) is not None and _fits_our_kernel(operands):
+                *_, offs = operands
+                options = {"has_gate": gated is not None, "has_old_offs": offs in old_offs}
+                old_offs.add(offs)
+                made = grouped_mm.grouped_mm, operands, options
+            elif gated is None or (made := quantized(node, has_gate=True)) is None:
+                made, gated = quantized(node), None
+            if made is None:
+                continue
+            _put(node, gated, made)
         count += 1
     quantized.release_weights()
     return count
@@ -134,13 +120,6 @@ def _kernels(dtype: torch.dtype, plans: LinearPlans) -> KernelTable:
     return {"fp8": fp8, "int4": integers, "int8": integers}
 
 
-def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bool] | None:
-    """Weight and bias of a linear layer, if they are constants that our kernel can multiply, and
-    whether a gated activation joins it."""
-    _, weight, bias = linear_operands(node)
-    return _constants(weight, bias, only_gate(node) is not None, context)
-
-
 def _constants(
     weight: Node, bias: Node | None, has_gate: bool, context: PassContext
 ) -> tuple[Tensor, Tensor | None, bool] | None:
@@ -156,60 +135,33 @@ def _constants(
 
 
 def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
-    rows, weight, offs = map(example, operands)
-    return (
-        isinstance(rows, Tensor)
-        and isinstance(weight, Tensor)
-        and isinstance(offs, Tensor)
-        and (rows.dim(), weight.dim()) == (2, 3)
-        and rows.dtype in _DTYPES
-    )
+    rows, weight, offs = map(tensor_of, operands)
+    if rows is None or weight is None or offs is None:
+        return False
+    return (rows.dim(), weight.dim()) == (2, 3) and rows.dtype in _DTYPES
 
 
 def only_gate(node: Node) -> Node | None:
     """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
-    users = list(node.users)
-    if len(users) != 1 or not _is_halving(users[0]) or len(users[0].users) != 2:
+    halves = only_user(node)
+    if not calls(halves, "split", "chunk") or (width := last_size(node)) is None:
         return None
-    halves = sorted(users[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
-    readers = {user for half in halves for user in half.users}
-    if len(readers) != 1:
+    readers = {user for half in halves.users for user in half.users}
+    reader = readers.pop() if len(readers) == 1 and len(halves.users) == 2 else None
+    if reader is None or reader.target is not fused.act_mul or reader.args[2] != "silu":
         return None
-    (reader,) = readers
-    if reader.target is not fused.act_mul or reader.args[:2] != tuple(halves):
-        return None
-    return reader if reader.args[2] == "silu" else None
+    middle = width // 2
+    cuts = [last_dim_slice(half) for half in reader.args[:2]]
+    return reader if cuts == [(node, 0, middle), (node, middle, width)] else None
 
 
-def _is_halving(node: Node) -> bool:
-    """Does ``node`` cut its last dimension, whose size is even, in two equal parts?"""
-    if not calls(node, "split", "chunk") or len(node.args) not in (2, 3):
-        return False
-    source, sizes, *rest = node.args
-    tensor = tensor_of(source)
-    dim = rest[0] if rest else node.kwargs.get("dim", 0)
-    is_last = tensor is not None and dim in (-1, tensor.dim() - 1)
-    if calls(node, "chunk"):
-        return is_last and sizes == 2 and (last_size(source) or 1) % 2 == 0
-    # The halves of a merged weight, which ``merge_linear`` cuts along their last dimension.
-    return isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
-
-
-def _put(graph: torch.fx.Graph, call: Node, last: Node, first: Node) -> None:
-    """``call`` in place of ``last``, of ``first``, and of what lies between."""
+def _put(node: Node, gated: Node | None, made: tuple[Any, Any, Any]) -> None:
+    """A call in place of ``node``, or of all from it to ``gated``, which nothing else reads."""
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(*made)
+    last = gated or node
     call.meta["example_value"] = example(last)
     last.replace_all_uses_with(call)
-    _erase_chain(graph, last, first)
-
-
-def _erase_chain(graph: torch.fx.Graph, last: Node, first: Node) -> None:
-    """Erase ``last`` and all between it and ``first`` that nothing else reads."""
-    pending = [last]
-    while pending:
-        node = pending.pop()
-        if node.users:
-            continue
-        pending += [n for n in node.all_input_nodes if n is not first and n.op != "placeholder"]
-        graph.erase_node(node)
-        if node is not first and first not in pending and not first.users:
-            pending.append(first)
+    chain = [] if gated is None else [gated, *gated.all_input_nodes, *node.users]
+    for each in (*chain, node):
+        node.graph.erase_node(each)

@@ -7,7 +7,7 @@
     z * t                                       a * c - b * s, a * s + b * c
     view_as_real(..)                            stack(.., -1)
 
-Inductor makes no code for complex numbers, and no pattern of ours knows them. Here each product and
+Inductor makes no code for complex numbers, and no rule matches them. Here each product and
 sum is rounded by itself. torch's own kernel for a CPU contracts them in what is left over from its
 vectors: of one head of 8 elements, the last row's when the number of rows is odd.
 """
@@ -159,18 +159,13 @@ class _Writer:
         source = pairs[args[0]]
         if calls(node, "to"):
             return source
-        made = []
-        for part in source:
-            with self._graph.inserting_before(node):
-                made.append(self._graph.create_node(node.op, node.target, (part, *args[1:])))
-            self._results.record(made[-1])
-        return _Pair(*made)
+        return _Pair(*(self._call(node.target, part, *args[1:]) for part in source))
 
     def _polar(self, absolute: Node, angle: Node) -> _Pair:
         # On a CPU torch's cosine of a strided tensor may differ in the last bit from that of a
         # contiguous one, which is what polar computes.
-        angle = self._method("contiguous", angle)
-        pair = _Pair(self._method("cos", angle), self._method("sin", angle))
+        angle = self._call("contiguous", angle)
+        pair = _Pair(self._call("cos", angle), self._call("sin", angle))
         if calls(absolute, "ones_like"):
             return pair
         return _Pair(*(self._call(operator.mul, absolute, part) for part in pair))
@@ -194,14 +189,9 @@ class _Writer:
     def _multiply(self, left: Node, right: Any) -> Node:
         return self._call(operator.mul, left, right)
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Node:
+    def _call(self, target: Callable[..., Any] | str, *args: Any) -> Node:
+        op = "call_method" if isinstance(target, str) else "call_function"
         with self._graph.inserting_before(self._node):
-            made = self._graph.call_function(function, args)
-        self._results.record(made)
-        return made
-
-    def _method(self, name: str, *args: Any) -> Node:
-        with self._graph.inserting_before(self._node):
-            made = self._graph.call_method(name, args)
+            made = self._graph.create_node(op, target, args)
         self._results.record(made)
         return made
