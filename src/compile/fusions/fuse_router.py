@@ -1,10 +1,13 @@
-"""Fuses the router of a mixture of experts into one call. Of two kinds::
+"""Fuses the router of a mixture of experts into one call, and the matmul of logits into another.
+
+Routers are of two kinds::
 
     softmax(logits) -> topk -> a division by the sum, if any     (Qwen3-MoE, Mixtral, DeepSeek-V2)
     topk(logits) -> softmax                                      (Granite, GPT-OSS)
 
 with what follows of a factor of 1 and a conversion. Other routers (sigmoid, groups of experts, a
-bias for the choice) stay as they are.
+bias for the choice) stay as they are. ``fuse_wide_linear`` comes after ``fuse_router``, to which
+logits are any node.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.experts import route as kernel
+from ...kernels.linear import wide_matmul
 from ..fx.nodes import (
+    LINEAR,
     calls,
     calls_function,
     cast_source,
@@ -30,6 +35,7 @@ from ..fx.nodes import (
     written_nodes,
 )
 from ..fx.pass_context import PassContext
+from ..fx.rules import MISSING, Cast, Match, Rule, Value, call, has_dtype, same_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,6 +43,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fuse_router(gm: GraphModule, _context: PassContext) -> int:
     """Rewrites, and returns the number of routers replaced. Weights are those of torch up to the
     order of additions; of equal ones the lowest id comes first, which torch leaves open.
+
+    No rule: some routers divide the chosen weights in place.
     """
     graph, count = gm.graph, 0
     written = written_nodes(graph)
@@ -70,7 +78,7 @@ def _top_k(node: Node) -> int | None:
         return None
     if not _is_last(given.pop("dim"), node.args[0]) or given != {"largest": True}:
         return None
-    # Only its two results are asked for.
+    # Only its two results are read.
     parts = [user.args[1] for user in node.users if calls(user, "getitem")]
     return top_k if len(parts) == len(node.users) and set(parts) <= {0, 1} else None
 
@@ -183,3 +191,29 @@ def _division(values: Node) -> tuple[Node, Node] | None:
         if quotient.args == (values, total) and shape_of(quotient) == shape_of(values):
             return total, quotient
     return None
+
+
+# linear(rows.to(float32), weight.to(float32)), as transformers computes a router's logits in
+# DeepSeek, GLM-4-MoE, Kimi Linear and others: on a GPU a conversion of the rows, one of the weight
+# in every step, and a matmul without the matrix unit. Results are float32 matmuls' up to the order
+# of additions.
+_ROWS = Cast(Value("rows"), "wide_rows", is_shared=True)
+_WEIGHT = Cast(Value("weight"), "wide_weight", is_shared=True)
+
+
+def _is_wide_weight(m: Match) -> bool:
+    constant = m.context.constant(m["weight"])
+    if constant is None or m.context.weight_format(constant) is not None:
+        return False
+    return wide_matmul.fits(constant)
+
+
+fuse_wide_linear = Rule(
+    call(*LINEAR, args=(_ROWS, _WEIGHT), bias=(MISSING, None)),
+    lambda m: m.call(wide_matmul.wide_linear, m["rows"], m["weight"]),
+    guards=(
+        has_dtype(torch.float32, "wide_rows", "wide_weight"),
+        same_dtype("rows", "weight"),
+        _is_wide_weight,
+    ),
+)

@@ -73,7 +73,7 @@ _PASSES: dict[str, _Entry] = {
         "..fusions.fuse_activation", _FUSED, ("fuse_gated_norm", "fuse_expert_sort")
     ),
     "fuse_rope_cos_sin": _Entry("..fusions.fuse_rope_cos_sin", _FUSED),
-    "fuse_wide_linear": _Entry("..fusions.fuse_wide_linear", _GPU, ("fuse_router",)),
+    "fuse_wide_linear": _Entry("..fusions.fuse_router", _GPU, ("fuse_router",)),
     # The rotary passes match operators that lowering replaces.
     "lower_gpu": _Entry(
         "..lowering.lower_gpu",

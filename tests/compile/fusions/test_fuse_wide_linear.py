@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 pytest.importorskip("triton")
 from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.compile.fusions.fuse_wide_linear import fuse_wide_linear
+from pagespec.compile.fusions.fuse_router import fuse_wide_linear
 from pagespec.compile.fx.nodes import calls, calls_function, dtype_of
 from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.kernels.experts import expert_rows
