@@ -70,7 +70,7 @@ def _is_sum_over_experts(m: Match) -> bool:
 
 def _combine(m: Match) -> Node:
     top_k = m["view"].meta["example_value"].shape[1]
-    # The sort learns how many tokens of the step are real.
+    # ``query_starts`` gives the sort the number of tokens without padding.
     input_ids, query_starts = (
         m.context.step_input(m.graph, name) for name in ("input_ids", "query_starts")
     )

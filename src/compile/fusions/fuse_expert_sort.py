@@ -1,9 +1,9 @@
-"""Fuses what sorts the rows of a mixture of experts into one call.
+"""Fuses the sort of a mixture of experts' rows into one call.
 
 transformers writes it as a sort of the chosen experts' ids, a histogram of the sorted ids, its
 running sum, and an inverse of the permutation by an assignment: eight kernels for what
 :func:`.sort_by_expert.sort_by_expert` does in one. Masks that zero rows of no expert before and
-behind grouped matmuls go as well: ours reads none and gives zeros for them.
+behind grouped matmuls go as well: our matmul reads no such row and gives zeros for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Sort:
 
     Attributes:
         ids: what ``node`` sorts, to ``sorted_ids`` by ``order``. converted, counts, offs: the
-            sorted ids as ``histc`` wants them, rows of each expert, and where they end.
+            sorted ids as ``histc`` takes them, rows of each expert, and where they end.
     """
 
     node: Node

@@ -43,7 +43,7 @@ def _parts(node: Node) -> dict[Any, Node]:
 
 
 def _is_chain(m: Match) -> bool:
-    """Does nothing else read what the fused call does not give?"""
+    """Are all other readers of router and sort readers of results that the fused call returns?"""
     logits, rows, tokens = tensor_of(m["logits"]), tensor_of(m["tokens"]), m["tokens"]
     if logits is None or rows is None or (logits.dim(), rows.dim()) != (2, 2):
         return False
@@ -51,7 +51,7 @@ def _is_chain(m: Match) -> bool:
         return False
     if sum(calls_function(user, spread_rows) for user in m["inverse"].users) != 1:
         return False
-    # As of a sort that knows nothing of padding, or of this many experts per token.
+    # A sort without padding arguments, or with those of this ``top_k``.
     padding = m["sort"].args[2:3]
     if last_size(m["logits"]) != m["num_experts"] or padding not in ((), (m["top_k"],)):
         return False

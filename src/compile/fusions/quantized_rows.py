@@ -1,4 +1,4 @@
-"""What makes the rows of an FP8 matmul is fused with the rounding of those rows.
+"""Fuses the call that makes the rows of an FP8 matmul with the rounding of those rows.
 
 The rules come after ``lower_gpu``, which makes the matmuls. Results are unchanged bit for bit.
 """
@@ -21,7 +21,7 @@ from ..fx.rules import Chain, Match, Rest, Rule, Value, call, values
 from ..lowering.lower_gpu import only_gate
 from .joined_norms import NORM_OF_SUM, join_norm_of_sum
 
-# By what makes the rows and what reads them.
+# By the call that makes the rows and the matmul that reads them.
 _JOINED: dict[tuple[Any, Any], Callable[..., Any]] = {
     (fused.rms_norm, dispatch_fp8.linear): dispatch_fp8.norm_linear,
     (fused.rms_norm, dispatch_fp8.mlp): dispatch_fp8.norm_mlp,

@@ -85,7 +85,7 @@ class Layout:
     def within(self, other: Tensor) -> Tensor:
         """A tensor of this layout in the memory of ``other``, which must be large enough."""
         with no_dispatch():
-            # A view asks for no sizes, but has to be of a tensor that is no fake.
+            # A view computes no sizes, but must be of a tensor that is not fake.
             made = torch.empty(0, dtype=self.dtype, device="meta")
             made.set_(other.untyped_storage(), 0, (0,), (1,))
             return self._fake(made.as_strided(self.sizes, self.steps, self.offset))

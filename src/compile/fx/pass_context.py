@@ -35,15 +35,15 @@ class PassContext:
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
         matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
             (:mod:`.recipe_cache`).
-        threads: numbers of threads that a CPU may run the graph with, the most first; none: the
-            present number alone.
+        threads: thread counts that a CPU may run the graph with, in descending order; none: the
+            present count alone.
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
             of or stand in for; None for float16.
         is_native: whether to call :mod:`.kernels.native`, which they and the operations between
             them then go to.
-        weight_formats: where there are such weights, how many numbers are held in which format.
+        weight_formats: where there are such weights, how many elements each format holds.
         float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
             dtype, but for vectors.
         specs: of the attention calls; a pass that changes what a call caches changes its spec.

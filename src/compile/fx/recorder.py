@@ -49,7 +49,7 @@ class Recorder:
         key = (node.target, structure, *map(_leaf_key, leaves))
         if key not in self._known:
             if is_linear(node) and not isinstance(given[0], FakeTensor):
-                # torch would ask sympy whether the shapes fit, which they do.
+                # torch would check with sympy that the shapes fit.
                 result = given[0].new_empty((*given[0].shape[:-1], given[1].shape[0]))
             elif node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)

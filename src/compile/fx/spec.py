@@ -1,4 +1,4 @@
-"""What may stand in a graph, as a table of rules, and a check of a graph against it.
+"""The rules that a graph has to hold to, as a table, and a check of a graph against them.
 
 Tests and ``PAGESPEC_CHECK_GRAPH=1`` check after every pass and name the pass that broke a rule. A
 start does not check: a graph that was right once is right every time.
@@ -34,7 +34,7 @@ class SpecError(AssertionError):
 
 
 class Bindings(NamedTuple):
-    """What placeholders stand for, by name.
+    """The values of placeholders, by name.
 
     Attributes:
         constants: parameters and buffers. sources: what differs from step to step.
@@ -73,7 +73,7 @@ def _takes_data(node: Node, _: Bindings) -> bool:
 
 
 def _is_recorded(node: Node, _: Bindings) -> bool:
-    """Kernels of ours ask for no record; what one returns together is recorded part by part."""
+    """Kernels of ours need no record; several results of one call are recorded part by part."""
 
     def needs_none(user: Node) -> bool:
         if is_ours(node) and calls(user, "getitem"):
@@ -85,8 +85,7 @@ def _is_recorded(node: Node, _: Bindings) -> bool:
 
 
 def _is_no_matmul(node: Node, bound: Bindings) -> bool:
-    """Of two results of a step there is none that the number of rows could change: all are of a
-    token, or of attention."""
+    """No result depends on the number of rows: each matmul of a step is ours."""
     if is_linear(node):
         return False
     return library_matmul(node, lambda n: n in constant_nodes(node.graph, bound.constants)) is None

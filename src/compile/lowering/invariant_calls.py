@@ -189,7 +189,7 @@ class InvariantCalls:
 
 def _activation(node: Node) -> _Call | None:
     name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-    # In float32 rsqrt is the same everywhere, and its input one number a row.
+    # In float32 rsqrt has the same bits everywhere, and its input is one element per row.
     is_float32 = getattr(example(node), "dtype", None) == torch.float32
     is_in_place = bool(node.kwargs.get("inplace"))
     is_even = name == "rsqrt" and is_float32

@@ -30,7 +30,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Kernel(NamedTuple):
-    """What multiplies with a quantised weight.
+    """A kernel that multiplies rows with a quantised weight.
 
     Attributes:
         function: of the rows, the weight's parts, the bias or None, and ``data``.
@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 
 
 KernelTable = Mapping[str, Callable[[QuantizedWeight], Kernel]]
-"""By the format of a weight, what multiplies with it."""
+"""Makes the kernel of a quantised weight, by its format."""
 
 
 class _Packed(NamedTuple):
@@ -239,8 +239,8 @@ class QuantizedCalls:
 
 
 def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
-    """The number of a step's tokens, as its shapes spell it, and ``query_starts``, whose last entry
-    says how many of them are real."""
+    """A step's token count, as its shapes spell it, and ``query_starts``, whose last entry is the
+    count without padding."""
     for node in graph.nodes:
         if calls_op(node, "paged_attention"):
             shape = shape_of(node.args[0])

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ..fx.nodes import calls_function, example
 from ..fx.pass_context import PassContext
 
-# Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
+# Views of one tensor with equal arguments, repeated in every layer (cos, sin).
 _REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})
 
 
