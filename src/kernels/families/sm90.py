@@ -8,45 +8,45 @@ from ..arch import Implementation
 _SM90 = ("sm90",)
 
 
-def _gluon(operation: str, format: str, **functions: str) -> Implementation:
+def _in_gluon(operation: str, format: str, **functions: str) -> Implementation:
     return Implementation(operation, format, _SM90, functions, needs_gluon=True)
 
 
 IMPLEMENTATIONS = (
-    _gluon(
+    _in_gluon(
         "few_rows_matmul",
         "bfloat16",
         choose_tile="linear.tiles:choose_prefetch_tile",
         tuned_rows="linear.tiles:tuned_prefetch_rows",
         matmul="linear.matmul_sm90:matmul",
     ),
-    _gluon(
+    _in_gluon(
         "norm_matmul",
         "bfloat16",
         serves="linear.matmul_sm90:serves_norm",
         matmul="linear.matmul_sm90:norm_matmul",
     ),
-    _gluon(
+    _in_gluon(
         "many_rows_matmul",
         "bfloat16",
         serves="linear.tiles:may_take_many_rows",
         is_quicker="linear.tiles:is_quicker_for_many_rows",
         matmul="linear.matmul_sm90_many:matmul_many",
     ),
-    _gluon(
+    _in_gluon(
         "matmul",
         "fp8",
         choose_tile="quantized.tiles_fp8:choose_sm90_tile",
         matmul="quantized.matmul_fp8_sm90:matmul",
     ),
-    _gluon(
+    _in_gluon(
         "gated_matmul",
         "fp8",
         choose_tile="quantized.tiles_fp8:choose_gated_tile",
         matmul="quantized.matmul_fp8_sm90:gated_matmul",
     ),
-    _gluon("prefill_attention", "", launch="attention.prefill_sm90:launch"),
-    _gluon(
+    _in_gluon("prefill_attention", "", launch="attention.prefill_sm90:launch"),
+    _in_gluon(
         "latent_attention",
         "",
         serves="mla.prefill_sm90:is_served",

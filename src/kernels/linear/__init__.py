@@ -6,5 +6,5 @@ Hopper); ``wide_matmul`` (float32 results of 16-bit operands, Triton); ``tiles``
 ``tuned_tiles``; ``plan`` and ``plan_cache`` (up to how many rows our kernels serve);
 ``cublas`` (its settings).
 
-May be imported by ``experts``, ``quantized``, ``compile``, ``runner`` and what builds an engine.
+May be imported by ``experts``, ``quantized``, ``compile``, ``runner`` and the engine's builders.
 """

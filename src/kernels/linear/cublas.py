@@ -23,11 +23,11 @@ _LT_KIB = 1
 
 @contextmanager
 def fp32_accumulation() -> Iterator[None]:
-    """Inside, matmuls of bfloat16 and float16 keep float32 sums to the end.
+    """Keep float32 sums to the end in matmuls of bfloat16 and float16, inside.
 
     Sets ``allow_bf16_reduced_precision_reduction`` and ``allow_fp16_reduced_precision_reduction``
-    of ``torch.backends.cuda.matmul`` to False and puts them back; what a CUDA graph captured
-    inside keeps them.
+    of ``torch.backends.cuda.matmul`` to False and restores them; a CUDA graph captured inside
+    keeps them.
     """
     flags = torch.backends.cuda.matmul
     bf16 = flags.allow_bf16_reduced_precision_reduction
@@ -49,7 +49,7 @@ def forbid_split_k() -> None:
     stays, as there may be workspaces of that size.
 
     **Call it before the first matmul on the GPU**: later versions of torch read both once a
-    process. Only :func:`.plan.sweep` shows what is in force.
+    process. Only :func:`.plan.sweep` shows the settings in force.
     """
     sizes = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE, ""))
     if not sizes or sum(int(size) * int(count) for size, count in sizes) > _SMALL_KIB:
@@ -60,7 +60,7 @@ def forbid_split_k() -> None:
 
 @contextmanager
 def without_split_k() -> Iterator[None]:
-    """:func:`forbid_split_k`, which lasts, and inside :func:`fp32_accumulation`."""
+    """Apply :func:`forbid_split_k`, which lasts, and :func:`fp32_accumulation` inside."""
     forbid_split_k()
     with fp32_accumulation():
         yield

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: ours for few rows, cuBLAS or ours for many, the same bits from all.
+"""Linear layers on a GPU: our kernel for few rows, cuBLAS or ours for many, with equal bits.
 
 cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
@@ -34,11 +34,14 @@ MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shap
 ALL_ROWS = 1 << 30
 
 
-def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
-    """One of our kernels; leading dims as x has them."""
+def _ours(
+    x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False, prefetches: bool = True
+) -> Tensor:
+    """Multiply by one of our kernels; leading dims as those of x. ``prefetches``: whether it may
+    read the weight before the previous kernel has ended."""
     rows = x.reshape(-1, x.shape[-1])
     few = None
-    if bias is None and x.dtype == weight.dtype and supports_tma(rows):
+    if prefetches and bias is None and x.dtype == weight.dtype and supports_tma(rows):
         few = few_rows_kernel(weight, len(rows), has_gate)
     if few is not None:
         by_arch, few_tile = few
@@ -58,8 +61,7 @@ def _matmul_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
 def few_rows_kernel(
     weight: Tensor, num_rows: int, has_gate: bool
 ) -> tuple[Implementation, Any] | None:
-    """The kernel of this architecture for so few rows, with its tile; None where the Triton kernel
-    is to serve."""
+    """This architecture's kernel for ``num_rows`` rows and its tile; None for the Triton kernel."""
     if weight.dtype != torch.bfloat16 or not supports_tma(weight):
         return None
     card = Gpu.of(weight.device)
@@ -71,25 +73,13 @@ def few_rows_kernel(
     return None if tile is None else (found, tile)
 
 
-def _many_rows_kernel(card: Gpu) -> Implementation | None:
-    return registry().find("many_rows_matmul", "bfloat16", card.arch)
-
-
-def takes_many_rows(weight: Tensor, bias: Tensor | None, has_gate: bool) -> bool:
-    """Whether our kernel for many rows may serve in place of cuBLAS, for some numbers of rows."""
+def many_rows_kernel(weight: Tensor, bias: Tensor | None, has_gate: bool) -> Implementation | None:
+    """Our kernel that may replace cuBLAS for some row counts, if there is one."""
     if bias is not None or weight.dtype != torch.bfloat16 or not _has_tma_rows(weight):
-        return False
-    found = _many_rows_kernel(Gpu.of(weight.device))
+        return None
+    found = registry().find("many_rows_matmul", "bfloat16", Gpu.of(weight.device).arch)
     shape = _matmul_shape(weight, has_gate)
-    return found is not None and bool(found.function("serves")(*shape, has_gate))
-
-
-def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
-    """By our kernel for many rows, ``rows [M, K]`` and a weight that :func:`takes_many_rows`."""
-    found = _many_rows_kernel(Gpu.of(weight.device))
-    assert found is not None
-    out: Tensor = found.function("matmul")(rows, weight, has_gate)
-    return out
+    return found if found is not None and found.function("serves")(*shape, has_gate) else None
 
 
 def _has_tma_rows(matrix: Tensor) -> bool:
@@ -97,22 +87,35 @@ def _has_tma_rows(matrix: Tensor) -> bool:
 
 
 def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool) -> Tensor | None:
-    """By our kernel, leading dims as x has them; None where cuBLAS is to multiply."""
-    if x.numel() == 0 or x.dtype != weight.dtype or not takes_many_rows(weight, bias, has_gate):
+    """Multiply by our kernel; None if cuBLAS is to multiply."""
+    if x.numel() == 0 or x.dtype != weight.dtype:
+        return None
+    by_arch = many_rows_kernel(weight, bias, has_gate)
+    if by_arch is None:
         return None
     num_rows, shape = x.numel() // x.shape[-1], _matmul_shape(weight, has_gate)
-    # Kernels are being made for later steps, of other numbers of rows: those of both ways.
+    # Compiling for later steps, whose row counts differ: compile both kernels.
     wants_both = may_skip_launches()
-    card = Gpu.of(weight.device)
-    found = _many_rows_kernel(card)
-    assert found is not None
-    if not wants_both and not found.function("is_quicker")(num_rows, *shape, has_gate, card):
+    is_quicker = by_arch.function("is_quicker")
+    if not wants_both and not is_quicker(num_rows, *shape, has_gate, Gpu.of(weight.device)):
         return None
     rows = x.reshape(num_rows, -1)
     if not _has_tma_rows(rows):
         return None
-    out = matmul_many(rows, weight, has_gate)
+    out: Tensor = by_arch.function("matmul")(rows, weight, has_gate)
     return None if wants_both else out.view(*x.shape[:-1], shape[0])
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, max_custom_rows: int, has_gate: bool
+) -> Tensor:
+    if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
+        return _ours(x, weight, bias, has_gate)
+    out = _multiply_many(x, weight, bias, has_gate)
+    if out is not None:
+        return out
+    out = F.linear(x, weight, bias)
+    return fused.act_mul(*out.chunk(2, dim=-1), "silu") if has_gate else out
 
 
 def linear(
@@ -121,18 +124,15 @@ def linear(
     """``F.linear(x, weight, bias)``.
 
     Args:
-        x: ``[..., K]`` on a GPU. weight: ``[N, K]``, a parameter: it may be read before the
-            kernels queued before have ended. bias: ``[N]`` or None.
-        max_custom_rows: up to how many rows our kernels for few compute, from a
-            :class:`.plan.MatmulPlan`.
+        x: ``[..., K]`` on a GPU. bias: ``[N]`` or None.
+        weight: ``[N, K]``, a parameter: it may be read before earlier kernels have ended.
+        max_custom_rows: up to how many rows our kernels for few compute, from
+            :func:`.plan.choose_plan`.
 
     Returns:
         ``[..., N]``.
     """
-    if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
-        return _ours(x, weight, bias)
-    out = _multiply_many(x, weight, bias, has_gate=False)
-    return F.linear(x, weight, bias) if out is None else out
+    return _multiply(x, weight, bias, max_custom_rows, has_gate=False)
 
 
 def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_ROWS) -> Tensor:
@@ -160,13 +160,7 @@ def linear_silu_mul(
     Returns:
         ``[..., N]``.
     """
-    if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
-        return _ours(x, weight, bias, has_gate=True)
-    out = _multiply_many(x, weight, bias, has_gate=True)
-    if out is not None:
-        return out
-    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return fused.act_mul(gate, up, "silu")
+    return _multiply(x, weight, bias, max_custom_rows, has_gate=True)
 
 
 def has_joined_norm(weight: Tensor, has_gate: bool) -> bool:
@@ -205,14 +199,13 @@ def norm_linear(
             )  # fmt: skip
             return out.view(*x.shape[:-1], out.shape[1]), hidden.view(x.shape)
     normed, hidden = fused.add_rms_norm(x, residual, norm_weight, eps, form)
-    multiply = linear_silu_mul if has_gate else linear
-    return multiply(normed, weight, None, max_custom_rows), hidden
+    return _multiply(normed, weight, None, max_custom_rows, has_gate), hidden
 
 
 def _kernel_with_norm(
     weight: Tensor, num_rows: int, has_gate: bool
 ) -> tuple[Implementation, Any] | None:
-    """The kernel that computes the norm of ``num_rows``, too, with its tile; None without one."""
+    """The kernel that also computes the norm of ``num_rows`` rows, and its tile, if any."""
     few = few_rows_kernel(weight, num_rows, has_gate)
     found = registry().find("norm_matmul", "bfloat16", Gpu.of(weight.device).arch)
     if few is None or found is None:
@@ -222,11 +215,11 @@ def _kernel_with_norm(
 
 
 class RowParallel:
-    """Row-parallel linear layers of this rank (Shoeybi et al. 2019): their results are parts of a
-    sum over the ranks, with a norm behind it.
+    """Row-parallel linear layers of this rank (Shoeybi et al. 2019), with the sum of their results
+    over the ranks and the norm behind it.
 
     Args:
-        communicator: what sums their results.
+        communicator: sums the results.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -242,8 +235,8 @@ class RowParallel:
         eps: float,
         form: NormForm,
     ) -> tuple[Tensor, Tensor]:
-        """``all_reduce_norm`` of :func:`linear`, with the same bits; of a few rows the
-        matmul pushes what it computes to the other ranks itself.
+        """``all_reduce_norm`` of :func:`linear`, with the same bits. With few rows the matmul
+        itself pushes its results to the other ranks.
 
         Args:
             x, weight, max_custom_rows: as of :func:`linear`.

@@ -1,10 +1,10 @@
-"""Chooses, per weight shape, up to how many rows our matmul kernels replace cuBLAS.
+"""Chooses, per weight shape, the largest row count at which our matmul kernels replace cuBLAS.
 
 The choice compares bits on the GPU at hand: see :func:`sweep`. Two orders of summation differ in
 the last places of a float32 sum, and once that is rounded to 16 bits, in one result of thousands or
 fewer. So some hundred thousand results are compared for each number of rows above 16, up to which
 ours computes in any case. A weight of few outputs, for which that would take long and cuBLAS gains
-little, is ours for all numbers of rows.
+little, is ours for all row counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import UnsupportedModelError
 from ..device import Gpu
 from ..fused import dispatch as fused
-from .dispatch import ALL_ROWS, _ours, matmul_many, takes_many_rows
+from .dispatch import ALL_ROWS, _ours, many_rows_kernel
 from .tiles import fastest_custom_rows, has_one_tile
 
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
@@ -29,12 +29,12 @@ LEAST_OUTPUTS = 64  # of a weight that cuBLAS may multiply with
 _LEAST_RESULTS = 1 << 20  # of a sweep's draws of 512 rows
 _MAX_DRAWS = 16
 _MAX_SLICES = 4  # of a draw that a number of rows is tried with
-_MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
+_MAX_UNSAFE_ROWS = 64  # cuBLAS that differs above this and our rows is not used at all
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Which row counts gave other bits than :data:`REFERENCE_ROWS` rows through cuBLAS did.
+    """Row counts whose bits differ from those of :data:`REFERENCE_ROWS` rows through cuBLAS.
 
     Attributes:
         counts: the row counts tried, ascending.
@@ -47,22 +47,6 @@ class SweepReport:
     cublas_differs: tuple[int, ...]
     ours_differs: tuple[int, ...]
     many_differs: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulPlan:
-    """Up to how many rows our kernels for few compute matmuls with weights of a shape; above,
-    cuBLAS or ours for many.
-
-    Attributes:
-        num_outs, k_size: of the weight.
-        max_custom_rows: as :func:`.dispatch.linear` takes it; :data:`ALL_ROWS` for
-            neither.
-    """
-
-    num_outs: int
-    k_size: int
-    max_custom_rows: int
 
 
 def sweep(
@@ -118,16 +102,18 @@ def differing_counts(
 
 
 def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
-    """At which number of rows our kernel for many has other bits than cuBLAS has for 512, and the
+    """Row counts at which our kernel for many rows differs in bits from cuBLAS's 512 rows and the
     activation behind it; none where that kernel never serves."""
-    if not takes_many_rows(weight, bias, has_gate):
+    by_arch = many_rows_kernel(weight, bias, has_gate)
+    if by_arch is None:
         return ()
+    matmul = by_arch.function("matmul")
     x = _rows_to_try(weight, MANY_ROWS)
     expected = F.linear(x[:REFERENCE_ROWS], weight)
     if has_gate:
         gate, up = expected.chunk(2, dim=-1)
         expected = fused.act_mul(gate, up, "silu")
-    return _differing(lambda rows: matmul_many(rows, weight, has_gate), x, (MANY_ROWS,), expected)
+    return _differing(lambda rows: matmul(rows, weight, has_gate), x, (MANY_ROWS,), expected)
 
 
 def _rows_to_try(weight: Tensor, num_rows: int, draw: int = 0) -> Tensor:
@@ -163,8 +149,9 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
-def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = False) -> MatmulPlan:
-    """The plan for weights of this shape, dtype and device, by :func:`sweep`.
+def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = False) -> int:
+    """The plan for weights of this shape, dtype and device, by :func:`sweep`: ``max_custom_rows``
+    of :func:`.dispatch.linear`, :data:`ALL_ROWS` for our kernel alone.
 
     Tens of milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
     alone, without a look at cuBLAS, where it has one tile, that is one class of bits for all rows,
@@ -175,23 +162,19 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = Fal
     """
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
-        return MatmulPlan(num_outs, k_size, ALL_ROWS)
+        return ALL_ROWS
     if num_outs < LEAST_OUTPUTS:
         _check_ours(weight, bias)
-        return MatmulPlan(num_outs, k_size, ALL_ROWS)
+        return ALL_ROWS
     worth_it = max_custom_rows = rows_worth_it(weight, has_gate)
     while True:
-        plan = plan_from(
-            sweep(weight, bias, ours_up_to=max_custom_rows, has_gate=has_gate),
-            num_outs,
-            k_size,
-            worth_it,
-        )
-        if plan.max_custom_rows == ALL_ROWS:
+        report = sweep(weight, bias, ours_up_to=max_custom_rows, has_gate=has_gate)
+        found = plan_from(report, worth_it)
+        if found == ALL_ROWS:
             _check_ours(weight, bias)
-        if plan.max_custom_rows in (max_custom_rows, ALL_ROWS):
-            return plan
-        max_custom_rows = plan.max_custom_rows  # so our kernel is to be tried further
+        if found in (max_custom_rows, ALL_ROWS):
+            return found
+        max_custom_rows = found  # so our kernel is to be tried further
 
 
 def rows_worth_it(weight: Tensor, has_gate: bool) -> int:
@@ -216,10 +199,10 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) -> MatmulPlan:
-    """cuBLAS from where it is known to be of one class, and of the same class as our kernel.
+def plan_from(report: SweepReport, worth_it: int) -> int:
+    """``max_custom_rows``, above which cuBLAS is of one class of bits, that of our kernel.
 
-    ``worth_it``: up to how many rows our kernel is wanted for its speed.
+    ``worth_it``: the largest row count at which our kernel is faster.
 
     Row counts between two that were tried count as the lower one. If the last that differs is above
     64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows; as
@@ -230,5 +213,5 @@ def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) ->
     max_custom_rows = max(worth_it, first_good - 1)
     has_two_classes = any(c <= max_custom_rows for c in report.ours_differs)
     if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes or report.many_differs:
-        max_custom_rows = ALL_ROWS
-    return MatmulPlan(num_outs, k_size, max_custom_rows)
+        return ALL_ROWS
+    return max_custom_rows

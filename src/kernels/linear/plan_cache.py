@@ -19,14 +19,13 @@ from .tiles import has_one_tile
 
 
 class LinearPlans:
-    """Up to how many rows our kernel computes a matmul.
+    """The largest row count at which our kernel computes a matmul, per weight shape.
 
     Args:
-        transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
-            rows; else what was measured to be fast.
-        folder: where sweeps are kept, None to keep none. What a sweep finds holds for the settings
-            in force in its process (:mod:`.cublas`), so give a folder only if
-            those are known to be.
+        transparent: sweep each shape, and choose the kernels that keep a row's bits for all row
+            counts; else those that were measured to be fast.
+        folder: of the kept sweeps, None to keep none. A sweep holds for the settings in force in
+            its process (:mod:`.cublas`), so a folder is for processes that set them.
     """
 
     def __init__(self, transparent: bool, folder: Path | None = None) -> None:
@@ -42,14 +41,14 @@ class LinearPlans:
             return plan.rows_worth_it(weight, has_gate)
         key = _key(weight, bias, has_gate)
         if key not in self._kept(weight.device):
-            self._few_rows[key] = plan.choose_plan(weight, bias, has_gate).max_custom_rows
+            self._few_rows[key] = plan.choose_plan(weight, bias, has_gate)
             if self._file is not None:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
 
     def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None, bool]]) -> None:
-        """Compile side by side what the sweeps will launch: of weights, biases, and whether they
-        are of gate and up."""
+        """Compile in parallel all kernels that sweeps will launch: of (weight, bias, whether they
+        are of gate and up)."""
         if not self.transparent:
             return
         new: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
@@ -70,7 +69,7 @@ class LinearPlans:
                 for count in (c for c in plan.SWEEP_ROWS if c <= most):
                     x = weight.new_empty(count, weight.shape[1])
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
-                plan.many_differs(weight, bias, has_gate)  # what it finds is nothing yet
+                plan.many_differs(weight, bias, has_gate)  # its result means nothing yet
 
     def _kept(self, device: torch.device) -> dict[str, int]:
         if self._file is None and self._folder is not None:
@@ -85,7 +84,7 @@ def _key(weight: Tensor, bias: Tensor | None, has_gate: bool) -> str:
 
 
 def _fingerprint(device: torch.device) -> str:
-    """Of all that a sweep's outcome depends on: the card, the libraries, our kernel."""
+    """A digest of all that a sweep depends on: the card, the libraries, our kernel."""
     import triton
 
     digest = hashlib.sha256()

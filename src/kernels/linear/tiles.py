@@ -1,8 +1,8 @@
-"""Tile sizes of the matmul kernels for few rows: measured ones, and a rule for other shapes; when
-the kernel for many rows is quicker than cuBLAS.
+"""Tile sizes of the matmul kernels for few rows, measured or by a rule, and a rule for when the
+kernel for many rows is faster than cuBLAS.
 
 Only speed depends on the tile where its bits were compared (16-bit dtypes, rows of whole 16-byte
-units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_tile`).
+units). Elsewhere a weight has one tile for all row counts (:func:`has_one_tile`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ONE_TILE_NARROW = _tile(32, 64, 64, 3)
 
 
 def has_one_tile(k_size: int, itemsize: int) -> bool:
-    """Whether a weight with rows of ``k_size`` elements has one tile for all numbers of rows.
+    """Whether a weight with rows of ``k_size`` elements has one tile for all row counts.
 
     On an H100 (Triton 3.6) every tile gave the same bits for 16-bit dtypes and rows of whole
     16-byte units. For float32, and float16 with K = 50, that is not known.
@@ -42,7 +42,7 @@ def choose_tile(
 ) -> Tile:
     """The tile for ``num_rows`` rows, by the bucket they fall into and the shape of the weight.
 
-    One tile for all numbers of rows where :func:`has_one_tile`.
+    One tile for all row counts where :func:`has_one_tile`.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -104,8 +104,8 @@ def _early_for_few(
     eight models on an H100, alone and in the engine (docs/notes/matmul.md).
 
     *Short weights*: programs that all have a multiprocessor of their own and fill its shared
-    memory, as few as may be. Where there are more, programs of the next kernel find no place to ask
-    for their weights. The router of a mixture of experts has few outputs.
+    memory, as few as possible. Where there are more, programs of the next kernel find no place to
+    prefetch their weights. The router of a mixture of experts has few outputs.
 
     *Long ones* are read slowly by few programs. Where all do not have a place at once, of either,
     three or four share a multiprocessor; and where that is not enough they take many turns, for
@@ -113,23 +113,23 @@ def _early_for_few(
     """
     parts = _parts(has_gate)
     shape = num_outs, k_size, has_gate
-    wanted: list[tuple[int, int, int, int]] = []  # part, rows of x, share, most stages
+    candidates: list[tuple[int, int, int, int]] = []  # part, rows of x, share, most stages
     if num_outs * k_size * (4 if has_gate else 2) < _SHORT_PRODUCT_BYTES:
         whole = [part for part in parts[:-1] if 40 <= num_outs // part <= num_sms]
-        wanted += [(part, x_rows, 1, _MOST_STAGES) for part in whole]
+        candidates += [(part, x_rows, 1, _MOST_STAGES) for part in whole]
         if 8 <= num_outs // parts[-1] <= num_sms and k_size <= 64 * 4 * _MOST_STAGES:
-            wanted.append((parts[-1], x_rows, 1, _MOST_STAGES))
+            candidates.append((parts[-1], x_rows, 1, _MOST_STAGES))
     else:
         for part, least in zip(parts, (96, 80), strict=False):
             if least <= num_outs // part <= num_sms:
-                wanted.append((part, 16, 1, 8))
+                candidates.append((part, 16, 1, 8))
     for part in parts[1:3]:
         share = -(-num_outs // (part * num_sms))
         if 2 <= share <= 4:
-            wanted.append((part, x_rows, max(share, 3), _MOST_STAGES))
+            candidates.append((part, x_rows, max(share, 3), _MOST_STAGES))
     if 96 * parts[0] <= num_outs <= 512 * parts[0]:
-        wanted.append((parts[0], 16, 1, 8))
-    for part, rows, share, most_stages in wanted:
+        candidates.append((parts[0], 16, 1, 8))
+    for part, rows, share, most_stages in candidates:
         tile = _filling_tile(part, rows, share, most_stages, *shape)
         if tile is not None:
             return tile
@@ -145,7 +145,7 @@ def _filling_tile(
     num_atoms = k_size // 64
     atoms = next(a for a in (4 if share == 1 else 2, 2, 1) if num_atoms % a == 0)
     rows = part * (2 if has_gate else 1)
-    # Beside stages: barriers, and what the last operand reads beyond.
+    # Beside stages: barriers, and padding that the last operand reads.
     room = _LARGE_SHARED_BYTES // share - 2048 - max(0, 64 - rows) * 128
     stages = min(room // (atoms * (rows + x_rows) * 128), num_atoms // atoms, most_stages)
     tile = PrefetchTile(part, atoms, stages, x_rows)
@@ -169,12 +169,12 @@ def _bucket_of(num_rows: int) -> int | None:
 
 
 def _parts(has_gate: bool) -> tuple[int, ...]:
-    """Rows of the weight a program, the most of one warpgroup first."""
+    """Rows of the weight per program, the most of one warpgroup first."""
     return (32, 16, 8) if has_gate else (64, 32, 16, 8)
 
 
 def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int) -> Tile:
-    """For less shared memory, and operands that come through registers' loads."""
+    """For less shared memory, and operands that are loaded through registers."""
     if bucket > 64:
         block_n = 128 if num_outs >= 64 * num_sms else 64
         block_m = 128 if bucket > 128 else 64
@@ -190,7 +190,7 @@ def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms
 
 
 def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> int:
-    """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
+    """The largest row count at which our kernel was measured to be faster than cuBLAS.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -221,12 +221,12 @@ def fits_many_rows(num_outs: int, k_size: int) -> bool:
 
 
 def count_many_tiles(num_rows: int, num_outs: int, has_gate: bool) -> int:
-    """Tiles of :mod:`.matmul_sm90_many`."""
+    """Number of tiles of :mod:`.matmul_sm90_many`."""
     return -(-num_rows // MANY_ROWS) * -(-num_outs // _outs_per_tile(has_gate))
 
 
 def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool) -> bool:
-    """Whether :func:`is_quicker_for_many_rows` for some numbers of rows."""
+    """Whether :func:`is_quicker_for_many_rows` holds for some row counts."""
     part = _outs_per_tile(has_gate)
     most_summands = _MOST_MANY_SUMMANDS_GATED if has_gate else _MOST_MANY_SUMMANDS
     return (

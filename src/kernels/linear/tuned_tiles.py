@@ -70,12 +70,12 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTile:
-    """How a matmul of few bfloat16 rows is cut whose weight is prefetched.
+    """Tile sizes of a skinny bfloat16 matmul, whose weight is prefetched.
 
     Attributes:
-        part: rows of the weight (of each half, with a gate) a program; a power of two.
+        part: rows of the weight (of each half, with a gate) per program; a power of two.
         atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
-        x_rows: rows of x a program; a power of two from 8 to 256. Up to 8 rows take 8.
+        x_rows: rows of x per program; a power of two from 8 to 256. Up to 8 rows take 8.
     """
 
     part: int
@@ -95,7 +95,7 @@ class PrefetchTile:
         left = 64 if rows <= 64 else 128
         behind = max(
             num_staged * self.x_rows, left - rows
-        )  # x, or what the last operand reads beyond
+        )  # x, or padding that the last operand reads
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec import kernels
+from pagespec.kernels import arch
 from pagespec.kernels.arch import Arch
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.apart import run_apart
@@ -100,6 +104,16 @@ def test_it_compiles_for_hopper_and_reads_nothing_before_it_waits() -> None:
         assert (made["exponentials"] > 0) == case[2], case
 
 
+def set_kernel(monkeypatch: pytest.MonkeyPatch, matmul: Any) -> None:
+    """``matmul`` in place of the kernel, which is not imported."""
+    fake = SimpleNamespace(matmul_many=matmul)
+    monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.matmul_sm90_many", fake)
+    monkeypatch.setattr(kernels.linear, "matmul_sm90_many", fake, raising=False)
+    # Modules are imported once per process, and these stand-ins live for one test.
+    uncached = getattr(arch._module_and_name, "__wrapped__", arch._module_and_name)
+    monkeypatch.setattr(arch, "_module_and_name", uncached)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Shapes of rows that our kernel was asked for, as if this were a Hopper GPU, and whether with
@@ -115,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return fused.act_mul(*out.chunk(2, -1), "silu") if has_gate else out
 
     monkeypatch.setattr(dispatch.Gpu, "of", lambda _: card)
-    monkeypatch.setattr(dispatch, "matmul_many", matmul_many)
+    set_kernel(monkeypatch, matmul_many)
     return seen
 
 
@@ -176,7 +190,7 @@ def test_while_kernels_are_made_those_of_both_ways_are_launched(
     with parallel_build(torch.device("cpu")):
         dispatch.linear(x, weight, None, 0)
         dispatch.linear(x[:, :256], normal(256, 256), None, 0)  # which it cannot compute
-        monkeypatch.setattr(dispatch, "matmul_many", lambda *args: launched.append(args[2]))
+        set_kernel(monkeypatch, lambda *args: launched.append(args[2]))
         monkeypatch.setattr(fused, "act_mul", watched)
         dispatch.linear_silu_mul(x, weight, None, 0)
     assert launched == [((num_rows, 320), False), True]
@@ -197,15 +211,15 @@ def test_a_plan_looks_at_its_bits(has_gate: bool, monkeypatch: pytest.MonkeyPatc
         out = (rows.double() @ weight.double().T).half()
         return fused.act_mul(*out.chunk(2, -1), "silu") if has_gate else out
 
-    monkeypatch.setattr(plans, "matmul_many", matmul_many)
     monkeypatch.setattr(F, "linear", lambda x, w: matmul_many(x, w, False))
     assert plans.many_differs(weight, None, has_gate) == ()  # no GPU, no kernel
     assert asked == []
-    monkeypatch.setattr(plans, "takes_many_rows", lambda *_: True)
+    found = SimpleNamespace(function=lambda _: matmul_many)
+    monkeypatch.setattr(plans, "many_rows_kernel", lambda *_: found)
     assert plans.many_differs(weight, None, has_gate) == ()
     assert asked[-1] == (plans.MANY_ROWS, has_gate)
-    monkeypatch.setattr(plans, "matmul_many", lambda *args: matmul_many(*args) * 2)
+    found.function = lambda _: lambda *args: matmul_many(*args) * 2
     assert plans.many_differs(weight, None, has_gate) == (plans.MANY_ROWS,)
-    for found, rows in (((), 16), ((plans.MANY_ROWS,), ALL_ROWS)):
-        report = plans.SweepReport((1, 16, 512), (), (), found)
-        assert plans.plan_from(report, 16, 8, 16).max_custom_rows == rows
+    for differing, rows in (((), 16), ((plans.MANY_ROWS,), ALL_ROWS)):
+        report = plans.SweepReport((1, 16, 512), (), (), differing)
+        assert plans.plan_from(report, 16) == rows

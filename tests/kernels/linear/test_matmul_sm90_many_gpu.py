@@ -173,7 +173,7 @@ with without_split_k(), torch.inference_mode():
         weight = torch.randn(n * (1 + has_gate), k, device="cuda").bfloat16() / k**0.5
         x = torch.randn(1, ROWS[-1], k, device="cuda").bfloat16()
         call = linear_silu_mul if has_gate else linear
-        limit = choose_plan(weight, None, bool(has_gate)).max_custom_rows
+        limit = choose_plan(weight, None, bool(has_gate))
         whole = F.linear(x, weight)
         if has_gate:
             whole = fused.act_mul(*whole.chunk(2, -1), "silu")
