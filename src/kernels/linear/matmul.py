@@ -28,7 +28,7 @@ from ..fused.rounding import EMULATE, silu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How one matmul is cut.
+    """Tile sizes of one matmul.
 
     No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
     units; for other operands that is not claimed.
@@ -58,6 +58,35 @@ def tile_begin(tile, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-d
     computed and stored twice, with the same bits.
     """
     return tl.maximum(tl.minimum(tile * ROWS, num_rows - ROWS), 0)
+
+
+@triton.jit
+def place_of_tile(  # type: ignore[no-untyped-def]
+    num_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TMA: tl.constexpr
+):
+    """(first row, first output) of this program's tile. Programs that share weights are adjacent,
+    so that one read from memory serves them."""
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    if HAS_TMA:
+        begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
+    else:
+        begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
+    return begin_m, tl.program_id(0) // num_tiles_m * BLOCK_N
+
+
+@triton.jit
+def load_tile(  # type: ignore[no-untyped-def]
+    tiles, first, begin, at, mask, MASKED: tl.constexpr
+):
+    """The tile from row ``first`` and summand ``begin`` on: by a descriptor, or if ``tiles`` is
+    None from pointers ``at + begin``; zeros beyond the ends."""
+    if tiles is not None:
+        loaded = tiles.load([first, begin])
+    elif MASKED:
+        loaded = tl.load(at + begin, mask=mask, other=0.0)
+    else:
+        loaded = tl.load(at + begin)
+    return loaded
 
 
 @triton.jit
@@ -95,6 +124,23 @@ def _add_bias(total, bias):  # type: ignore[no-untyped-def]
     return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32))
 
 
+@triton.jit
+def finished(  # type: ignore[no-untyped-def]
+    total, up_total, bias, n, N: tl.constexpr, SIDE: tl.constexpr, HAS_GATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sums of outputs ``n`` plus their bias, rounded; with a gate ``silu(gate) * up``. SIDE: the
+    dimension of rows of x."""
+    if bias is not None:
+        total = _add_bias(total, tl.expand_dims(tl.load(bias + n), SIDE))
+    result = total.to(DTYPE)
+    if HAS_GATE:
+        if bias is not None:
+            up_total = _add_bias(up_total, tl.expand_dims(tl.load(bias + n + N), SIDE))
+        result = _silu_mul(result, up_total.to(DTYPE))
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x,  # [num_rows, K]
@@ -117,18 +163,12 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Programs that share weights lie beside each other, so that one read from memory serves them.
-    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    if x_tiles is not None:
-        begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
-    else:
-        begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
-    begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
+    begin_m, begin_n = place_of_tile(num_rows, BLOCK_M, BLOCK_N, x_tiles is not None)
     m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)
     n_read = n
     if N % BLOCK_N:
-        n_read = tl.minimum(n, N - 1)  # what is computed beyond the end is not stored
+        n_read = tl.minimum(n, N - 1)  # results beyond the end are not stored
     is_row = m[:, None] < num_rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -141,33 +181,17 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     up_total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         in_k = (begin + k < K)[None, :]
-        if x_tiles is not None:  # zeros beyond the ends
-            rows = x_tiles.load([begin_m, begin])
-            weights = weight_tiles.load([begin_n, begin])
-        elif K % BLOCK_K:
-            rows = tl.load(x_at + begin, mask=is_row & in_k, other=0.0)
-            weights = tl.load(w_at + begin, mask=in_k, other=0.0)
-        else:
-            rows = tl.load(x_at + begin, mask=is_row, other=0.0)
-            weights = tl.load(w_at + begin)
+        x_mask = is_row & in_k if K % BLOCK_K else is_row
+        rows = load_tile(x_tiles, begin_m, begin, x_at, x_mask, True)
+        weights = load_tile(weight_tiles, begin_n, begin, w_at, in_k, K % BLOCK_K > 0)
         total = _fold(rows, weights, total, SWAP, PRECISION)
         if HAS_GATE:
-            if x_tiles is not None:
-                ups = weight_tiles.load([begin_n + N, begin])
-            elif K % BLOCK_K:
-                ups = tl.load(up_at + begin, mask=in_k, other=0.0)
-            else:
-                ups = tl.load(up_at + begin)
+            ups = load_tile(weight_tiles, begin_n + N, begin, up_at, in_k, K % BLOCK_K > 0)
             up_total = _fold(rows, ups, up_total, SWAP, PRECISION)
 
     side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
-    if bias is not None:
-        total = _add_bias(total, tl.expand_dims(tl.load(bias + n_read), side))
-    result = total.to(out.dtype.element_ty)
-    if HAS_GATE:
-        if bias is not None:
-            up_total = _add_bias(up_total, tl.expand_dims(tl.load(bias + n_read + N), side))
-        result = _silu_mul(result, up_total.to(out.dtype.element_ty))
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    result = finished(total, up_total, bias, n_read, N, side, HAS_GATE, DTYPE)
     m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
     target = out + m_out.to(tl.int64) * N + n_out
     tl.store(target, result, mask=(m_out < num_rows) & (n_out < N))
@@ -223,24 +247,17 @@ def matmul(
     _linear_kernel[grid](
         x, weight, x_tiles, weight_tiles, bias if bias is None else bias.contiguous(), out,
         num_rows, x.stride(0), weight.stride(0),
-        N=num_outs,
-        K=k_size,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SWAP=tile.swap_ab,
-        HAS_GATE=has_gate,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        N=num_outs, K=k_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SWAP=tile.swap_ab, HAS_GATE=has_gate, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **overlap_options(x.device),
     )  # fmt: skip
     return out
 
 
 def supports_tma(matrix: Tensor) -> bool:
-    """Whether a tensor descriptor can stand for it: 16-byte units, and a GPU that has them.
+    """Whether a matrix can have a TMA descriptor: 16-byte units, on a GPU with TMA.
 
-    float32 goes without: its matmuls do not use the matrix unit.
+    float32 has none: its matmuls do not use the matrix unit.
     """
     if matrix.itemsize != 2 or matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16:
         return False

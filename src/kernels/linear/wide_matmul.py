@@ -1,5 +1,5 @@
-"""``x @ weight.T`` in float32 of 16-bit rows and a 16-bit weight, as a Triton kernel: a router's
-logits, which transformers computes from float32 copies of both.
+"""``x @ weight.T`` in float32 of 16-bit operands, as a Triton kernel: a router's logits, which
+transformers computes from float32 copies of both.
 
 The product of two bfloat16 or float16 is exact in float32, so the copies add nothing; what counts
 is how products are added up. The matrix unit cuts sums off, which over all of K is an error of
@@ -12,8 +12,6 @@ how many parts are under way at once, not in which order they are added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -23,43 +21,29 @@ from torch import Tensor
 from ..device import Gpu, as_rows, overlap_options
 from ..fused.rounding import EMULATE
 from ..jit.parallel_build import may_skip_launches
+from .matmul import Tile, load_tile
+from .tuned_tiles import _tile
 
 PART = 128
 """Products that the matrix unit adds up by itself: of all tiles, as it is part of the order."""
 _ROW_UNIT = 8  # elements of 16 bytes: other rows may have other bits in another tile (tiles.py)
 
 
-@dataclass(frozen=True, slots=True)
-class WideTile:
-    """How one matmul is cut, without influence on its bits.
-
-    Attributes:
-        rows, outs: of a program's tile, powers of two from 16.
-        parts: of 128 summands, loaded and multiplied at once: the chain of matrix instructions of
-            one part is serial, and few warps have room for several.
-        num_stages: of the pipeline of such groups. num_warps: of a program.
-    """
-
-    rows: int
-    outs: int
-    parts: int
-    num_stages: int
-    num_warps: int
-
-
+# Of 128 summands each, several parts are loaded and multiplied at once (block_k): the chain of
+# matrix instructions of one part is serial, and few warps have room for several.
 TILES = (
-    WideTile(128, 128, 1, 3, 8),
-    WideTile(64, 64, 1, 4, 4),
-    WideTile(32, 32, 2, 4, 4),
-    WideTile(16, 16, 4, 4, 4),
+    _tile(128, 128, PART, 3, 8),
+    _tile(64, 64, PART, 4),
+    _tile(32, 32, 2 * PART, 4),
+    _tile(16, 16, 4 * PART, 4),
 )
-_SMALL_TILES = (WideTile(64, 64, 1, 3, 4), WideTile(32, 32, 1, 3, 4), WideTile(16, 16, 2, 3, 4))
-"""For less shared memory than an H100's."""
+# For less shared memory than an H100's.
+_SMALL_TILES = (_tile(64, 64, PART, 3), _tile(32, 32, PART, 3), _tile(16, 16, 2 * PART, 3))
 
 
 @triton.jit
 def _prefetch(weight, n, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for rows ``n [BLOCK_N]`` of the weight in the L2 cache, lines of 128 bytes."""
+    """Prefetch rows ``n [BLOCK_N]`` of the weight to the L2 cache, in lines of 128 bytes."""
     line = tl.minimum(tl.arange(0, triton.next_power_of_2((K + 63) // 64)) * 64, K - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -85,7 +69,7 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     m = tl.program_id(0) // TILES_N * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What is computed beyond the end is not stored.
+    # Results beyond the end are not stored.
     n_read = tl.minimum(n, N - 1).to(tl.int64)
     if PDL:
         if BLOCK_M == 16:  # few rows, whose time is that of the weight
@@ -100,13 +84,10 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     for group in range(0, K, PART * PARTS):
         for i in tl.static_range(PARTS):
             begin = group + i * PART
-            if K % (PART * PARTS):
-                in_k = (begin + k < K)[None, :]
-                rows = tl.load(x_at + begin, mask=is_row & in_k, other=0.0)
-                weights = tl.load(w_at + begin, mask=in_k, other=0.0)
-            else:
-                rows = tl.load(x_at + begin, mask=is_row, other=0.0)
-                weights = tl.load(w_at + begin)
+            in_k = (begin + k < K)[None, :]
+            x_mask = is_row & in_k if K % (PART * PARTS) else is_row
+            rows = load_tile(None, 0, begin, x_at, x_mask, True)
+            weights = load_tile(None, 0, begin, w_at, in_k, K % (PART * PARTS) > 0)
             if EMULATE:  # NumPy has no bfloat16
                 rows, weights = rows.to(tl.float32), weights.to(tl.float32)
             part = tl.dot(rows, tl.trans(weights))
@@ -117,24 +98,24 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total, mask=is_row & (n[None, :] < N))
 
 
-def choose_wide_tile(num_rows: int, num_outs: int, card: Gpu) -> WideTile:
+def choose_wide_tile(num_rows: int, num_outs: int, card: Gpu) -> Tile:
     """The largest tile of which two fifths of the multiprocessors get one, else the smallest:
-    what larger tiles save is reads of the same rows and weights."""
+    larger tiles save reads of the same rows and weights."""
     tiles = wide_tiles(num_outs, card)
     for tile in tiles:
-        num_programs = -(-num_rows // tile.rows) * -(-num_outs // tile.outs)
+        num_programs = -(-num_rows // tile.block_m) * -(-num_outs // tile.block_n)
         if 5 * num_programs >= 2 * card.num_sms:
             return tile
     return tiles[-1]
 
 
-def wide_tiles(num_outs: int, card: Gpu) -> list[WideTile]:
+def wide_tiles(num_outs: int, card: Gpu) -> list[Tile]:
     """All tiles for a weight, the largest first: none that is more than half empty."""
     tiles = TILES if card.is_large else _SMALL_TILES
-    return [tile for tile in tiles if tile.outs < 2 * num_outs or tile is tiles[-1]]
+    return [tile for tile in tiles if tile.block_n < 2 * num_outs or tile is tiles[-1]]
 
 
-def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
+def wide_matmul(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``x @ weight.T`` in float32; one launch, any number of rows.
 
     Args:
@@ -149,17 +130,11 @@ def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
     out = torch.empty(num_rows, num_outs, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs),)
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     _wide_kernel[grid](
         x, weight, out, num_rows, x.stride(0),
-        N=num_outs,
-        K=k_size,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.outs,
-        PART=PART,
-        PARTS=tile.parts,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        N=num_outs, K=k_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PART=PART,
+        PARTS=tile.block_k // PART, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **overlap_options(x.device),
     )  # fmt: skip
     return out
@@ -177,7 +152,7 @@ def fits(weight: Tensor) -> bool:
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear(x.float(), weight.float())``, up to the order of additions, which is one for all
-    numbers of rows.
+    row counts.
 
     Args:
         x: bfloat16 or float16 ``[..., K]``.
@@ -191,7 +166,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())
     rows, card = as_rows(x), Gpu.of(x.device)
     if may_skip_launches():
-        # Kernels are being made for later steps, of other numbers of rows: those of all tiles.
+        # Compiling for later steps, whose row counts differ: compile all tiles.
         for tile in wide_tiles(len(weight), card):
             wide_matmul(rows, weight, tile)
     out = wide_matmul(rows, weight, choose_wide_tile(len(rows), len(weight), card))

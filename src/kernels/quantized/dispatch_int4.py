@@ -14,29 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import Gpu
-from ..linear import dispatch, tiles
+from ..linear import dispatch
 from ..linear.matmul import Tile
-from ..linear.matmul import matmul as plain_matmul
+from ..linear.tuned_tiles import _tile
 from .int4_packing import PackedWeight
 from .matmul_int4 import dequantize, matmul
 
 MAX_FUSED_ROWS = 64
-"""Up to here, unpacking in the matmul is the faster way, as far as was measured."""
+"""Up to this row count, unpacking in the matmul was measured to be faster."""
 
 
 def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
-    """The quickest of those tried on an H200 (docs/notes/int4.md). No bits depend on it."""
+    """The fastest of the tiles tried on an H200 (docs/notes/int4.md). No bits depend on it."""
     if num_rows <= 16:
         # What is under way of a long row is enough in smaller steps.
         return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
     if has_gate and num_outs >= 8192:
         return _tile(64, 128, 128, 4, 8)
     return _tile(64, 32, 256, 3, 4)
-
-
-def _tile(m: int, n: int, k: int, stages: int, warps: int) -> Tile:
-    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
 
 
 def linear(
@@ -75,13 +70,8 @@ def linear(
         # By cuBLAS or :mod:`..linear.matmul_sm90_many`, which reads the weight behind its wait.
         many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
         return many(x, plain, bias, 0)
-    # Not by the kernel of :mod:`..linear.matmul_sm90`, which reads weights before the kernel that
-    # has just written them ends.
-    rows = x.reshape(-1, width)
-    num_outs = len(plain) // (2 if has_gate else 1)
-    tile = tiles.choose_tile(len(rows), num_outs, width, x.itemsize, has_gate, Gpu.of(x.device))
-    out = plain_matmul(rows, plain, bias, tile=tile, has_gate=has_gate)
-    return out.view(*x.shape[:-1], num_outs)
+    # The previous kernel has just written the weight.
+    return dispatch._ours(x, plain, bias, has_gate, prefetches=False)
 
 
 def linear_silu_mul(

@@ -1,6 +1,6 @@
 """Device functions that load weights in 4 or 8 bits and unpack them in registers.
 
-:mod:`.int4_packing` says how they lie, :mod:`.matmul_int4` what their values are.
+:mod:`.int4_packing` defines the layout, :mod:`.matmul_int4` the values.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
+from ..linear.matmul import load_tile
 
 
 @triton.jit
@@ -116,26 +117,21 @@ def load_chunk(  # type: ignore[no-untyped-def]
     ALL_INPUTS: tl.constexpr = K_WORDS * 32 // BITS
     n = begin_n + tl.arange(0, BLOCK_N)
     if N % BLOCK_N:
-        # What is computed beyond the end is not stored.
+        # Results beyond the end are not stored.
         n = tl.minimum(n, ALL - 1)
     w = begin * BITS // 32 + tl.arange(0, 16)
     g = begin // GROUP + tl.arange(0, GROUPS)
     words_at = words + n.to(tl.int64)[:, None] * K_WORDS + w[None, :]
     numbers_at = numbers + g[:, None] * ALL + n[None, :]
     # One load for both halves, of the four bytes that an asynchronous copy needs at least.
-    if ALL_INPUTS % BLOCK_K:
-        is_in = begin < ALL_INPUTS
-        loaded = tl.load(words_at, mask=is_in, other=0)
-        first = tl.load(numbers_at, mask=is_in, other=0)
-    else:
-        loaded = tl.load(words_at)
-        first = tl.load(numbers_at)
+    MASKED: tl.constexpr = ALL_INPUTS % BLOCK_K > 0
+    is_in = begin < ALL_INPUTS
+    loaded = load_tile(None, 0, 0, words_at, is_in, MASKED)
+    first = load_tile(None, 0, 0, numbers_at, is_in, MASKED)
     if NUMBERS == "float32":
         scales = first
-        if ALL_INPUTS % BLOCK_K:
-            offsets = tl.load(numbers_at + ALL_INPUTS // GROUP * ALL, mask=is_in, other=0)
-        else:
-            offsets = tl.load(numbers_at + ALL_INPUTS // GROUP * ALL)
+        offsets_at = numbers_at + ALL_INPUTS // GROUP * ALL
+        offsets = load_tile(None, 0, 0, offsets_at, is_in, MASKED)
     else:
         scales, offsets = _half(first, NUMBERS), _half(first >> 16, NUMBERS)
         if BITS == 4 and tl.bfloat16 == DTYPE and not HAS_MINIMA and not EMULATE:

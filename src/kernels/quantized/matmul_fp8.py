@@ -25,14 +25,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device import overlap_options
 from ..fused.e4m3_groups import GROUP, QuantizedRows
 from ..fused.rounding import EMULATE
-from ..linear.matmul import Tile, tile_begin
+from ..linear.matmul import Tile, load_tile, place_of_tile
 
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _numbers(loaded):  # type: ignore[no-untyped-def]
-    """e4m3 as the dot takes it: the interpreter, which is given bits, multiplies no FP8."""
+def _operand(loaded):  # type: ignore[no-untyped-def]
+    """e4m3 as tl.dot takes it: the interpreter multiplies no FP8, and converts the bits first."""
     if EMULATE:
         loaded = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return loaded
@@ -58,12 +58,7 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    if x_tiles is not None:
-        begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
-    else:
-        begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
-    begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
+    begin_m, begin_n = place_of_tile(num_rows, BLOCK_M, BLOCK_N, x_tiles is not None)
     m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)
     is_row, is_output = m < num_rows, n < N
@@ -81,17 +76,14 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for begin in range(0, K, _GROUP):
-        if x_tiles is not None:  # zeros beyond the ends
-            rows = x_tiles.load([begin_m, begin])
-            weights = weight_tiles.load([begin_n, begin])
-        else:
-            in_k = (begin + k < K)[None, :]
-            rows = tl.load(x_at + begin, mask=is_row[:, None] & in_k, other=0.0)
-            weights = tl.load(w_at + begin, mask=is_output[:, None] & in_k, other=0.0)
+        in_k = (begin + k < K)[None, :]
+        rows = load_tile(x_tiles, begin_m, begin, x_at, is_row[:, None] & in_k, True)
+        w_mask = is_output[:, None] & in_k
+        weights = load_tile(weight_tiles, begin_n, begin, w_at, w_mask, True)
         if SWAP:
-            part = tl.dot(_numbers(weights), tl.trans(_numbers(rows)), out_dtype=tl.float32)
+            part = tl.dot(_operand(weights), tl.trans(_operand(rows)), out_dtype=tl.float32)
         else:
-            part = tl.dot(_numbers(rows), tl.trans(_numbers(weights)), out_dtype=tl.float32)
+            part = tl.dot(_operand(rows), tl.trans(_operand(weights)), out_dtype=tl.float32)
         group = begin // _GROUP
         scales = tl.load(x_scales + group * num_rows + m, mask=is_row, other=0.0)
         if W_GROUPS == 1:
@@ -148,15 +140,9 @@ def matmul(
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     fp8_kernel[grid](
         x.values, weight, x_tiles, weight_tiles, x.scales, scales, bias, out, num_rows,
-        N=num_outs,
-        K=width,
-        W_GROUPS=scales.shape[1],
-        SHARED=shared,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        SWAP=tile.swap_ab,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        N=num_outs, K=width, W_GROUPS=scales.shape[1], SHARED=shared,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SWAP=tile.swap_ab,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
         enable_fp_fusion=False,  # the sums above say where one rounding is meant
         **overlap_options(weight.device),
     )  # fmt: skip

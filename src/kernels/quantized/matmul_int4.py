@@ -1,10 +1,11 @@
 """Matmul ``x @ weight.T`` in Triton with a weight in 4 or 8 bits, unpacked on the way.
 
 A weight's values are ``(q - zero) * scale`` or ``q * scale + minimum`` in float32, by groups of 32,
-64 or 128 inputs, rounded once to the dtype of x: what :func:`dequantize` stores, and what a model
-of that dtype would hold. They are multiplied on the matrix units as in :mod:`..linear.matmul`: one
-float32 accumulator per output that runs over K from 0 to its end, whatever the tile and the number
-of rows. So the bits are those of a plain matmul with the dequantised weight.
+64 or 128 inputs, rounded once to the dtype of x: the weight that :func:`dequantize` stores, and
+that a model of that dtype would hold. They are multiplied on the matrix units as in
+:mod:`..linear.matmul`: one float32 accumulator per output that runs over K from 0 to its end,
+whatever the tile and the number of rows. So the bits are those of a plain matmul with the
+dequantised weight.
 
 Values lie as the matrix unit takes its right operand from registers (:mod:`.int4_packing`).
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..device import overlap_options
 from ..fused.rounding import EMULATE
-from ..linear.matmul import Tile, _add_bias, _silu_mul
+from ..linear.matmul import Tile, finished, place_of_tile
 from .int4_packing import PackedWeight
 from .int4_unpacking import load_chunk
 
@@ -44,9 +45,7 @@ def int4_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
-    begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
+    begin_m, begin_n = place_of_tile(num_rows, BLOCK_M, BLOCK_N, False)
     m = begin_m + tl.arange(0, BLOCK_M)
     is_row = m[:, None] < num_rows
     CHUNK: tl.constexpr = 16 * 32 // BITS
@@ -57,10 +56,8 @@ def int4_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, K, BLOCK_K):
         for chunk in tl.static_range(BLOCK_K // CHUNK):
             begin = first + chunk * CHUNK
-            if K % BLOCK_K:
-                rows = tl.load(x_at + begin, mask=is_row & (begin + k < K)[None, :], other=0.0)
-            else:
-                rows = tl.load(x_at + begin, mask=is_row, other=0.0)
+            x_mask = is_row & (begin + k < K)[None, :] if K % BLOCK_K else is_row
+            rows = tl.load(x_at + begin, mask=x_mask, other=0.0)
             if EMULATE:
                 rows = rows.to(tl.float32)
             weights = load_chunk(
@@ -76,13 +73,7 @@ def int4_kernel(  # type: ignore[no-untyped-def]
                 up_total = tl.dot(rows, ups, up_total)
     n = begin_n + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, N - 1)
-    if bias is not None:
-        total = _add_bias(total, tl.load(bias + n_read)[None, :])
-    result = total.to(out.dtype.element_ty)
-    if HAS_GATE:
-        if bias is not None:
-            up_total = _add_bias(up_total, tl.load(bias + n_read + N)[None, :])
-        result = _silu_mul(result, up_total.to(out.dtype.element_ty))
+    result = finished(total, up_total, bias, n_read, N, 0, HAS_GATE, out.dtype.element_ty)
     target = out + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(target, result, mask=is_row & (n < N)[None, :])
 
@@ -156,19 +147,15 @@ def matmul(
         x, weight.words, weight.numbers,
         bias, out, num_rows, x.stride(0),
         **_constants(weight, num_outs, width),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=min(tile.block_k, padded),
-        HAS_GATE=has_gate,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=min(tile.block_k, padded),
+        HAS_GATE=has_gate, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **overlap_options(x.device),
     )  # fmt: skip
     return out
 
 
 def dequantize(weight: PackedWeight, num_inputs: int, dtype: torch.dtype) -> Tensor:
-    """``[N, K]``, contiguous; what :func:`matmul` multiplies rows of this dtype with."""
+    """The weight ``[N, K]``, contiguous, with which :func:`matmul` multiplies rows of ``dtype``."""
     num_outs = len(weight.words)
     out = torch.empty(num_outs, num_inputs, dtype=dtype, device=weight.words.device)
     block_n, chunk = 64, 16 * 32 // weight.num_bits

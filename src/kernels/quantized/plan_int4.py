@@ -1,4 +1,4 @@
-"""Chooses, per weight shape, up to how many rows a weight in 4 or 8 bits is unpacked in the matmul.
+"""Chooses, per weight shape, the row count up to which a matmul unpacks a weight in 4 or 8 bits.
 
 That way has to give the bits of the other, for many rows: of a matmul with the dequantised weight.
 It is observed, as in :mod:`..linear.plan`, on the GPU at hand.

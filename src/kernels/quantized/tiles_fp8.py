@@ -11,6 +11,7 @@ import triton
 
 from ..device import _LARGE_SHARED_BYTES, Gpu
 from ..linear.matmul import Tile
+from ..linear.tuned_tiles import _swapped, _tile
 from .quantized_weight import BLOCK
 
 _MAX_FEW_ROWS = 64
@@ -33,11 +34,11 @@ _ACTIVATION_BYTES_PER_US = 1.5e6
 
 @dataclass(frozen=True, slots=True)
 class FewTile:
-    """How a matmul of few FP8 rows is cut.
+    """Tile sizes of a skinny FP8 matmul.
 
     Attributes:
-        part: rows of the weight a program; a power of two from 8 to 128. x_rows: rows of x; from 8
-            to 64. Up to 8 rows take 8.
+        part: rows of the weight per program; a power of two from 8 to 128.
+        x_rows: rows of x; from 8 to 64. Up to 8 rows take 8.
         atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
     """
 
@@ -53,7 +54,7 @@ class FewTile:
             return False
         num_staged = self.stages * self.atoms
         left = 64 if self.part <= 64 else 128
-        # x, or what the last operand reads beyond; scales; and what stores go through.
+        # x, or padding that the last operand reads; scales; and the buffers of stores.
         behind = max(num_staged * self.x_rows, left - self.part) * BLOCK
         scales = 4 * self.x_rows * triton.next_power_of_2(k_size // BLOCK)
         through = 2 * left * (self.x_rows + 8)
@@ -63,10 +64,10 @@ class FewTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a matmul of many FP8 rows is cut.
+    """Tile sizes of a persistent FP8 matmul.
 
     Attributes:
-        x_rows: of x a tile: 128 or 192. part: outputs a tile: 64 or 128.
+        x_rows: of x per tile: 128 or 192. part: outputs per tile: 64 or 128.
         stages: of 128 summands, in shared memory at once; an even number for 128 rows.
     """
 
@@ -77,7 +78,7 @@ class ManyTile:
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
         pair = 2 if self.x_rows == 128 else 1  # groups that a warpgroup multiplies at a time
-        # Stages, their scales, and what stores go through.
+        # Stages, their scales, and the buffers of stores.
         scales = self.stages * (self.x_rows + 64) * 4
         used = self.stages * (self.x_rows + self.part) * BLOCK + scales + self.x_rows * BLOCK + 1024
         is_whole = self.stages % pair == 0 and k_size % (pair * BLOCK) == 0
@@ -88,12 +89,10 @@ def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
     """Of the Triton kernel. All of its sizes have wgmma: 64 rows on the left, or outputs."""
     if num_rows <= _MAX_FEW_ROWS:
         rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-        return Tile(
-            block_m=rows, block_n=64, block_k=BLOCK, num_stages=5, num_warps=4, swap_ab=True
-        )
+        return _swapped(rows, 64, BLOCK, 5)
     if num_outs * -(-num_rows // 128) <= BLOCK * 132:
-        return Tile(block_m=128, block_n=64, block_k=BLOCK, num_stages=5, num_warps=4)
-    return Tile(block_m=128, block_n=128, block_k=BLOCK, num_stages=4, num_warps=8)
+        return _tile(128, 64, BLOCK, 5)
+    return _tile(128, 128, BLOCK, 4, 8)
 
 
 def choose_sm90_tile(

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from pagespec.kernels.linear import wide_matmul
+from pagespec.kernels.linear.matmul import Tile
 from tests.kernels.experts.compile_experts import Hopper, compiled, empty
 
 EVENTS = {
@@ -28,7 +29,7 @@ EVENTS = {
 }
 
 
-def what_became(tile: wide_matmul.WideTile, dtype: torch.dtype) -> dict[str, Any]:
+def what_became(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
     x, weight = empty(300, 2048, dtype=dtype), empty(64, 2048, dtype=dtype)
     call = lambda: wide_matmul.wide_matmul(x, weight, tile)  # noqa: E731
     ptx = compiled(wide_matmul, "_wide_kernel", call).asm["ptx"]
@@ -50,7 +51,7 @@ def what_became(tile: wide_matmul.WideTile, dtype: torch.dtype) -> dict[str, Any
     added = re.findall(r"add(?:\.rn)?\.f32\s+%r\d+, (%r\d+), (%r\d+);", ptx)
     events = re.findall("|".join(map(re.escape, EVENTS)), ptx)
     return {
-        "rows": tile.rows,
+        "rows": tile.block_m,
         "products": products,
         "from zero": from_zero,
         "sums": len(sums),

@@ -17,7 +17,8 @@ from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.linear import wide_matmul as kernel
-from pagespec.kernels.linear.wide_matmul import WideTile, choose_wide_tile, wide_tiles
+from pagespec.kernels.linear.matmul import Tile
+from pagespec.kernels.linear.wide_matmul import choose_wide_tile, wide_tiles
 from tests.support.apart import run_apart
 
 H200 = Gpu(num_sms=132, num_shared_bytes=227 << 10, arch=Arch("sm90", has_gluon=True))
@@ -40,7 +41,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 )
 @pytest.mark.parametrize("tile", [*kernel.TILES, *kernel._SMALL_TILES])
 def test_results_are_those_of_float64(
-    tile: WideTile, num_rows: int, num_outs: int, k_size: int, dtype: torch.dtype
+    tile: Tile, num_rows: int, num_outs: int, k_size: int, dtype: torch.dtype
 ) -> None:
     x, weight = normal(num_rows, k_size, dtype=dtype), normal(num_outs, k_size, dtype=dtype, seed=1)
     found = kernel.wide_matmul(x, weight, tile)
@@ -90,7 +91,7 @@ def test_a_cpu_computes_it_as_torch_does() -> None:
     ],
 )  # fmt: skip
 def test_larger_tiles_come_where_they_are_many(num_rows: int, num_outs: int, size: int) -> None:
-    assert choose_wide_tile(num_rows, num_outs, H200).rows == size
+    assert choose_wide_tile(num_rows, num_outs, H200).block_m == size
 
 
 def test_every_tile_that_is_chosen_is_one_that_a_start_makes() -> None:
@@ -99,13 +100,13 @@ def test_every_tile_that_is_chosen_is_one_that_a_start_makes() -> None:
             tiles = wide_tiles(num_outs, card)
             for num_rows in (1, 2, 16, 17, 64, 256, 300, 1024, 8192, 100_000):
                 assert choose_wide_tile(num_rows, num_outs, card) in tiles
-    assert all(tile.rows < 128 for tile in wide_tiles(256, SMALL))
+    assert all(tile.block_m < 128 for tile in wide_tiles(256, SMALL))
 
 
 def test_a_start_makes_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def launch(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
+    def launch(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
         asked.append(tile)
         return torch.empty(len(x), len(weight), device="meta")
 
