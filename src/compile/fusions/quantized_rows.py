@@ -24,10 +24,10 @@ from .joined_norms import NORM_OF_SUM, join_norm_of_sum
 # By the call that makes the rows and the matmul that reads them.
 _JOINED: dict[tuple[Any, Any], Callable[..., Any]] = {
     (fused.rms_norm, dispatch_fp8.linear): dispatch_fp8.norm_linear,
-    (fused.rms_norm, dispatch_fp8.mlp): dispatch_fp8.norm_mlp,
+    (fused.rms_norm, dispatch_fp8.mlp): dispatch_fp8.norm_linear,
     (fused.act_mul, dispatch_fp8.linear): dispatch_fp8.act_linear,
     (fused.add_rms_norm, dispatch_fp8.linear): dispatch_fp8.add_norm_linear,
-    (fused.add_rms_norm, dispatch_fp8.mlp): dispatch_fp8.add_norm_mlp,
+    (fused.add_rms_norm, dispatch_fp8.mlp): dispatch_fp8.add_norm_linear,
 }
 _MATMULS = (dispatch_fp8.linear, dispatch_fp8.mlp)
 

@@ -8,6 +8,8 @@ activation, may quantise its own result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,8 @@ from .tiles_fp8 import choose_fp8_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
-    """What the functions here take: values, and float32 scales ``[ceil(N / S), ceil(K / 128) or
-    1]``, S being 128 where each 128 outputs share their scales, else 1."""
+    """(values, scales) as the functions here take them: scales are float32 ``[ceil(N / S),
+    ceil(K / 128) or 1]``, S being 128 where each 128 outputs share their scales, else 1."""
     values, scales = weight
     if values.is_cuda:
         values = values.view(torch.float8_e4m3fn)
@@ -32,10 +34,16 @@ def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def multiply(
-    rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
-) -> Tensor:
-    """``[..., N]`` with the leading dims and the dtype of ``like``."""
+def multiply(rows: QuantizedRows, like: Tensor, *weights: Any) -> Tensor:
+    """``[..., N]`` with the leading dims and the dtype of ``like``.
+
+    Args:
+        weights: values and scales of a weight, and its bias or None; or before them values and
+            scales of gate and up, whose activation they multiply.
+    """
+    *gate_up, values, scales, bias = weights
+    if gate_up:
+        rows = _gated(rows, like.dtype, *gate_up)
     out = _multiply(rows, like.dtype, values, scales, bias)
     return out.view(*like.shape[:-1], len(values))
 
@@ -83,69 +91,28 @@ def linear_of_rows(
     return out.view(*(1,) * (num_dims - 2), *out.shape)
 
 
-def norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    form: str,
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """:func:`linear` of :func:`.dispatch.rms_norm`, whose arguments come first."""
+def norm_linear(x: Tensor, weight: Tensor, eps: float, form: str, *weights: Any) -> Tensor:
+    """:func:`multiply` of :func:`.dispatch.rms_norm`, whose arguments come first."""
     rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
-    return multiply(rows, x, values, scales, bias)
+    return multiply(rows, x, *weights)
 
 
 def add_norm_linear(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    form: str,
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str, *weights: Any
 ) -> tuple[Tensor, Tensor]:
-    """(:func:`linear` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
+    """(:func:`multiply` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
     rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
-    return multiply(rows, x, values, scales, bias), hidden
+    return multiply(rows, x, *weights), hidden
 
 
-def act_linear(
-    gate: Tensor, up: Tensor, kind: str, values: Tensor, scales: Tensor, bias: Tensor | None
-) -> Tensor:
-    """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
-    return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+def act_linear(gate: Tensor, up: Tensor, kind: str, *weights: Any) -> Tensor:
+    """:func:`multiply` of :func:`.dispatch.act_mul`, whose arguments come first."""
+    return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, *weights)
 
 
-def mlp(
-    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor,
-    values: Tensor, scales: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """:func:`act_linear` of the halves of :func:`linear` with the weight ``gate_up``, of silu."""
-    rows = rows_of.quantize_rows(x)
-    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
-
-
-def norm_mlp(
-    x: Tensor, weight: Tensor, eps: float, form: str, gate_up: Tensor, gate_up_scales: Tensor,
-    values: Tensor, scales: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """:func:`mlp` of :func:`.dispatch.rms_norm`, whose arguments come first."""
-    rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
-    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
-
-
-def add_norm_mlp(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str,
-    gate_up: Tensor, gate_up_scales: Tensor,
-    values: Tensor, scales: Tensor, bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(:func:`mlp` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
-    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
-    gated = _gated(rows, x.dtype, gate_up, gate_up_scales)
-    return multiply(gated, x, values, scales, bias), hidden
+def mlp(x: Tensor, *weights: Any) -> Tensor:
+    """:func:`multiply` of ``x [..., K]``, quantised, by gate and up, silu, and a last weight."""
+    return multiply(rows_of.quantize_rows(x), x, *weights)
 
 
 def _gated(

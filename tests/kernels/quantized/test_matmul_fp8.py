@@ -156,9 +156,9 @@ def test_an_mlp_in_one_call() -> None:
     assert expected.shape == (1, 3, 40)
     assert torch.equal(dispatch_fp8.mlp(x, *gate_up, *down), expected)
     expected = apart(dispatch_fp8.norm_linear(x, scale, 1e-6, "wide", *gate_up, None))
-    assert torch.equal(dispatch_fp8.norm_mlp(x, scale, 1e-6, "wide", *gate_up, *down), expected)
+    assert torch.equal(dispatch_fp8.norm_linear(x, scale, 1e-6, "wide", *gate_up, *down), expected)
     gated, total = dispatch_fp8.add_norm_linear(x, y, scale, 1e-6, "wide", *gate_up, None)
-    found, hidden = dispatch_fp8.add_norm_mlp(x, y, scale, 1e-6, "wide", *gate_up, *down)
+    found, hidden = dispatch_fp8.add_norm_linear(x, y, scale, 1e-6, "wide", *gate_up, *down)
     assert torch.equal(hidden, total)
     assert torch.equal(found, apart(gated))
 
