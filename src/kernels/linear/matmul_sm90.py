@@ -1,28 +1,27 @@
 """Matmul of few rows for Hopper that prefetches its weight before the previous kernel has ended.
 
-A step of few rows is a chain of short kernels that each wait for the last, and a matmul in it is
-mostly waiting for its weight, which depends on none of them. Triton cannot load the one operand
-before the wait and the other after it; Gluon, which it is made of, can: here every program
-loads all its weights that fit in shared memory, then waits (programmatic dependent launch),
-then loads x; with very few rows some weights are left for behind the wait, as they would be in
-the way of what is waited for (:func:`stages_ahead`). So **weights must be older than the kernel
-before**: parameters, nothing computed.
+A step of few rows is a chain of short kernels, each waiting for the previous one. A matmul in it
+mostly waits for its weight, which depends on none of them. Triton cannot load one operand before
+the wait and the other after it; Gluon can. Here every program loads all of its weights that fit in
+shared memory, waits (programmatic dependent launch), then loads x. With very few rows some weights
+are loaded behind the wait, as they would delay the previous kernel's loads (:func:`stages_ahead`).
+So **weights must be older than the previous kernel**: parameters, never computed.
 
 A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
 over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by
-one or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the
-operand are whatever lies behind in shared memory, and what comes of them is dropped: rows of a
-matmul do not mix. The order of summation is that of :mod:`.matmul`, and so are the bits.
+one or two warpgroups. Where it owns fewer rows of the weight than wgmma takes, the rest of the
+operand is whatever follows in shared memory, and its results are discarded: rows of a matmul do
+not mix. The order of summation, and so the bits, are those of :mod:`.matmul`.
 
 Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
-``[atoms, x_rows, 64]``, then what the last operand reads beyond. An atom is 64 summands.
+``[atoms, x_rows, 64]``, then padding that the last operand reads. An atom is 64 summands.
 
-The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). At batch 1 a norm is
-a kernel of its own for a microsecond of work. Here each program adds the residual and normalises
-all of its x itself, behind the same wait, while its weights are under way. Bits are those of
-:mod:`..fused.rms_norm` and of the matmul alone: a row is spread over four warps as there, which
-gives the same order of additions. Hence the bounds on K (:func:`serves_norm`).
+The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). At batch 1 a separate
+norm kernel has a microsecond of work. Here each program adds the residual and normalises all of x,
+behind the same wait, while its weights are loading. The bits are those of :mod:`..fused.rms_norm`
+and of the matmul alone: a row is spread over four warps as there, so additions have the same order.
+Hence the bounds on K (:func:`serves_norm`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -150,31 +149,24 @@ def store_outputs(
     SUM: gl.constexpr = total.type.layout
     W_ROWS: gl.constexpr = HALVES * PART
     NUM_WARPS: gl.constexpr = LEFT // 16
-    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # outputs of a row that a thread stores at once
+    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # sums of a row that a thread stores at once
+    BY_ROW: gl.constexpr = gl.BlockedLayout(
+        [WIDE // HALVES, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+    )
+    IS_MOVED: gl.constexpr = HALVES == 2 or WIDE > 2
+    LAYOUT: gl.constexpr = BY_ROW if IS_MOVED else SUM
     result = total.to(gl.bfloat16)
     if HALVES == 2:  # rows lie as [parts, halves, PART]
-        PLAIN: gl.constexpr = gl.BlockedLayout(
-            [WIDE // 2, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
-        )
         PAIRS: gl.constexpr = gl.BlockedLayout(
             [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
         )
         pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
         gate, up = gl.convert_layout(pairs, PAIRS).split()
-        product = _silu_mul(gate, up)
-        result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
-        n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
-    elif WIDE > 2:
-        BY_ROW: gl.constexpr = gl.BlockedLayout(
-            [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
-        )
-        result = gl.convert_layout(result, BY_ROW)
-        n = gl.arange(0, LEFT, gl.SliceLayout(1, BY_ROW))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, BY_ROW))
-    else:
-        n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+        result = _silu_mul(gate, up).reshape([LEFT // 2, X_ROWS])
+    if IS_MOVED:
+        result = gl.convert_layout(result, LAYOUT)
+    n = gl.arange(0, LEFT // HALVES, gl.SliceLayout(1, LAYOUT))
+    m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, LAYOUT))
     mask = (n[:, None] < PART) & (m[None, :] < num_rows)
     gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
 

@@ -14,8 +14,9 @@ but matmuls touches the accumulator (else its warning C7515, and all wait for al
 With a gate a tile's weights are 128 rows of the gate and the same ones of up, so that a thread has
 both of an output.
 
-Unlike :mod:`.matmul_sm90` it reads nothing before the kernel before has ended: of many rows it
-would hide little, and a weight may so be what that one wrote (:mod:`..quantized.dispatch_int4`).
+Unlike :mod:`.matmul_sm90` it reads nothing before the previous kernel has ended: with many rows
+that would hide little, and so the previous kernel may write the weight
+(:mod:`..quantized.dispatch_int4`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -66,7 +67,7 @@ def next_stage(slot, phase, STEP: gl.constexpr, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
-    """Keeps the stages filled, 64 summands in each."""
+    """Producer warp: keep the stages filled, 64 summands in each."""
     x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles = ring
     slot = 0
     phase = 1
@@ -138,7 +139,7 @@ def _gated(sums, i: gl.constexpr):
 
 @gluon.jit
 def _store_async(pairs, buffer, out_desc, first, begin):
-    """Store 64 outputs of 64 rows. TMA leaves out what lies beyond the last row."""
+    """Store 64 outputs of 64 rows. TMA clips the box at the last row."""
     tma.store_wait(OUT_BUFFERS - 1)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     buffer._reinterpret(gl.int32, [64, 32], LAYOUT).store(pairs)
@@ -152,7 +153,7 @@ def _finish_part(
     HALVES: gl.constexpr,
 ):  # fmt: skip
     """Store part ``i``, of 64 sums; with a gate, which makes 32 outputs of them, every second time
-    with those of ``before``. Returns what the next one needs."""
+    with those of ``before``. Returns the next part's ``before``."""
     PIECE: gl.constexpr = i // HALVES
     buffer = out_smem.index(HALF * OUT_BUFFERS + PIECE % OUT_BUFFERS)
     if HALVES == 1:
@@ -183,7 +184,7 @@ def _multiply(
     shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of each tile."""
+    """Consumer warpgroup: multiply 64 rows of each tile."""
     x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles = shared
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDE, 16])
     PARTS: gl.constexpr = _WIDE // 64

@@ -1,10 +1,10 @@
 """Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
 
-A program computes tile after tile. Two warps keep the stages of shared memory filled, the next
-tile's too; each warpgroup, of two or three, multiplies 64 of the rows, by itself, and gives the
-stages back. While the matrix unit works for one, another multiplies what it got by its scales and
-adds it up, or stores. Rows of x are on the left of the unit, so that a thread has two of them, and
-with them two scales. The bits are those of :mod:`.matmul_fp8`.
+A program computes tile after tile. Two producer warps keep the stages of shared memory filled, the
+next tile's too. Each of two or three consumer warpgroups multiplies 64 of the rows and frees the
+stages. While the matrix unit works for one, another scales and adds up its products, or stores.
+Rows of x are on the left of the unit, so that a thread has two of them, and with them two scales.
+The bits are those of :mod:`.matmul_fp8`.
 
 A stage holds a group of 128 inputs: 64 rows of x for each warpgroup that multiplies, rows of the
 weight, and the scales of both. One warp fills it by TMA and one, with scales, by ``cp.async``; its
@@ -88,8 +88,8 @@ def _load_operands(
     stages, x_desc, w_desc, num_rows, num_tiles,
     N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Keeps the stages filled, a group in each. Of a gated tile, of two HALVES, the first 64
-    outputs come first, each time 64 rows of the gate's weight and of up's."""
+    """Producer warp: keep the stages filled, a group in each. Of a gated tile, of two HALVES, the
+    first 64 outputs come first, each time 64 rows of the weight of the gate and of up."""
     smem, x_smem, _, full, empty = stages
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
@@ -123,8 +123,8 @@ def _load_scales(
     N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """The scales of what :func:`_load_operands` loads; of a gated tile's weight, two. A warp of its
-    own: one that did both was what small tiles waited for."""
+    """Producer warp: load the scales of the operands; of a gated tile's weight, two. A separate
+    warp, as small tiles waited for one that loaded both."""
     smem, x_smem, w_smem, full, empty = stages
     x_scales, w_scales = scales
     STAGES: gl.constexpr = full.shape[0]
@@ -159,8 +159,8 @@ def _factors(
     stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr, W_GROUPS: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """What a group's product is multiplied by, for each of 64 rows: of the gate, and of up; without
-    a gate the same twice."""
+    """The scales of a group's product for each of 64 rows, of the gate and of up; without a gate
+    the same twice."""
     _, x_smem, w_smem, full, _ = stages
     rows = x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
     scales = w_smem.index(slot)
@@ -216,23 +216,19 @@ def _sums(
     total = gl.zeros([64, PART // HALVES], gl.float32, HALF)
     up = gl.zeros([64, PART // HALVES], gl.float32, HALF)
     for _ in range(0, K // 128, PAIR):
-        at = slot * PIECES
-        mbarrier.wait(full.index(slot), phase)
-        a = product_of_group(smem, at + X, at + W, SUM, 64, PART)
-        of_a = _factors(stages, slot, WARPGROUP, ROW, W_GROUPS, HALVES)
-        if PAIR == 2:
-            other = slot + 1
-            at += PIECES
-            mbarrier.wait(full.index(other), phase)
-            b = product_of_group(smem, at + X, at + W, SUM, 64, PART)
-            of_b = _factors(stages, other, WARPGROUP, ROW, W_GROUPS, HALVES)
-        a = warpgroup_mma_wait(PAIR - 1, deps=(a,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        total, up = _both_added(total, up, a, of_a, HALVES)
-        if PAIR == 2:
-            b = warpgroup_mma_wait(0, deps=(b,))
-            mbarrier.arrive(empty.index(other), count=1)
-            total, up = _both_added(total, up, b, of_b, HALVES)
+        parts = ()
+        factors = ()
+        for i in gl.static_range(PAIR):
+            at = slot * PIECES + i * PIECES
+            mbarrier.wait(full.index(slot + i), phase)
+            part = product_of_group(smem, at + X, at + W, SUM, 64, PART)
+            parts = parts + (part,)  # noqa: RUF005 - Gluon knows no star
+            found = _factors(stages, slot + i, WARPGROUP, ROW, W_GROUPS, HALVES)
+            factors = factors + (found,)  # noqa: RUF005
+        for i in gl.static_range(PAIR):
+            part = warpgroup_mma_wait(PAIR - 1 - i, deps=(parts[i],))
+            mbarrier.arrive(empty.index(slot + i), count=1)
+            total, up = _both_added(total, up, part, factors[i], HALVES)
         slot, phase = next_stage(slot, phase, PAIR, STAGES)
     return total, up, slot, phase
 
@@ -283,7 +279,7 @@ def _multiply(
     WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
     W_GROUPS: gl.constexpr, SHARED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of each tile."""
+    """Consumer warpgroup: multiply 64 rows of each tile."""
     stages, results, num_rows, num_tiles = work
     _, x_smem, _, full, _ = stages
     if HALVES == 2:
@@ -305,7 +301,7 @@ def _multiply(
             out, w_scales = results
             _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
         else:
-            # Before the buffer is written again. TMA leaves out what lies beyond the last row.
+            # Before the buffer is written again. TMA clips the box at the last row.
             tma.store_wait(0)
             halves.store(_gated(total, up))
             total, up, slot, phase = _sums(

@@ -9,9 +9,11 @@ import json
 import re
 import sys
 
-from pagespec.kernels.linear.matmul_sm90 import matmul, norm_matmul, skinny_kernel
+from triton.runtime import driver
+
+from pagespec.kernels.linear import matmul_sm90
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
-from tests.kernels.linear.launched import compiled, empty
+from tests.kernels.experts.compile_experts import Hopper, compiled, empty
 
 
 def ptx_of(
@@ -21,11 +23,13 @@ def ptx_of(
 
     def launch() -> None:
         if has_norm:
-            norm_matmul(x, x, x[0], 1e-6, "rounded", weight, tile=tile, has_gate=has_gate)
+            matmul_sm90.norm_matmul(
+                x, x, x[0], 1e-6, "rounded", weight, tile=tile, has_gate=has_gate
+            )
         else:
-            matmul(x, weight, tile=tile, has_gate=has_gate)
+            matmul_sm90.matmul(x, weight, tile=tile, has_gate=has_gate)
 
-    return str(compiled(skinny_kernel, launch).asm["ptx"])
+    return str(compiled(matmul_sm90, "skinny_kernel", launch).asm["ptx"])
 
 
 def events(ptx: str) -> str:
@@ -42,6 +46,7 @@ def events(ptx: str) -> str:
 
 
 if __name__ == "__main__":
+    driver.set_active(Hopper())  # type: ignore[arg-type]
     answer = []
     for has_norm, rows, outs, k_size, has_gate, *tile in json.loads(sys.argv[1]):
         answer.append(events(ptx_of(rows, outs, k_size, has_gate, PrefetchTile(*tile), has_norm)))

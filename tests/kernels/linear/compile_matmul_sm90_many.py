@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import sys
 
-from pagespec.kernels.linear.matmul_sm90_many import many_rows_kernel, matmul_many
-from tests.kernels.linear.launched import compiled, empty
+from triton.runtime import driver
+
+from pagespec.kernels.linear import matmul_sm90_many
+from tests.kernels.experts.compile_experts import Hopper, compiled, empty
 from tests.support.assembled import assembled
 
 
 def described(num_outs: int, k_size: int, has_gate: bool) -> dict[str, object]:
     x, weight = empty(700, k_size), empty(num_outs * (1 + has_gate), k_size)
-    made = compiled(many_rows_kernel, lambda: matmul_many(x, weight, has_gate))
+    launch = lambda: matmul_sm90_many.matmul_many(x, weight, has_gate)  # noqa: E731
+    made = compiled(matmul_sm90_many, "many_rows_kernel", launch)
     ptx = str(made.asm["ptx"])
     told = assembled(ptx)
     ahead, behind = ptx.split("griddepcontrol.wait")
@@ -30,4 +33,5 @@ def described(num_outs: int, k_size: int, has_gate: bool) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    driver.set_active(Hopper())  # type: ignore[arg-type]
     print(json.dumps([described(*case) for case in json.loads(sys.argv[1])]))

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.runtime import driver
 
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
+from pagespec.kernels.quantized import matmul_fp8_sm90, matmul_fp8_sm90_many
 from pagespec.kernels.quantized.matmul_fp8 import fp8_kernel
-from pagespec.kernels.quantized.matmul_fp8_sm90 import few_rows_kernel, gated_matmul, matmul
-from pagespec.kernels.quantized.matmul_fp8_sm90_many import many_rows_kernel
+from pagespec.kernels.quantized.matmul_fp8_sm90 import gated_matmul, matmul
 from pagespec.kernels.quantized.tiles_fp8 import FewTile, ManyTile
-from tests.kernels.linear.launched import compiled, empty
+from tests.kernels.experts.compile_experts import Hopper, compiled, empty
 from tests.support.assembled import assembled
 
 _POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
@@ -48,19 +49,21 @@ def rows_of(num_rows: int, k_size: int) -> QuantizedRows:
 def in_gluon(
     rows: int, outs: int, k_size: int, has_blocks: bool, name: str, *tile: int
 ) -> dict[str, Any]:
-    kernel = few_rows_kernel if name == "FewTile" else many_rows_kernel
     x, weight = rows_of(rows, k_size), empty(outs, k_size, dtype=_E4M3)
     shape, shared = ((outs // 128, k_size // 128), 128) if has_blocks else ((outs, 1), 1)
     options = {"shared": shared, "tile": (FewTile if name == "FewTile" else ManyTile)(*tile)}
     scales = empty(*shape, dtype=_FP32)
-    return described(compiled(kernel, lambda: matmul(x, weight, scales, **options)))
+    launch = lambda: matmul(x, weight, scales, **options)  # type: ignore[arg-type]  # noqa: E731
+    if name == "FewTile":
+        return described(compiled(matmul_fp8_sm90, "few_rows_kernel", launch))
+    return described(compiled(matmul_fp8_sm90_many, "many_rows_kernel", launch))
 
 
 def with_gate(outs: int, k_size: int, *tile: int) -> dict[str, Any]:
     x, weight = rows_of(777, k_size), empty(2 * outs, k_size, dtype=_E4M3)
     scales = empty(2 * outs // 128, k_size // 128, dtype=_FP32)
     launch = lambda: gated_matmul(x, weight, scales, tile=ManyTile(*tile))  # noqa: E731
-    return described(compiled(many_rows_kernel, launch))
+    return described(compiled(matmul_fp8_sm90_many, "many_rows_kernel", launch))
 
 
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool
 
 
 if __name__ == "__main__":
+    driver.set_active(Hopper())  # type: ignore[arg-type]
     given = json.loads(sys.argv[1])
     makers = (in_gluon, with_gate, in_triton)
     print(
