@@ -114,7 +114,7 @@ def index_topk(
         from .attention.index_kernels import index_topk as kernel
 
         return kernel(query, key, weights, cache, slot_mapping, *rows, scale, num_chosen)
-    layout = cpu_invariant.build_layout(*rows, cache.shape[1], 0)
+    layout = cpu_invariant.build_layout(cache, *rows)
     return indexer.index_topk(query, key, weights, cache, slot_mapping, layout, scale, num_chosen)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant as invariant_attention
 from pagespec.kernels.linear_cpu import invariant as invariant_linear
 
@@ -30,11 +31,10 @@ def test_attention_of_a_few_queries_is_that_of_all(num_threads: int, num_q_heads
         starts = torch.tensor([0, end - begin], dtype=torch.int32)
         contexts = torch.tensor([end], dtype=torch.int32)
         layout = invariant_attention.build_layout(
-            starts, contexts, tables, torch.tensor([0]), 16, 0
+            k_cache, starts, contexts, tables, torch.tensor([0])
         )
-        return invariant_attention.attend(
-            query[begin:end], k_cache, v_cache, layout, 0.125, 0.0, None
-        )
+        params = AttentionParams(0.125)
+        return invariant_attention.attend(query[begin:end], k_cache, v_cache, layout, params)
 
     whole = attend(0, 64)
     for count in range(1, 40):

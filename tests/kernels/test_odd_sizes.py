@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import fixed_order
+from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant, cpu_trial
 from pagespec.kernels.attention.cpu_invariant import AttentionRecipe
 from pagespec.kernels.linear_cpu import invariant
@@ -124,11 +125,9 @@ def test_attention(sizes: tuple[int, int, int, int]) -> None:
     def attend(attention: tuple) -> Tensor:
         query, k_cache, v_cache, starts, contexts, *others = attention
         tables, table_rows, scale, window, softcap, sinks = others
-        layout = cpu_invariant.build_layout(
-            starts, contexts, tables, table_rows, k_cache.shape[1], window
-        )
-        more = scale, softcap, sinks, 0, None, recipe
-        return cpu_invariant.attend(query, k_cache, v_cache, layout, *more)
+        layout = cpu_invariant.build_layout(k_cache, starts, contexts, tables, table_rows, window)
+        params = AttentionParams(scale, softcap=softcap, sinks=sinks)
+        return cpu_invariant.attend(query, k_cache, v_cache, layout, params, 0, recipe)
 
     check_positions(attend, Shape(hq=hq, hkv=hkv, dk=dk, dv=dv), 7)
 
@@ -143,11 +142,11 @@ def test_every_recipe_of_attention_computes_the_same(is_latent: bool) -> None:
     )
     starts, contexts = torch.tensor([0, 40]), torch.tensor([40])
     layout = cpu_invariant.build_layout(
-        starts, contexts, torch.tensor([[2, 0, 1]]), torch.tensor([0]), 16, 0
+        keys, starts, contexts, torch.tensor([[2, 0, 1]]), torch.tensor([0])
     )
     caches = (keys, None, layout) if is_latent else (keys, values, layout)
     found = [
-        cpu_invariant.attend(query, *caches, 0.2, 0.0, None, 7, None, recipe)
+        cpu_invariant.attend(query, *caches, AttentionParams(0.2), 7, recipe)
         for recipe in (AttentionRecipe(), AttentionRecipe(16), AttentionRecipe(1, True))
     ]
     for other in found[1:]:

@@ -20,13 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
-from ...kernels.attention import indexer, reference
-from ...kernels.attention.reference_layout import AttentionLayout, build_layout
+from ...kernels.attention import indexer, reference, reference_layout
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear_cpu.few_rows import linear_few_rows
 from ...kernels.mla import dispatch as mla
@@ -37,17 +35,6 @@ from .invariant_calls import InvariantCalls
 from .quantize_linear import QuantizedCalls
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-def _layout_of_step(query: Tensor, k_cache: Tensor, *rest: Any) -> AttentionLayout:
-    """Of the four tensors of the batch, and of window, chunk and slopes."""
-    return build_layout(*rest[:4], k_cache.shape[1], query.dtype, *rest[4:])
-
-
-def _invariant_layout_of_step(
-    _: Tensor, k_cache: Tensor, *rest: Any
-) -> invariant_attention.AlignedLayout:
-    return invariant_attention.build_layout(*rest[:4], k_cache.shape[1], *rest[4:])
 
 
 def lower_cpu(gm: GraphModule, context: PassContext) -> int:
@@ -71,14 +58,13 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
             mask = params.window, params.chunk, slopes
             is_invariant = context.transparent or params.indices is not None
             attend = invariant_attention.attend if is_invariant else reference.attend
-            more: tuple[Any, ...] = (params.indices,) if is_invariant else ()
+            more: tuple[Any, ...] = ()
             if isinstance(rewritten, InvariantCalls):
-                more = (*more, rewritten.attention_recipe(query, k_cache, v_cache, v_dim))
+                more = (rewritten.attention_recipe(query, k_cache, v_cache, v_dim),)
             with graph.inserting_before(node):
                 layout = layouts.get(query, k_cache, batch, mask, is_invariant)
                 replacement = graph.call_function(
-                    attend,
-                    (query, k_cache, v_cache, layout, *params[:3:2], params.sinks, v_dim, *more),
+                    attend, (query, k_cache, v_cache, layout, params, v_dim, *more)
                 )
         elif calls_op(node, "index_topk"):
             args: Any = node.args
@@ -122,9 +108,11 @@ class _Layouts:
         dtype = None if is_invariant else getattr(value, "dtype", None)
         key = (*batch, *mask, is_invariant, dtype)
         if key not in self._nodes:
-            build: Any = _invariant_layout_of_step if is_invariant else _layout_of_step
-            node = self._graph.call_function(build, (query, cache, *batch, *mask))
-            self._nodes[key] = node
+            build: Any = reference_layout.build_layout
+            given = (query, cache, *batch, *mask)
+            if is_invariant:
+                build, given = invariant_attention.build_layout, given[1:]
+            self._nodes[key] = self._graph.call_function(build, given)
         return self._nodes[key]
 
 

@@ -100,19 +100,19 @@ class AlignedLayout:
 
 
 def build_layout(
+    cache: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
     table_rows: Tensor,
-    block_size: int,
-    window: int,
+    window: int = 0,
     chunk: int = 0,
     slopes: Sequence[float] | None = None,
 ) -> AlignedLayout:
     """Arguments as of :func:`.reference_layout.build_layout`."""
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
-    device = block_tables.device
+    device, block_size = block_tables.device, cache.shape[1]
     tables = block_tables[table_rows]
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
@@ -180,11 +180,8 @@ def attend(
     k_cache: Tensor,
     v_cache: Tensor | None,
     layout: AlignedLayout,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    params: AttentionParams,
     v_dim: int = 0,
-    indices: Tensor | None = None,
     recipe: AttentionRecipe = PLAIN,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
@@ -193,8 +190,8 @@ def attend(
 
     Args:
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
-        indices: int32 ``[T, K]``, the positions each query sees of those in view, or -1; None for
-            all. For layouts from position 0.
+        params: with ``indices``, int32 ``[T, K]``, the positions that each query sees of those in
+            view, or -1, for layouts from position 0. ``layout`` has the others' masks and slopes.
         recipe: of :func:`.cpu_trial.choose_recipe` for these sizes.
     """
     num_q_heads = query.shape[1]
@@ -207,20 +204,17 @@ def attend(
         values = keys[..., :v_dim] if v_cache is None else gathered("values", v_cache, gather)
         keys, values = _filled(keys, recipe.unit), _filled(values, recipe.unit)
         for group in gather.groups:
-            unseen = None if indices is None else _unseen(indices[group.tokens], group)
-            more = scale, softcap, sinks, layout.slopes, unseen, recipe.is_fixed_order
             queries = _filled(query[group.tokens], recipe.unit)
-            mixed = _attend(queries, keys, values, group, *more)
+            mixed = _attend(queries, keys, values, group, layout.slopes, params, recipe)
             out[group.tokens] = mixed[..., :v_dim].to(out.dtype)
     return out
 
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Layout and attention in one; shapes as in :mod:`.ops`."""
-    scale, window, softcap, sinks, chunk, slopes, indices = params
-    layout = build_layout(*kv[2:], kv.k_cache.shape[1], window, chunk, slopes)
-    more = scale, softcap, sinks, 0, indices
-    return attend(query, kv.k_cache, kv.v_cache, layout, *more)
+    masks = params.window, params.chunk, params.alibi_slopes
+    layout = build_layout(kv.k_cache, *kv[2:], *masks)
+    return attend(query, kv.k_cache, kv.v_cache, layout, params)
 
 
 def _filled(x: Tensor, unit: int) -> Tensor:
@@ -265,14 +259,12 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     group: QueryGroup,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
     slopes: Tensor | None,
-    unseen: Tensor | None,
-    is_fixed_order: bool,
+    params: AttentionParams,
+    recipe: AttentionRecipe,
 ) -> Tensor:
     """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
+    softcap, sinks, is_fixed_order = params.softcap, params.sinks, recipe.is_fixed_order
     num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
     num_matmuls = num_tiles * num_rows
     num_queries = query.shape[0] // num_rows
@@ -282,7 +274,7 @@ def _attend(
     missing = -used % MKL_ROW_UNIT
     # [Hkv, R, n * G, Dk]: the query heads of a KV head stand as further queries.
     q = query.view(num_rows, num_queries, num_kv_heads, group_size, k_dim).permute(2, 0, 1, 3, 4)
-    q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * scale
+    q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * params.scale
     if missing:
         q = F.pad(q, (0, 0, 0, missing))
     rows = q.shape[2]
@@ -304,8 +296,8 @@ def _attend(
         # A product and a sum, each rounded, whatever vectors they are computed in.
         real += slopes.view(num_kv_heads, 1, 1, 1, group_size, 1) * group.distances
     real[:, group.first_hidden :].masked_fill_(group.hidden, _NEG_INF)
-    if unseen is not None:
-        real.masked_fill_(unseen, _NEG_INF)
+    if params.indices is not None:
+        real.masked_fill_(_unseen(params.indices[group.tokens], group), _NEG_INF)
     highest = scores.amax((1, 4))
     sink = None
     if sinks is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import AttentionParams
 from ..row_trial import holds_with_all, no_recipe
 from .cpu_invariant import AttentionRecipe, attend, build_layout
 
@@ -66,9 +67,9 @@ def choose_recipe(
         starts = torch.tensor([0, *counts]).cumsum(0)
         contexts = torch.tensor([end for _, _, end in parts])
         rows = torch.tensor([row for row, _, _ in parts])
-        layout = build_layout(starts, contexts, tables, rows, _BLOCK, 0)
+        layout = build_layout(keys, starts, contexts, tables, rows)
         query = torch.cat([queries[row, begin:end] for row, begin, end in parts])
-        found = attend(query, keys, values, layout, k_dim**-0.5, 0.0, None, v_dim, None, recipe)
+        found = attend(query, keys, values, layout, AttentionParams(k_dim**-0.5), v_dim, recipe)
         return list(found.split(counts))
 
     def is_invariant(recipe: AttentionRecipe) -> bool:

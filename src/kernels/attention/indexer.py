@@ -1,6 +1,6 @@
 """Top-k indexers on a CPU: which positions a query attends to (DeepSeek-V3.2's sparse attention).
 
-An indexer has heads of its own over one small key a token, and scores position j for a query t by
+An indexer has heads of its own over one small key per token, and scores position j for a query t by
 
     score[t, j] = sum_h weights[t, h] * relu(scale * query[t, h] . key[j])
 

@@ -25,9 +25,7 @@ def attend(
     k_cache: Tensor,
     v_cache: Tensor | None,
     layout: AttentionLayout,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    params: AttentionParams,
     v_dim: int = 0,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]`` over the slots of ``layout``; returns ``[T, Hq, Dv]``.
@@ -37,24 +35,27 @@ def attend(
     Args:
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
     """
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, scale = k_cache.shape[2], params.scale
     if v_cache is not None:
         v_dim = e4m3.head_dim(v_cache)
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
-    plain = softcap == 0 and sinks is None and layout.slopes is None
+    plain = params.softcap == 0 and params.sinks is None and layout.slopes is None
     out = query.new_empty(query.shape[0], num_q_heads, v_dim)
     out[layout.num_tokens :] = 0
+
+    def gathered(slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys = _gathered(k_cache, slots, query.dtype)
+        if v_cache is None:
+            return keys, keys[..., :v_dim]
+        return keys, _gathered(v_cache, slots, query.dtype)
 
     for group in layout.groups:
         rows = group.num_rows
         # The query heads that share a KV head stand where several queries would: no head of K or
         # V is copied or expanded.
         q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
-        keys = _gathered(k_cache, group.slots, query.dtype)
-        values = (
-            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, group.slots, query.dtype)
-        )
+        keys, values = gathered(group.slots)
         k = keys.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
         v = values.unflatten(0, (rows, -1)).transpose(1, 2)
         if plain:
@@ -63,29 +64,19 @@ def attend(
             bias = group.bias
             if layout.slopes is not None and bias is not None:
                 bias = bias.view(rows, num_kv_heads, group_size, -1)
-            o = _float32_attention(q, k, v, bias, scale, softcap, sinks)
+            o = _float32_attention(q, k, v, bias, params)
         out[group.tokens] = o.reshape(rows, num_q_heads, v_dim)
 
     for tile in layout.tiles:
         q = query[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
-        keys = _gathered(k_cache, tile.slots, query.dtype)
-        values = (
-            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, tile.slots, query.dtype)
-        )
-        k, v = (x.unsqueeze(0).transpose(1, 2) for x in (keys, values))
-        causal = tile.mask is None
+        k, v = (x.unsqueeze(0).transpose(1, 2) for x in gathered(tile.slots))
         if plain:
+            mask, is_grouped = tile.mask, group_size > 1
             o = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=tile.mask,
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=group_size > 1,
+                q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
             )
         else:
-            o = _float32_tile(q, k, v, tile, scale, softcap, sinks, layout.slopes)
+            o = _float32_tile(q, k, v, tile, layout.slopes, params)
         out[tile.begin : tile.end] = o[0].transpose(0, 1)
     return out
 
@@ -104,10 +95,8 @@ def _float32_tile(
     k: Tensor,
     v: Tensor,
     tile: QueryTile,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
     slopes: Tensor | None,
+    params: AttentionParams,
 ) -> Tensor:
     """:func:`_float32_attention` for ``q [1, Hq, n, Dk]``; returns ``[1, Hq, n, Dv]``."""
     _, num_q_heads, num_queries, k_dim = q.shape
@@ -128,26 +117,21 @@ def _float32_tile(
         distances = (at - at[-num_queries:, None]).float().repeat_interleave(group_size, 0)
         per_row = slopes.view(num_kv_heads, 1, group_size).expand(-1, num_queries, -1)
         bias = bias + per_row.reshape(num_kv_heads, -1, 1) * distances
-    o = _float32_attention(q, k, v, bias, scale, softcap, sinks)
+    o = _float32_attention(q, k, v, bias, params)
     o = o.view(num_kv_heads, num_queries, group_size, -1).transpose(1, 2)
     return o.reshape(1, num_q_heads, num_queries, -1)
 
 
 def _float32_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: AttentionParams
 ) -> Tensor:
     """Attention written out, in float32: ``q [R, Hkv, Q * G, Dk]``, heads of a group innermost.
 
     ``softcap`` c maps a score s to c * tanh(s / c) (Gemma 2). A sink is one more logit per query
     head, which takes probability and gives no value (gpt-oss).
     """
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    softcap, sinks = params.softcap, params.sinks
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * params.scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
@@ -164,6 +148,6 @@ def _float32_attention(
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Layout and attention in one; shapes as in :mod:`.ops`."""
-    scale, window, softcap, sinks, chunk, slopes = params[:6]
-    layout = build_layout(*kv[2:], kv.k_cache.shape[1], query.dtype, window, chunk, slopes)
-    return attend(query, kv.k_cache, kv.v_cache, layout, scale, softcap, sinks)
+    masks = params.window, params.chunk, params.alibi_slopes
+    layout = build_layout(query, kv.k_cache, *kv[2:], *masks)
+    return attend(query, kv.k_cache, kv.v_cache, layout, params)

@@ -78,32 +78,31 @@ def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def build_layout(
+    query: Tensor,
+    cache: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
     table_rows: Tensor,
-    block_size: int,
-    dtype: torch.dtype,
-    window: int,
+    window: int = 0,
     chunk: int = 0,
     slopes: Sequence[float] | None = None,
 ) -> AttentionLayout:
     """Lay out a step: which slots each row gathers, and its masks.
 
     Args:
+        query: of the additive masks' dtype. cache: ``[blocks, block size, ..]``.
         query_starts: int32 ``[B + 1]``; row b's queries are tokens ``[starts[b], starts[b + 1])``.
         context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
         block_tables: int32 ``[rows, M]``; entries past a row's context are not read.
         table_rows: int32 ``[B]``, the row of ``block_tables`` that holds each row's table.
-        block_size: slots per block.
-        dtype: dtype of the queries, used for the additive masks.
         window: positions a query sees, itself included; 0 means all.
         chunk: positions of a chunk, of which a query sees its own; 0 means all.
         slopes: of ALiBi, one a query head, or None.
     """
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
-    device = block_tables.device
+    device, block_size = block_tables.device, cache.shape[1]
     tables = block_tables[table_rows]
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
@@ -122,7 +121,7 @@ def build_layout(
         blocks = table.gather(1, positions // block_size).long()
         bias = None
         if min(seen[row] for row in rows) < longest:
-            bias = torch.zeros(len(rows), longest, dtype=dtype, device=device)
+            bias = torch.zeros(len(rows), longest, dtype=query.dtype, device=device)
             bias.masked_fill_(offsets >= lengths, float("-inf"))
             bias = bias[:, None, None, :]
         if factors is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one attention call of the model needs, found by the probe.
+    """One attention call of the model, as the probe found it.
 
     Attributes:
         call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
@@ -53,7 +53,7 @@ class AttentionSpec:
 
 
 def reference_only(specs: Sequence[AttentionSpec]) -> str | None:
-    """What the kernels for GPUs lack that one of the calls needs; None if they lack nothing."""
+    """The feature of one of the calls that the kernels for GPUs lack; None if they lack nothing."""
     if any(spec.chunk for spec in specs):
         return "have no attention within chunks"
     if any(spec.alibi_slopes for spec in specs):

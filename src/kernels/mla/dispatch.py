@@ -1,4 +1,4 @@
-"""What a graph with latent caches calls: plain functions, put there by ``passes.cache_latents``.
+"""The functions that a graph with latent caches calls, put there by ``passes.cache_latents``.
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a token the model makes
 a latent vector c of R elements and one rotated key k' of P elements, and from c each head's key and
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import e4m3
-from ..arguments import LatentInputs, LatentKV
+from ..arguments import AttentionParams, LatentInputs, LatentKV
 from ..attention import cpu_invariant, reference, reference_layout
 from ..device import Gpu
 from ..fused.dispatch import rms_norm_reference
@@ -130,12 +130,12 @@ def attention(
         from .launch import attention as by_kernels
 
         return by_kernels(query, kv, scale, rank, indices=indices)
+    params = AttentionParams(scale, indices=indices)
     if indices is not None:
-        aligned = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
-        more = scale, 0.0, None, rank, indices
-        return cpu_invariant.attend(query, kv.cache, None, aligned, *more)
-    layout = reference_layout.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
-    return reference.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
+        aligned = cpu_invariant.build_layout(*kv)
+        return cpu_invariant.attend(query, kv.cache, None, aligned, params, rank)
+    layout = reference_layout.build_layout(query, *kv)
+    return reference.attend(query, kv.cache, None, layout, params, rank)
 
 
 def head_values(out: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:

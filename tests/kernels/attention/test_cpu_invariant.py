@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops
+from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant
 from tests.support.paged import Rows, Shape, check_positions, float64_attention, make_batch
 
@@ -35,9 +36,10 @@ def attend(attention: tuple) -> Tensor:
     query, k_cache, v_cache, starts, contexts, tables, table_rows, scale, *rest = attention
     window, softcap, sinks, *more = rest
     layout = cpu_invariant.build_layout(
-        starts, contexts, tables, table_rows, k_cache.shape[1], window, *more
+        k_cache, starts, contexts, tables, table_rows, window, *more
     )
-    return cpu_invariant.attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
+    params = AttentionParams(scale, softcap=softcap, sinks=sinks)
+    return cpu_invariant.attend(query, k_cache, v_cache, layout, params)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -82,7 +82,7 @@ def test_a_position_has_the_same_scores_in_any_step(
 
     def scores(attention: tuple) -> Tensor:
         query, cache, _, starts, contexts, tables, table_rows, scale, *_ = attention
-        layout = cpu_invariant.build_layout(starts, contexts, tables, table_rows, cache.shape[1], 0)
+        layout = cpu_invariant.build_layout(cache, starts, contexts, tables, table_rows)
         out = torch.zeros(len(query), 320)
         for gather in layout.gathers:
             keys = cpu_invariant.gathered("index keys", cache, gather)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagespec.kernels import e4m3
+from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import head_matmul
@@ -21,8 +22,8 @@ SHAPE = latent_shape(6, 40, 8)
 
 def invariant(attend: tuple) -> torch.Tensor:
     query, kv, scale, rank = arguments(attend, SHAPE.dv)
-    layout = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
-    return cpu_invariant.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
+    layout = cpu_invariant.build_layout(*kv)
+    return cpu_invariant.attend(query, kv.cache, None, layout, AttentionParams(scale), rank)
 
 
 def test_both_forms_match_float64() -> None:
