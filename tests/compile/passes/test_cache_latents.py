@@ -122,7 +122,7 @@ def quantised(graph: Graph, context: PassContext) -> None:
 
 
 def window(graph: Graph, context: PassContext) -> None:
-    _attention(graph).update_arg(7, 24)
+    _attention(graph).update_arg(8, 24)
 
 
 def sinks(graph: Graph, context: PassContext) -> None:
