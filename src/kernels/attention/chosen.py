@@ -20,7 +20,6 @@ from .online_softmax import (
     ONES,
     Scoring,
     add_tile,
-    dot_precision,
     dot_size,
     empty_state,
     finish,
@@ -53,7 +52,6 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     G: tl.constexpr = HQ // HKV
     DK_PAD: tl.constexpr = dot_size(DK)
     DV_PAD: tl.constexpr = dot_size(DV)
-    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
     kv_head = tl.program_id(0)
     token = tl.program_id(1)
     row, position = row_of_token(starts, contexts, num_rows, token)
@@ -75,7 +73,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(query + places * DK + k_dims, mask=is_line[:, None] & (k_dims < DK), other=0.0)
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
-    row_max, row_sum, acc = empty_state(GROUP, ONES, DV_PAD)
+    state = empty_state(GROUP, ONES, DV_PAD)
     slots = chosen_slots(chosen, position, table, 0, last, PAGE, BLOCK_N)
     for start in tl.range(0, last + 1, BLOCK_N):
         at = (slots * HKV + kv_head)[:, None]
@@ -84,10 +82,10 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
         v = tl.load(v_cache + at * DV + v_dims, mask=v_dims < DV, other=0.0)
         # One tile ahead: an address must not wait for the load of its slot.
         slots = chosen_slots(chosen, position, table, start + BLOCK_N, last, PAGE, BLOCK_N)
-        scores = score(q, k, Scoring(None, factor, cap_in, cap_out, PRECISION))
+        scores = score(q, k, Scoring(None, factor, cap_in, cap_out))
         scores = tl.where((start + offsets <= last)[None, :], scores, float("-inf"))
-        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
-    result = finish(row_max, row_sum, acc, sinks, heads, is_line, factor)
+        state = add_tile(scores, v, ones, state, factor)
+    result = finish(state, sinks, heads, is_line, factor)
     tl.store(out + places * DV + v_dims, result.to(out.dtype.element_ty), mask=mask)
 
 

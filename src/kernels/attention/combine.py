@@ -89,7 +89,7 @@ def store_zeros(results, QUANTIZE: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _fold_segments(  # type: ignore[no-untyped-def]
-    partial, stats, index, first, num_segments, total_row_max, total_row_sum, total_acc, factor,
+    partial, stats, index, first, num_segments, total, factor,
     DV: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The total with segments ``first`` to ``first + CHUNK``, loaded together and folded in order.
@@ -110,10 +110,8 @@ def _fold_segments(  # type: ignore[no-untyped-def]
         )
         row_max = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
         row_sum = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
-        total_row_max, total_row_sum, total_acc = fold(
-            total_row_max, total_row_sum, total_acc, row_max, row_sum[:, None], acc, factor
-        )
-    return total_row_max, total_row_sum, total_acc
+        total = fold(total, (row_max, row_sum[:, None], acc), factor)
+    return total
 
 
 @triton.jit
@@ -135,25 +133,22 @@ def combine(  # type: ignore[no-untyped-def]
     # Beyond the group its last head again, whose row_sum is not 0.
     heads = head * G + tl.minimum(in_group, G - 1)
     index = (unit.to(tl.int64) * HQ + heads) * max_segments
-    row_max, row_sum, acc = empty_state(GROUP, 1, DV_PAD)
+    total = empty_state(GROUP, 1, DV_PAD)
     MORE: tl.constexpr = min(2 * FEW, CHUNK)
     if num_segments <= FEW:
-        row_max, row_sum, acc = _fold_segments(
-            partial, stats, index, 0, num_segments, row_max, row_sum, acc, factor,
-            DV, DV_PAD, GROUP, FEW,
-        )  # fmt: skip
+        total = _fold_segments(
+            partial, stats, index, 0, num_segments, total, factor, DV, DV_PAD, GROUP, FEW
+        )
     elif num_segments <= MORE:
-        row_max, row_sum, acc = _fold_segments(
-            partial, stats, index, 0, num_segments, row_max, row_sum, acc, factor,
-            DV, DV_PAD, GROUP, MORE,
-        )  # fmt: skip
+        total = _fold_segments(
+            partial, stats, index, 0, num_segments, total, factor, DV, DV_PAD, GROUP, MORE
+        )
     else:
         for first in range(0, num_segments, CHUNK):
-            row_max, row_sum, acc = _fold_segments(
-                partial, stats, index, first, num_segments, row_max, row_sum, acc, factor,
-                DV, DV_PAD, GROUP, CHUNK,
-            )  # fmt: skip
-    result = finish(row_max, row_sum, acc, sinks, heads, is_head, factor)
+            total = _fold_segments(
+                partial, stats, index, first, num_segments, total, factor, DV, DV_PAD, GROUP, CHUNK
+            )
+    result = finish(total, sinks, heads, is_head, factor)
     results = results_at(
         out, scales, num_tokens, token.to(tl.int64), heads, is_head, 0, DV_PAD, HQ, DV
     )

@@ -37,33 +37,88 @@ from .decode_prologue import (
     prefetch_tile,
     store_new,
 )
-from .e4m3_decode import attend_e4m3_tiles, num_lines
-from .e4m3_tiles import line_factors, scaled_queries
+from .e4m3_tiles import (
+    add_scored,
+    joined,
+    load_tile,
+    num_lines,
+    places_of,
+    scaled_queries,
+    score_tile,
+    sum_dtype,
+    with_scale_blocks,
+)
 from .online_softmax import (
+    ONES,
     Scoring,
     Splits,
     TileShape,
-    attend_tiles,
     block_ids,
     count_at_most,
-    dot_precision,
     dot_size,
+    empty_state,
+    ends_split,
     finish,
     fold,
     head_pages,
     head_size,
+    offsets_of,
     segment_begin,
     segments_of,
     split_begin,
     splits_in_first,
+    visible_in,
 )
 
 
 @triton.jit
-def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def attend_tiles(  # type: ignore[no-untyped-def]
+    q, pages, blocks, begin, end, last, positions, scoring, factor, splits, shape,
+    DTYPE: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """The total of the tiles that begin in ``[begin, end)``; ``begin`` is a multiple of BLOCK_N.
+
+    Args:
+        q: of e4m3 keys, turned halves. factor: of maxima. DTYPE: of the queries.
+        pages: :class:`.HeadPages`. blocks: the :func:`.block_ids` of ``begin``, loaded early.
+        last: last position any of the queries sees. positions: of the queries, ``[M]``.
+        splits, shape: the bundles of that name.
+        FOLD: False if all tiles are of one split.
+    """
+    BLOCK_M: tl.constexpr = positions.shape[0]
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    IS_E4M3: tl.constexpr = scoring.unit is not None
+    PARTS: tl.constexpr = 2 if IS_E4M3 else 1
+    OPERAND: tl.constexpr = q[0].dtype if IS_E4M3 else q.dtype
+    SUM: tl.constexpr = sum_dtype(DTYPE, IS_E4M3)
+    ones = tl.full((ONES, BLOCK_N) if IS_E4M3 else (BLOCK_N, ONES), 1.0, SUM)
+    total = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS, IS_E4M3)
+    state = total
+    places = with_scale_blocks(pages, blocks, begin, last, shape)
+    for start in tl.range(begin, end, BLOCK_N):
+        k, v = load_tile(pages, places, start, last, shape, OPERAND, IS_E4M3)
+        # One tile ahead: an address must not wait for the load of its block id.
+        places = places_of(pages, start + BLOCK_N, last, shape)
+        visible = visible_in(start, positions, scoring.window, BLOCK_N, IS_E4M3)
+        scores = score_tile(q, k, scoring, IS_E4M3)
+        scores = tl.where(visible, scores, float("-inf"))
+        state = add_scored(scores, v, ones, state, scoring, IS_E4M3)
+        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if ends_split(start + BLOCK_N, splits):
+                total = fold(total, state, factor, IS_E4M3)
+                state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS, IS_E4M3)
+    # The last split, if its end was not reached; else empty, which is harmless.
+    return fold(joined(total, IS_E4M3), joined(state, IS_E4M3), factor)
+
+
+@triton.jit
+def token_of(  # type: ignore[no-untyped-def]
+    starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr, OFFSETS: tl.constexpr = offsets_of
+):
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
     A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
+    OFFSETS: as of :func:`.count_at_most`.
     """
     if BY_TOKEN:
         row = unit
@@ -72,7 +127,7 @@ def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type:
         end = tl.load(starts + unit + 1)
         context = tl.load(contexts + unit)
         if (begin != unit) | (end != unit + 1):  # not the usual batch of one query each
-            row = count_at_most(starts + 1, num_rows, unit, 1, False, 256)
+            row = count_at_most(starts + 1, num_rows - 1, unit, 1, 1, False, 256, OFFSETS)
             end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
             context = tl.load(contexts + row, mask=row < num_rows, other=0)
         position = tl.where(row < num_rows, context - (end - token), -1)
@@ -105,20 +160,20 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows, num_workers, max_segments,
-    # To fuse RoPE, else None; norms None without FORM.
-    key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
-    k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of STEP
-    cos_stride, cos_step, sin_stride, sin_step,  # steps None if both are 1
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr,
-    R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
-    TABLE: tl.constexpr,
-    FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
+    # To fuse RoPE; norms None without FORM.
+    key=None, value=None, cos=None, sin=None, q_weight=None, k_weight=None, slot_mapping=None,
+    eps=None, k_token_stride=None, k_head_stride=None,  # strides of heads in units of STEP
+    v_token_stride=None, v_head_stride=None,
+    cos_stride=None, cos_step=None, sin_stride=None, sin_step=None,  # steps None if both are 1
+    R: tl.constexpr = None,  # the first R of DK elements are rotated; TABLE angles serve them
+    TABLE: tl.constexpr = None, FORM: tl.constexpr = None,
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
@@ -142,7 +197,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     DTYPE: tl.constexpr = query.dtype.element_ty
     QUANTIZE: tl.constexpr = scales is not None
-    PRECISION: tl.constexpr = dot_precision(DTYPE)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     FEW_LINES: tl.constexpr = IS_E4M3 or (FUSE_ROPE and QUANTIZE)  # see decode_prologue.fits
@@ -221,24 +275,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
         c, s = load_angles(
             Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES),
-            q_tokens,
-            is_head,
-            k_dims,
-        )
+            q_tokens, is_head, k_dims,
+        )  # fmt: skip
         end_new = tl.where(stores, token + 1, first_new)
         store_new(
             NewTokens(
                 key, value, slot_mapping, first_new, end_new,
                 k_token_stride, k_head_stride, v_token_stride, v_head_stride, STEP,
             ),
-            Angles(
-                cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES
-            ),
-            HeadNorm(k_own, k_others, eps, FORM),
-            k_cache, v_cache, head, HKV,
-            token, seen,
-            WorkerShare(num_first, last_segment, worker, num_workers),
-            k_dims, partners, SPLITS, SHAPE,
+            Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES),
+            HeadNorm(k_own, k_others, eps, FORM), k_cache, v_cache, head, HKV, token, seen,
+            WorkerShare(num_first, last_segment, worker, num_workers), k_dims, partners, SPLITS,
+            SHAPE,
         )  # fmt: skip
         if position < 0:  # padding
             store_zeros(results, QUANTIZE)
@@ -249,10 +297,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if TRIGGER == "late":
         tl.extra.cuda.gdc_launch_dependents()
 
+    q_unit, factors = None, factor
     if IS_E4M3:
-        q_even, q_odd, q_unit = scaled_queries(q)
-        q_factors = line_factors(q_unit, factor, cap_in)
-        factor = 1.0  # row_max is a logarithm
+        q, q_unit, factors = scaled_queries(q, factor, cap_in, IS_E4M3)
+        factor = 1.0  # maxima are logarithms
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
     for behind in range(worker, last_segment - first_segment + 1, num_workers):
         segment = last_segment - behind
@@ -262,32 +310,21 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         end = split_begin(segment + num_first, SPLITS)
         end = tl.minimum(end, position + 1)
         pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
-        if IS_E4M3:
-            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_e4m3_tiles(
-                q_even, q_odd, pages, blocks, begin, end, position, positions,
-                Scoring(window, q_factors, cap_in, cap_out, PRECISION, q_unit), SPLITS, SHAPE,
-                FOLD,
-            )  # fmt: skip
-        else:
-            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-                q, pages, blocks, begin, end, position, positions,
-                Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
-                FOLD,
-            )  # fmt: skip
+        state = attend_tiles(
+            q, pages, blocks, begin, end, position, positions,
+            Scoring(window, factors, cap_in, cap_out, q_unit), factor, SPLITS, SHAPE, DTYPE, FOLD,
+        )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
-        # The last split of the segment, if its end was not reached; else empty, which is harmless.
-        total_row_max, total_row_sum, total_acc = fold(
-            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-        )
         if first_segment == last_segment:
-            result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_head, factor)
+            result = finish(state, sinks, heads, is_head, factor)
             store_lines(result, results, DTYPE, QUANTIZE)
         else:
             index = (unit.to(tl.int64) * HQ + heads) * max_segments + (segment - first_segment)
-            tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=results.mask)
-            tl.store(stats + index * 2, total_row_max, mask=is_head)
-            tl.store(stats + index * 2 + 1, tl.max(total_row_sum, 1), mask=is_head)
+            row_max, row_sum, acc = state
+            tl.store(partial + index[:, None] * DV + dims[None, :], acc, mask=results.mask)
+            tl.store(stats + index * 2, row_max, mask=is_head)
+            tl.store(stats + index * 2 + 1, tl.max(row_sum, 1), mask=is_head)
 
     if first_segment == last_segment:
         return

@@ -28,8 +28,8 @@ from ..device import vector_strides
 from ..fused import norm_rope_store
 from ..fused.e4m3_store import is_e4m3, store_vectors
 from ..fused.norm_rope_store import norm_and_rotate
-from .e4m3_decode import num_lines
-from .online_softmax import split_of
+from .e4m3_tiles import num_lines
+from .online_softmax import slot_pointers, split_of
 
 _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as that of the queries
 
@@ -37,9 +37,8 @@ _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as 
 @triton.constexpr_function
 def keys_at_once(ARE_PLANES, DK_PAD):  # type: ignore[no-untyped-def]
     """Height of the tile of new keys; of e4m3 ones at most 8 elements per thread. With more, a
-    thread
-    would store 16 neighbours at once, and load as many: squares would be added up in another order
-    than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
+    thread would store 16 neighbours at once, and load as many: squares would be added up in another
+    order than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
     return max(1, min(_KEYS, 1024 // DK_PAD)) if ARE_PLANES else _KEYS
 
 
@@ -108,62 +107,42 @@ class WorkerShare(NamedTuple):
 @triton.jit
 def load_angles(angles, tokens, mask, dims):  # type: ignore[no-untyped-def]
     """cos and sin of ``tokens [M]``, each ``[M, D_PAD]``; 0 but where ``mask [M]`` and dims < R."""
-    c = _load_table(
-        angles.cos, tokens, mask, dims,
-        angles.cos_stride, angles.cos_step, angles.R, angles.TABLE, angles.ANGLES,
-    )  # fmt: skip
-    s = _load_table(
-        angles.sin, tokens, mask, dims,
-        angles.sin_stride, angles.sin_step, angles.R, angles.TABLE, angles.ANGLES,
-    )  # fmt: skip
+    c = _load_table(angles.cos, tokens, mask, dims, angles.cos_stride, angles.cos_step, angles)
+    s = _load_table(angles.sin, tokens, mask, dims, angles.sin_stride, angles.sin_step, angles)
     return c, s
 
 
 @triton.jit
-def _load_table(  # type: ignore[no-untyped-def]
-    table, tokens, mask, dims, stride, step,
-    R: tl.constexpr, TABLE: tl.constexpr, ANGLES: tl.constexpr,
-):  # fmt: skip
-    rows = table + (tokens * ANGLES)[:, None] * stride
-    at = dims % TABLE
-    if ANGLES > 1:
-        pointers = rows + at[None, :]
-    else:
-        pointers = rows + (at * step)[None, :]
-    return tl.load(pointers, mask=mask[:, None] & (dims < R)[None, :], other=0.0)
+def _load_table(table, tokens, mask, dims, stride, step, angles):  # type: ignore[no-untyped-def]
+    rows = table + (tokens * angles.ANGLES)[:, None] * stride
+    at = dims % angles.TABLE
+    if angles.ANGLES == 1:
+        at = at * step
+    return tl.load(rows + at[None, :], mask=mask[:, None] & (dims < angles.R)[None, :], other=0.0)
+
+
+@triton.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Prefetch the lines of 128 bytes that pointers lie in into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def prefetch_tile(  # type: ignore[no-untyped-def]
-    cache,
-    blocks,
-    start,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    cache, blocks, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Prefetch a tile of a cache into L2; arguments as of :func:`.online_softmax.load_rows`.
 
     Reads nothing, so that what it prefetches may be written later.
     """
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
     lines = tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE
-    offsets = tl.arange(0, BLOCK_N)
-    base = cache + blocks.to(tl.int64) * BLOCK
-    if PAGE >= BLOCK_N:
-        rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
-    else:
-        rows = base[:, None] + ((offsets & (PAGE - 1)) * WIDTH)[:, None]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(rows + lines[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    rows = slot_pointers(cache, blocks, start, WIDTH, BLOCK, PAGE, BLOCK_N)
+    prefetch(rows + lines[None, :])
 
 
 @triton.jit
@@ -172,7 +151,7 @@ def store_new(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr,
     token, position, share, dims, partners, splits, shape,
 ):  # fmt: skip
-    """Store what this program's segments hold of the tokens ``first_new`` to ``end_new``.
+    """Store those of the tokens ``first_new`` to ``end_new`` that lie in this program's segments.
 
     By segment, not by what the window shows: values of hidden slots are multiplied by zero.
 

@@ -1,17 +1,20 @@
-"""Tiles of e4m3 keys and values: loads, scores, weighted sums and the prefill kernel's loop.
+"""Tiles of keys and values, as the loops of decode and prefill load, score and weigh them: of the
+model's numbers as in :mod:`.online_softmax`, or of e4m3 elements with a scale per vector.
 
-The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
-the weights. What else is of its own:
+The steps are the same. A key's scale multiplies its scores, a value's the weights. What else e4m3
+has of its own:
 
-- Operands are float16, which holds every e4m3 number; two are converted by one instruction. What
-  they are multiplied with is brought into float16's range by powers of two, which cost no bits:
-  queries by one of their own, weights by that in :func:`_add_tile`. Of float32 queries all operands
-  are float32.
+- Operands are float16, which holds every e4m3 number; two are converted by one instruction. Powers
+  of two, which cost no bits, bring the other operands into float16's range: queries by one of their
+  own, weights by that in :func:`add_scored`. Of float32 queries all operands are float32.
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
-
-The decode kernel's loop is :mod:`.e4m3_decode`.
+- Decode is turned: keys and values are left operands. A matrix instruction multiplies 16 lines on
+  its left by 8 on its right, and decode seldom has more than 8 query heads per KV head: keys
+  ``[N, DK]`` times queries ``[DK, M]``, and values ``[DV, N]`` times weights ``[N, M]``, are half
+  the instructions of prefill's form, and leave half as many scores to the softmax. Each element is
+  the same chain of products, whichever side its operands are on.
 """
 
 from __future__ import annotations
@@ -19,9 +22,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fused.e4m3_store import SCALE_BYTES
-from .e4m3_operands import halves_of_pairs
-from .online_softmax import ONES, begins_split, block_ids, capped, fold, load_rows
+from ..fused.e4m3_store import SCALE_BYTES, is_e4m3
+from .online_softmax import (
+    MIN_DOT,
+    add_tile,
+    block_ids,
+    capped,
+    dot,
+    dot_precision,
+    load_rows,
+    per_line,
+    score,
+)
 
 _HEADROOM = 14
 HEADROOM = tl.constexpr(_HEADROOM)
@@ -30,14 +42,42 @@ HEADROOM = tl.constexpr(_HEADROOM)
 # other has to be a float32.
 SMALLEST_EXPONENT = tl.constexpr(-50)
 LARGEST_EXPONENT = tl.constexpr(70)
+_RIGHT = 8  # smallest right side of a matrix instruction
+CONVERT = tl.constexpr("""{
+        .reg .b32 sorted;
+        .reg .b16 lower, upper;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {lower, upper}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, lower;
+        cvt.rn.f16x2.e4m3x2 $1, upper;
+        }""")
+"""Assembly: of a word of four e4m3 elements the even ones and the odd ones, as pairs of float16."""
+
+
+@triton.constexpr_function
+def num_lines(GROUP, DK_PAD, FUSE_ROPE):  # type: ignore[no-untyped-def]
+    """Query heads of a KV head with padding. Where RoPE is fused, more of small heads: threads then
+    have 8 elements each, as in the kernel of its own (:func:`.decode_prologue.fits`)."""
+    return max(GROUP, MIN_DOT if FUSE_ROPE and DK_PAD < 128 else _RIGHT)
 
 
 @triton.jit
-def scaled_queries(q):  # type: ignore[no-untyped-def]
-    """The halves of ``q [M, DK]`` for e4m3 keys, and the power of two, float32 ``[M]``, that they
-    are in units of."""
+def halves_of_pairs(pairs):  # type: ignore[no-untyped-def]
+    """float16 of the lower and of the upper bytes of ``pairs``, uint16: exact."""
+    # Two neighbours along the sum share a register: their lower bytes go together, and the upper
+    # ones. From bytes the compiler makes three times the instructions.
+    return tl.inline_asm_elementwise(
+        CONVERT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def scaled_queries(q, factor, cap_in, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For e4m3 keys: the halves of ``q [M, DK]``, turned if TURNED, the power of two, float32
+    ``[M]``, that they are in units of, and ``Scoring.factor`` of each line."""
     even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-    unit = tl.full((q.shape[0],), 1.0, tl.float32)
+    ones = tl.full((q.shape[0],), 1.0, tl.float32)
+    unit = ones
     if q.dtype != tl.float32:
         even = even.to(tl.float32)
         odd = odd.to(tl.float32)
@@ -48,40 +88,35 @@ def scaled_queries(q):  # type: ignore[no-untyped-def]
         even = (even * inverse).to(tl.float16)
         odd = (odd * inverse).to(tl.float16)
         unit = (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
-    return even, odd, unit
+    factors = (ones if cap_in is not None else unit) * factor
+    halves = (tl.trans(even), tl.trans(odd)) if TURNED else (even, odd)
+    return halves, unit, factors
+
+
+@triton.constexpr_function
+def sum_dtype(dtype, IS_E4M3):  # type: ignore[no-untyped-def]
+    """Dtype that weights are summed in, of queries of ``dtype``; those of values with scales are of
+    any size."""
+    return tl.bfloat16 if IS_E4M3 and dtype != tl.float32 else dtype
 
 
 @triton.jit
-def line_factors(unit, factor, cap_in):  # type: ignore[no-untyped-def]
-    """``Scoring.factor`` of each line, for queries in units of ``unit [M]``."""
-    if cap_in is not None:
-        unit = tl.full(unit.shape, 1.0, tl.float32)
-    return unit * factor
+def with_scale_blocks(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """Where the tile at ``start`` lies: its :func:`.block_ids`, and those of its scales, each once,
+    which ``blocks`` repeats for each slot."""
+    scale_blocks = blocks
+    if is_e4m3(pages.k_cache.dtype.element_ty) and shape.PAGE < shape.BLOCK_N:
+        offsets = tl.arange(0, shape.BLOCK_N // shape.PAGE) * shape.PAGE
+        positions = tl.minimum(start + offsets, last)
+        scale_blocks = tl.load(pages.table + positions.to(tl.uint32) // shape.PAGE)
+    return blocks, scale_blocks
 
 
 @triton.jit
-def _load_halves(  # type: ignore[no-untyped-def]
-    cache, blocks, start, last,
-    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as of
-    :func:`.online_softmax.load_rows`."""
-    pairs = load_rows(
-        cache.to(tl.pointer_type(tl.uint16)), blocks, start, last,
-        D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED,
-    )  # fmt: skip
-    even, odd = halves_of_pairs(pairs)
-    return even.to(DTYPE), odd.to(DTYPE)
-
-
-@triton.jit
-def scale_blocks_of(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
-    if PAGE < BLOCK_N:
-        positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
-        blocks = tl.load(table + positions.to(tl.uint32) // PAGE)
-    return blocks
+def places_of(pages, start, last, shape):  # type: ignore[no-untyped-def]
+    """:func:`with_scale_blocks` of a tile whose block ids are not loaded yet."""
+    blocks = block_ids(pages.table, start, last, shape.PAGE, shape.BLOCK_N)
+    return with_scale_blocks(pages, blocks, start, last, shape)
 
 
 @triton.jit
@@ -99,50 +134,79 @@ def _load_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's keys, and their scales."""
-    # Of unused slots, NaN perhaps: masked as scores.
-    even, odd = _load_halves(
-        pages.k_cache, blocks, start, last, shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.K_BLOCK,
-        shape.PAGE, shape.BLOCK_N, False, DTYPE,
+def _load_halves(  # type: ignore[no-untyped-def]
+    cache, blocks, start, last,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, DTYPE: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as of
+    :func:`.online_softmax.load_rows`."""
+    pairs = load_rows(
+        cache.to(tl.pointer_type(tl.uint16)), blocks, start, last,
+        D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED, TURNED,
     )  # fmt: skip
-    scales = _load_scales(
-        pages.k_cache + pages.k_scales, scale_blocks, start,
-        shape.K_BLOCK, shape.PAGE, shape.BLOCK_N,
-    )  # fmt: skip
-    return even, odd, scales
+    even, odd = halves_of_pairs(pairs)
+    return even.to(DTYPE), odd.to(DTYPE)
 
 
 @triton.jit
-def load_value_scales(pages, scale_blocks, start, last, shape):  # type: ignore[no-untyped-def]
-    """The scales of a tile's values, zeros beyond ``last``."""
-    scales = _load_scales(
-        pages.v_cache + pages.v_scales, scale_blocks, start,
-        shape.V_BLOCK, shape.PAGE, shape.BLOCK_N,
-    )  # fmt: skip
-    # As the values, those have to be numbers.
-    exists = tl.arange(0, shape.BLOCK_N) <= last - start
-    return tl.where(exists, scales, 0.0)
+def load_tile(  # type: ignore[no-untyped-def]
+    pages, places, start, last, shape, DTYPE: tl.constexpr, TURNED: tl.constexpr
+):
+    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``; of e4m3
+    numbers each is ``(even, odd, scales)``, halves in the DTYPE of the queries, and if TURNED the
+    halves of values are transposed."""
+    PAGE: tl.constexpr = shape.PAGE
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    blocks, scale_blocks = places
+    # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
+    if is_e4m3(pages.k_cache.dtype.element_ty):
+        k_even, k_odd = _load_halves(
+            pages.k_cache, blocks, start, last, shape.DK, shape.DK_PAD, shape.K_WIDTH,
+            shape.K_BLOCK, PAGE, BLOCK_N, False, DTYPE, False,
+        )  # fmt: skip
+        k_at = pages.k_cache + pages.k_scales
+        k = (k_even, k_odd, _load_scales(k_at, scale_blocks, start, shape.K_BLOCK, PAGE, BLOCK_N))
+        # Transposed where they are loaded: later, they would be exchanged through shared memory.
+        v_even, v_odd = _load_halves(
+            pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH,
+            shape.V_BLOCK, PAGE, BLOCK_N, True, DTYPE, TURNED,
+        )  # fmt: skip
+        v_at = pages.v_cache + pages.v_scales
+        v_scales = _load_scales(v_at, scale_blocks, start, shape.V_BLOCK, PAGE, BLOCK_N)
+        exists = tl.arange(0, BLOCK_N) <= last - start
+        v = (v_even, v_odd, tl.where(exists, v_scales, 0.0))
+    else:
+        k = load_rows(
+            pages.k_cache, blocks, start, last, shape.DK, shape.DK_PAD, shape.K_WIDTH,
+            shape.K_BLOCK, PAGE, BLOCK_N, False,
+        )  # fmt: skip
+        v = load_rows(
+            pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH,
+            shape.V_BLOCK, PAGE, BLOCK_N, True,
+        )  # fmt: skip
+    return k, v
 
 
 @triton.jit
-def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
-    even, odd = _load_halves(
-        pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
-        shape.PAGE, shape.BLOCK_N, True, DTYPE,
-    )  # fmt: skip
-    return even, odd, load_value_scales(pages, scale_blocks, start, last, shape)
-
-
-@triton.jit
-def _score(q_even, q_odd, k_even, k_odd, k_scales, scoring):  # type: ignore[no-untyped-def]
-    """``[M, N]``, without softcap in units of a power of two, which ``scoring.factor`` contains."""
-    scores = tl.dot(q_even, tl.trans(k_even), input_precision=scoring.PRECISION)
-    scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=scoring.PRECISION)
-    scores *= k_scales[None, :]
-    if scoring.cap_in is not None:
-        scores = capped(scores * scoring.unit[:, None], scoring.cap_in, scoring.cap_out)
+def score_tile(q, k, scoring, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores ``[M, N]``, turned ``[N, M]``, of queries, or their halves, and keys of
+    :func:`load_tile`; of e4m3 keys without softcap in units that ``scoring.factor`` contains."""
+    if scoring.unit is None:
+        scores = score(q, k, scoring)
+    else:
+        PRECISION: tl.constexpr = dot_precision(k[0].dtype)
+        if TURNED:
+            scores = tl.dot(k[0], q[0], input_precision=PRECISION)
+            scores = tl.dot(k[1], q[1], scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+            scores = tl.dot(q[1], tl.trans(k[1]), scores, input_precision=PRECISION)
+        scores *= per_line(k[2], not TURNED)
+        if scoring.cap_in is not None:
+            scores *= per_line(scoring.unit, TURNED)
+            scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
@@ -155,105 +219,45 @@ def scale_exponents(v_scales):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_tile(  # type: ignore[no-untyped-def]
-    scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
-):
-    """:func:`.online_softmax.add_tile` of values with scales; ``even`` and ``odd`` are of acc.
+def add_scored(scores, v, ones, state, scoring, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`.online_softmax.add_tile` of values that :func:`load_tile` gave.
 
-    ``row_max`` is a logarithm to base 2, of the largest weight times scale, the latter as the power
-    of two above it: no weight of a value is larger than 2^HEADROOM, and those that matter are not
-    much smaller.
+    Of e4m3 ones ``row_max`` is a logarithm to base 2, of the largest weight times scale, the latter
+    as the power of two above it: no weight of a value is larger than 2^HEADROOM, and those that
+    matter are not much smaller.
     """
-    factor = scoring.factor[:, None]
-    logs = tl.fma(scores, factor, scale_exponents(v_scales)[None, :])
-    new_row_max = tl.maximum(row_max, tl.max(logs, 1))
-    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
-    rescale = tl.exp2(row_max - base)[:, None]
-    row_sum = tl.dot(
-        weights.to(ones.dtype), ones, row_sum * rescale, input_precision=scoring.PRECISION
-    )
-    weights = (weights * v_scales[None, :]).to(v_even.dtype)
-    even = tl.dot(weights, v_even, even * rescale, input_precision=scoring.PRECISION)
-    odd = tl.dot(weights, v_odd, odd * rescale, input_precision=scoring.PRECISION)
-    return new_row_max, row_sum, even, odd
-
-
-@triton.jit
-def _fold(  # type: ignore[no-untyped-def]
-    total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
-):
-    new_row_max, new_row_sum, total_even = fold(
-        total_row_max, total_row_sum, total_even, row_max, row_sum, even, 1.0
-    )
-    _, _, total_odd = fold(total_row_max, total_row_sum, total_odd, row_max, row_sum, odd, 1.0)
-    return new_row_max, new_row_sum, total_even, total_odd
-
-
-@triton.jit
-def _empty(BLOCK_M: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A state that has seen nothing."""
-    zeros = tl.zeros((BLOCK_M, HALF), tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    return row_max, tl.zeros((BLOCK_M, ONES), tl.float32), zeros, zeros
+    if scoring.unit is None:
+        state = add_tile(scores, v, ones, state, scoring.factor)
+    else:
+        row_max, row_sum, even, odd = state
+        v_even, v_odd, v_scales = v
+        factor = per_line(scoring.factor, TURNED)
+        logs = tl.fma(scores, factor, per_line(scale_exponents(v_scales), not TURNED))
+        new_row_max = tl.maximum(row_max, tl.max(logs, 0 if TURNED else 1))
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        weights = tl.exp2(tl.fma(scores, factor, per_line(-base, TURNED)))
+        rescale = per_line(tl.exp2(row_max - base), TURNED)
+        row_sum = dot(weights.to(ones.dtype), ones, row_sum * rescale, TURNED)
+        weights = (weights * per_line(v_scales, not TURNED)).to(v_even.dtype)
+        even = dot(weights, v_even, even * rescale, TURNED)
+        odd = dot(weights, v_odd, odd * rescale, TURNED)
+        state = (new_row_max, row_sum, even, odd)
+    return state
 
 
 @triton.jit
 def whole(even, odd):  # type: ignore[no-untyped-def]
+    """Vectors of their halves."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
-@triton.constexpr_function
-def sum_dtype(dtype):  # type: ignore[no-untyped-def]
-    """Dtype that weights are summed in; those of values with scales are of any size."""
-    return tl.float32 if dtype == tl.float32 else tl.bfloat16
-
-
 @triton.jit
-def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
-    q_even, q_odd, pages, begin, first, last, positions, scoring, splits, shape
-):
-    """As :func:`.prefill.attend_tiles_fold_late`, of the halves of queries and caches of planes."""
-    BLOCK_M: tl.constexpr = q_even.shape[0]
-    BLOCK_N: tl.constexpr = shape.BLOCK_N
-    HALF: tl.constexpr = shape.DV_PAD // 2
-    DTYPE: tl.constexpr = q_even.dtype
-    inf = float("inf")
-    diagonal = (first + 1) // BLOCK_N * BLOCK_N
-    offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, sum_dtype(DTYPE))
-    total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
-    row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-    blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
-    scale_blocks = scale_blocks_of(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
-    for start in tl.range(begin, last + 1, BLOCK_N):
-        k_even, k_odd, k_scales = load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE
-        )
-        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scale_blocks = scale_blocks_of(
-            pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
-        )
-        scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
-        if begins_split(start, splits):
-            total_row_max, total_row_sum, total_even, total_odd = _fold(
-                total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
-            )
-            row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-            scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
-        in_part = start >= diagonal
-        if scoring.window is not None:
-            in_part |= start <= last - scoring.window
-        if in_part:
-            visible = offsets[None, :] <= (positions - start)[:, None]
-            if scoring.window is not None:
-                visible &= offsets[None, :] > (positions - start - scoring.window)[:, None]
-            scores = tl.where(visible, scores, -inf)
-        row_max, row_sum, even, odd = _add_tile(
-            scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
-        )
-    row_max, row_sum, even, odd = _fold(
-        total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
-    )
-    return row_max, row_sum, whole(even, odd)
+def joined(state, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A state as :mod:`.online_softmax` has it, not turned and of whole values."""
+    if len(state) == 4:
+        row_max, row_sum, even, odd = state
+        if TURNED:
+            state = (row_max, tl.trans(row_sum), whole(tl.trans(even), tl.trans(odd)))
+        else:
+            state = (row_max, row_sum, whole(even, odd))
+    return state

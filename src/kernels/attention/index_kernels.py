@@ -28,7 +28,7 @@ from .online_softmax import count_at_most, dot_precision, dot_size
 @triton.jit
 def row_of_token(starts, contexts, num_rows, token):  # type: ignore[no-untyped-def]
     """(row, position) of any token of a step; position -1 of padding."""
-    row = count_at_most(starts + 1, num_rows, token, 1, False, 256)
+    row = count_at_most(starts + 1, num_rows - 1, token, 1, 1, False, 256)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
     return row, tl.where(row < num_rows, context - (end - token), -1)

@@ -12,6 +12,7 @@ captured in a CUDA graph and replayed with other contents.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
 from .tiling import Tiling, choose_spread, choose_tiling, for_card, warps_and_registers
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of attention: its tensors, and the arguments that its kernels have in common."""
+
+    query: Tensor
+    kv: PagedKV
+    out: Tensor
+    tiling: Tiling
+    shared: dict[str, Any]
+    arrival_counters: Tensor | None
+    order: Tensor | None
 
 
 def paged_attention(
@@ -58,51 +72,38 @@ def paged_attention(
             launch.
         rows: of :func:`quantized_like`, to quantise outputs into; their values are returned then.
         order: of :func:`.triton_backend.longest_first`; None for rows as they come. Changes no
-        bits.
+            bits.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
     """
-    num_tokens, num_q_heads, k_dim = query.shape
-    page, num_kv_heads = kv.v_cache.shape[1:3]
-    v_dim = e4m3.head_dim(kv.v_cache)
-    num_rows = len(kv.context_lens)
-    if page & (page - 1):
-        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
-    if query.stride(2) != 1:
-        query = query.contiguous()
-    out = query.new_empty(num_tokens, num_q_heads, v_dim) if rows is None else rows.values
+    call = _prepared(query, kv, params, tiling, arrival_counters, rows, order)
+    (num_tokens, num_heads, _), out, num_rows = query.shape, call.out, len(kv.context_lens)
     if num_tokens == 0 or num_rows == 0:
         if rows is not None:
             rows.scales.fill_(SMALLEST_SCALE.value)
         return out.zero_()
     by_token = num_tokens <= num_rows
-    t = tiling or choose_tiling(query.dtype, k_dim, v_dim, kv.v_cache.dtype)
-    shared = _shared(query, kv.v_cache, params, t, rows)
-    _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token, order)
-    if not by_token:
-        by_arch = registry().find("prefill_attention", "", Gpu.of(query.device).arch)
-        if by_arch is not None and by_arch.function("launch")(query, kv, out, shared, t):
-            return out
-        group = num_q_heads // num_kv_heads
-        block_m = max(t.block_m, triton.next_power_of_2(group))
-        num_tiles = num_tokens // (block_m // group) + num_rows + 1
-        prefill_kernel[(num_tiles * num_kv_heads * t.prefill_parts,)](
-            query,
-            kv.k_cache,
-            kv.v_cache,
-            out,
-            *kv[2:],
-            num_rows=num_rows,
-            table_stride=kv.block_tables.stride(0),
-            **shared,
-            BLOCK_M=block_m,
-            PARTS=t.prefill_parts,
-            # All rows at once: thousands of programs look for their row, most to find none.
-            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
-            num_warps=t.prefill_warps,
-            num_stages=t.prefill_stages,
-        )
+    _decode(call, by_token)
+    if by_token:
+        return out
+    t, shared = call.tiling, call.shared
+    by_arch = registry().find("prefill_attention", "", Gpu.of(query.device).arch)
+    if by_arch is not None and by_arch.function("launch")(call.query, kv, out, shared, t):
+        return out
+    group = num_heads // shared["HKV"]
+    block_m = max(t.block_m, triton.next_power_of_2(group))
+    num_tiles = num_tokens // (block_m // group) + num_rows + 1
+    prefill_kernel[(num_tiles * shared["HKV"] * t.prefill_parts,)](
+        call.query, kv.k_cache, kv.v_cache, out, *kv[2:],
+        **shared,
+        BLOCK_M=block_m,
+        PARTS=t.prefill_parts,
+        # All rows at once: thousands of programs look for their row, most to find none.
+        ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+        num_warps=t.prefill_warps,
+        num_stages=t.prefill_stages,
+    )  # fmt: skip
     return out
 
 
@@ -129,51 +130,37 @@ def fused_rope_attention(
         ValueError: no tokens or more than rows, a block size that is no power of two, or too few
             counters.
     """
-    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
-    num_tokens, num_heads, dim = query.shape
-    page, v_dim = kv.v_cache.shape[1], e4m3.head_dim(kv.v_cache)
-    num_rows = len(kv.context_lens)
+    num_tokens, num_rows = len(inputs.query), len(kv.context_lens)
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
-    if page & (page - 1):
-        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
-    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    out = query.new_empty(num_tokens, num_heads, v_dim) if rows is None else rows.values
-    t = tiling or choose_tiling(query.dtype, dim, v_dim, kv.v_cache.dtype)
-    shared = _shared(query, kv.v_cache, params, t, rows)
-    *strides, step = vector_strides(query, key, value)
+    call = _prepared(inputs.query, kv, params, tiling, arrival_counters, rows, order)
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (inputs.key, inputs.value))
+    cos, sin = inputs.cos, inputs.sin
+    *strides, step = vector_strides(call.query, key, value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
-    rope = {
+    names = (f"{x}_{of}_stride" for x in "qkv" for of in ("token", "head"))
+    call.shared |= dict(zip(names, strides, strict=True)) | {
         "key": key,
         "value": value,
         "cos": cos,
         "sin": sin,
-        "q_weight": q_weight,
-        "k_weight": k_weight,
+        "q_weight": inputs.q_weight,
+        "k_weight": inputs.k_weight,
         "slot_mapping": slot_mapping,
-        "eps": eps,
-        **dict(zip(_STRIDES, strides, strict=True)),
+        "eps": inputs.eps,
         "STEP": step,
         "cos_stride": cos.stride(1) // angles,
         "cos_step": None if angles > 1 else cos.stride(2),
         "sin_stride": sin.stride(1) // angles,
         "sin_step": None if angles > 1 else sin.stride(2),
-        "R": rotary_dim,
+        "R": inputs.rotary_dim,
         "TABLE": cos.shape[2],
-        "FORM": "" if q_weight is None else form,
+        "FORM": "" if inputs.q_weight is None else inputs.form,
         # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
-    _decode(query, kv, out, shared | rope, t, arrival_counters, True, order)
-    return out
-
-
-_STRIDES = [f"{x}_{of}_stride" for x in "qkv" for of in ("token", "head")]
-_WITHOUT_ROPE: dict[str, Any] = {
-    **dict.fromkeys(("key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps")),
-    **dict.fromkeys((*_STRIDES[2:], "cos_stride", "cos_step", "sin_stride", "sin_step")),
-    **dict.fromkeys(("R", "TABLE", "FORM")),
-}
+    _decode(call, by_token=True)
+    return call.out
 
 
 def can_quantize(v_dim: int) -> bool:
@@ -202,16 +189,41 @@ def factors(params: AttentionParams) -> tuple[float, float | None, float | None]
     return scale * LOG2E.value, None, None
 
 
-def _shared(
+def _prepared(
     query: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
+    params: AttentionParams,
+    tiling: Tiling | None,
+    arrival_counters: Tensor | None,
+    rows: QuantizedRows | None,
+    order: Tensor | None,
+) -> _Call:
+    """Arguments as of :func:`paged_attention`.
+
+    Raises:
+        ValueError: the block size is no power of two.
+    """
+    page = kv.v_cache.shape[1]
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    num_tokens, num_heads, k_dim = query.shape
+    v_dim = e4m3.head_dim(kv.v_cache)
+    t = tiling or choose_tiling(query.dtype, k_dim, v_dim, kv.v_cache.dtype)
+    out = query.new_empty(num_tokens, num_heads, v_dim) if rows is None else rows.values
+    shared = shared_arguments(query, kv, params, t, rows)
+    return _Call(query, kv, out, t, shared, arrival_counters, order)
+
+
+def shared_arguments(
+    query: Tensor,
+    kv: PagedKV,
     params: AttentionParams,
     t: Tiling,
     rows: QuantizedRows | None = None,
 ) -> dict[str, Any]:
-    """What the decode and the prefill kernel are given alike."""
-    num_tokens, num_q_heads, k_dim = query.shape
-    page, num_kv_heads = v_cache.shape[1:3]
+    """Arguments that the decode and the prefill kernels have in common."""
     factor, cap_in, cap_out = factors(params)
     token_stride, head_stride, step = vector_strides(query)
     return {
@@ -221,56 +233,48 @@ def _shared(
         "cap_out": cap_out,
         "window": params.window or None,
         "scales": None if rows is None else rows.scales,
-        "num_tokens": num_tokens,
+        "num_tokens": len(query),
+        "num_rows": len(kv.context_lens),
         "q_token_stride": token_stride,
         "q_head_stride": head_stride,
-        "HQ": num_q_heads,
-        "HKV": num_kv_heads,
-        "DK": k_dim,
-        "DV": e4m3.head_dim(v_cache),
+        "table_stride": kv.block_tables.stride(0),
+        "HQ": query.shape[1],
+        "HKV": kv.v_cache.shape[2],
+        "DK": query.shape[2],
+        "DV": e4m3.head_dim(kv.v_cache),
         "BLOCK_N": t.block_n,
         "NEAR_SPLIT": t.near_split,
         "FAR_SPLIT": t.far_split,
         "SPLIT_CHANGE": t.split_change,
-        "PAGE": page,
+        "PAGE": kv.v_cache.shape[1],
         "STEP": step,
     }
 
 
-def _decode(
-    query: Tensor,
-    kv: PagedKV,
-    out: Tensor,
-    shared: dict[str, Any],
-    t: Tiling,
-    arrival_counters: Tensor | None,
-    by_token: bool,
-    order: Tensor | None,
-) -> None:
-    """Launch the decode kernel for each token, or for each row: that of this architecture, or where
-    it does not serve the one for all.
+def _decode(call: _Call, by_token: bool) -> None:
+    """Launch the decode kernel: that of this architecture, or where it does not serve the one for
+    all.
 
     Args:
-        shared: the arguments that it has in common with prefill, with what fuses RoPE.
         by_token: a program per token and KV head; else per row and KV head.
 
     Raises:
         ValueError: there are too few counters.
     """
+    query, kv, shared, order = call.query, call.kv, call.shared, call.order
+    arrival_counters = call.arrival_counters
     by_arch = registry().find("decode_attention", "", Gpu.of(query.device).arch)
     if by_arch is not None and by_arch.function("launch")(
-        query, kv, out, shared, t, arrival_counters, by_token, order
+        query, kv, call.out, shared, call.tiling, arrival_counters, by_token, order
     ):
         return
-    num_tokens, num_heads, _ = query.shape
-    page, num_kv_heads = kv.v_cache.shape[1:3]
-    v_dim = e4m3.head_dim(kv.v_cache)
-    num_rows, table_width = len(kv.context_lens), kv.block_tables.shape[1]
-    num_units = num_tokens if by_token else num_rows
+    num_heads, num_kv_heads, v_dim = shared["HQ"], shared["HKV"], shared["DV"]
+    num_units = shared["num_tokens" if by_token else "num_rows"]
     num_programs = num_units * num_kv_heads
-    t = for_card(t, count_sms(query.device))
-    spread = choose_spread(t, num_programs, table_width * page, shared["window"] or 0)
-    fuses_rope = shared["key"] is not None
+    t = for_card(call.tiling, count_sms(query.device))
+    length = kv.block_tables.shape[1] * shared["PAGE"]
+    spread = choose_spread(t, num_programs, length, shared["window"] or 0)
+    fuses_rope = "key" in shared
     num_warps, registers = warps_and_registers(t, num_programs, spread, fuses_rope)
     # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
@@ -286,19 +290,14 @@ def _decode(
         )
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
-    is_late = fuses_rope and triggers_dependents_late(num_tokens)
-    trigger = "" if not overlap else "late" if is_late else "early"
-    if num_programs < t.some_unsplit_from or num_units != num_rows:
+    is_late = fuses_rope and triggers_dependents_late(num_units)
+    if num_programs < t.some_unsplit_from or num_units != shared["num_rows"]:
         order = None
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
     if order is not None:  # the second workers, most of which find nothing to do, behind all others
         grid = (num_kv_heads, num_units, spread.num_workers)
-    options = {"maxnreg": registers} if registers else {}
     decode_kernel[grid](
-        query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
-        *kv[2:], order,
-        table_stride=kv.block_tables.stride(0),
-        num_rows=num_rows,
+        query, kv.k_cache, kv.v_cache, call.out, partial, stats, arrival_counters, *kv[2:], order,
         num_workers=spread.num_workers,
         max_segments=spread.max_segments,
         **shared,
@@ -307,9 +306,9 @@ def _decode(
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
-        TRIGGER=trigger,
+        TRIGGER="" if not overlap else "late" if is_late else "early",
         num_warps=num_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
-        **options,
+        **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

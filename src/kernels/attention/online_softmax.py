@@ -16,11 +16,13 @@ a query independent of how it was scheduled (decode, extend, prefill; alone or w
   position. Maxima are exact in any order;
 - where the compiler could contract a product and a sum or not, ``tl.fma`` says which.
 
-State of a split or a total: ``row_max [M]``, the largest score so far; ``row_sum [M, W]``, the sum
-of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``, the sum of weighted
-values. All float32. ``factor`` turns scores into logarithms to base 2.
+The state of a split or a total is a tuple ``(row_max [M], row_sum [M, W], acc [M, DV])``, all
+float32, of M *lines*, a query and a head each: the largest score so far; the sum of the weights
+exp(score - row_max), the same in all W columns; the sum of weighted values, perhaps in two tensors,
+each of a half. In a *turned* state lines are columns: ``row_sum [W, M]``, ``acc [DV, M]``.
+``factor`` turns scores into logarithms to base 2.
 
-Of caches of e4m3 numbers :mod:`.e4m3_tiles` takes the same steps.
+Of caches of e4m3 elements :mod:`.e4m3_tiles` takes the same steps.
 
 Bundles of arguments (:class:`Splits`, :class:`Scoring`, ...) are gone when a kernel is compiled:
 the PTX is that of separate arguments. Kernels themselves take no tuples: Triton ignores
@@ -69,11 +71,10 @@ class Scoring(NamedTuple):
     """How scores are masked, scaled and capped."""
 
     window: Any  # or None
-    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one a line
+    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one per line
     cap_in: Any  # of a softcap, or None
     cap_out: Any
-    PRECISION: Any  # of tl.dot
-    unit: Any = None  # of e4m3 keys, what products with them are in units of, one a line
+    unit: Any = None  # of e4m3 keys, the unit of products with them, one per line
 
 
 class TileShape(NamedTuple):
@@ -114,7 +115,7 @@ def dot_size(size):  # type: ignore[no-untyped-def]
 
 @triton.constexpr_function
 def head_size(size, IS_E4M3):  # type: ignore[no-untyped-def]
-    """:func:`dot_size` of a head, of whose e4m3 numbers each half is an operand."""
+    """:func:`dot_size` of a head, of whose e4m3 elements each half is an operand."""
     return 2 * dot_size((size + 1) // 2) if IS_E4M3 else dot_size(size)
 
 
@@ -160,20 +161,30 @@ def ends_split(end, splits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def empty_state(M: tl.constexpr, W: tl.constexpr, DV: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``row_max``, ``row_sum`` and ``acc`` of M rows that have seen nothing."""
-    row_max = tl.full((M,), float("-inf"), tl.float32)
-    return row_max, tl.zeros((M, W), tl.float32), tl.zeros((M, DV), tl.float32)
+def per_line(x, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``x [M]`` as a column beside a state, or as a row beside a turned one."""
+    return x[None, :] if TURNED else x[:, None]
+
+
+@triton.jit
+def empty_state(  # type: ignore[no-untyped-def]
+    M: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr = 1,
+    TURNED: tl.constexpr = False,
+):  # fmt: skip
+    """The state of M lines that have seen nothing, values in PARTS of DV elements."""
+    acc = tl.zeros((DV, M) if TURNED else (M, DV), tl.float32)
+    row_sum = tl.zeros((W, M) if TURNED else (M, W), tl.float32)
+    state = (tl.full((M,), float("-inf"), tl.float32), row_sum, acc)
+    if PARTS == 2:
+        state = state + (acc,)  # type: ignore[assignment]  # noqa: RUF005 (no star in Triton)
+    return state
 
 
 @triton.jit
 def splits_in_first(  # type: ignore[no-untyped-def]
-    position,
-    splits,
-    FIRST_SPLITS: tl.constexpr,
-    UNSPLIT_BELOW: tl.constexpr,
+    position, splits, FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr,
     LONG_CONTEXT: tl.constexpr,
-):
+):  # fmt: skip
     """Splits in the first segment of a context that ends at ``position``."""
     num_first = tl.full((), FIRST_SPLITS, tl.int32)
     if UNSPLIT_BELOW > 0:
@@ -220,41 +231,67 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 @triton.jit
 def score(q, k, scoring):  # type: ignore[no-untyped-def]
     """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
-    scores = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=dot_precision(q.dtype))
     if scoring.cap_in is not None:
         scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
 @triton.jit
-def add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``."""
-    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
-    # Rows that have seen nothing yet: without this, -inf - -inf.
+def visible_in(start, positions, window, BLOCK_N: tl.constexpr, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which positions of the tile at ``start`` the lines at ``positions [M]`` see: ``[M, N]``, or
+    turned ``[N, M]``."""
+    keys = per_line(start + tl.arange(0, BLOCK_N), not TURNED)
+    visible = keys <= per_line(positions, TURNED)
+    if window is not None:
+        visible &= keys > per_line(positions, TURNED) - window
+    return visible
+
+
+@triton.jit
+def dot(a, b, acc, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``a [M, K] @ b [K, N] + acc``; turned, of the three transposed."""
+    if TURNED:
+        a, b = b, a
+    return tl.dot(a, b, acc, input_precision=dot_precision(a.dtype))
+
+
+@triton.jit
+def add_tile(scores, v, ones, state, factor, TURNED: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``.
+    Turned, all are transposed."""
+    row_max, row_sum, acc = state
+    new_row_max = tl.maximum(row_max, tl.max(scores, 0 if TURNED else 1))
+    # Lines that have seen nothing yet: without this, -inf - -inf.
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
-    rescale = tl.exp2((row_max - base) * factor)
+    weights = tl.exp2(tl.fma(scores, factor, per_line(-(base * factor), TURNED)))
+    if TURNED:  # a matmul reads them from shared memory: as soon as they are there
+        weights = weights.to(v.dtype)
+    rescale = per_line(tl.exp2((row_max - base) * factor), TURNED)
     weights = weights.to(v.dtype)
-    row_sum = tl.dot(weights, ones, row_sum * rescale[:, None], input_precision=PRECISION)
-    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision=PRECISION)
+    row_sum = dot(weights, ones, row_sum * rescale, TURNED)
+    acc = dot(weights, v, acc * rescale, TURNED)
     return new_row_max, row_sum, acc
 
 
 @triton.jit
-def fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
+def fold(total, state, factor, TURNED: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Fold a split into the total of the splits before it."""
-    new_row_max = tl.maximum(total_row_max, row_max)
-    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    a = tl.exp2((total_row_max - base) * factor)[:, None]
-    b = tl.exp2((row_max - base) * factor)[:, None]
-    total_row_sum = tl.fma(row_sum, b, total_row_sum * a)
-    total_acc = tl.fma(acc, b, total_acc * a)
-    return new_row_max, total_row_sum, total_acc
+    row_max = tl.maximum(total[0], state[0])
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    a = per_line(tl.exp2((total[0] - base) * factor), TURNED)
+    b = per_line(tl.exp2((state[0] - base) * factor), TURNED)
+    folded = (row_max,)
+    for i in tl.static_range(1, len(state)):
+        part = tl.fma(state[i], b, total[i] * a)
+        folded = folded + (part,)  # type: ignore[assignment]  # noqa: RUF005 (no star in Triton)
+    return folded
 
 
 @triton.jit
-def finish(row_max, row_sum, acc, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
+def finish(state, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
     """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, ``mask`` says which."""
+    row_max, row_sum, acc = state
     weight = tl.max(row_sum, 1)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32)
@@ -276,104 +313,66 @@ def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  #
 
 
 @triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
-    cache, blocks, start, last,
-    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr,
+def slot_pointers(  # type: ignore[no-untyped-def]
+    cache, blocks, start,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """``[BLOCK_N, D_PAD]`` of one KV head, zeros beyond D, and beyond ``last`` if ZEROED.
+    """Pointers to one head's vectors in the tile at ``start``: ``[BLOCK_N, 1]``, or turned
+    ``[1, BLOCK_N]``.
 
     ``cache`` points to that head; WIDTH are the elements from a slot to the next, BLOCK those from
     a block to the next. The kernels are bound by instructions where they are not by memory: what
     can be a constant of the loop is one.
     """
-    dims = tl.arange(0, D_PAD)
     offsets = tl.arange(0, BLOCK_N)
     base = cache + blocks.to(tl.int64) * BLOCK
     if PAGE >= BLOCK_N:
-        rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
+        pointers = base + (start & (PAGE - 1)) * WIDTH + per_line(offsets * WIDTH, TURNED)
     else:  # the tile begins where a block begins
-        rows = base[:, None] + ((offsets & (PAGE - 1)) * WIDTH)[:, None]
-    pointers = rows + dims[None, :]
+        pointers = per_line(base, TURNED) + per_line((offsets & (PAGE - 1)) * WIDTH, TURNED)
+    return pointers
+
+
+@triton.jit
+def load_rows(  # type: ignore[no-untyped-def]
+    cache, blocks, start, last,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, TURNED: tl.constexpr = False,
+):  # fmt: skip
+    """``[BLOCK_N, D_PAD]`` of one KV head, or turned its transpose, zeros beyond D, and beyond
+    ``last`` if ZEROED; arguments as of :func:`slot_pointers`."""
+    dims = per_line(tl.arange(0, D_PAD), not TURNED)
+    pointers = slot_pointers(cache, blocks, start, WIDTH, BLOCK, PAGE, BLOCK_N, TURNED) + dims
     if ZEROED:
-        exists = (offsets <= last - start)[:, None]
-        mask = exists if D == D_PAD else exists & (dims < D)[None, :]
+        exists = per_line(tl.arange(0, BLOCK_N) <= last - start, TURNED)
+        mask = exists if D == D_PAD else exists & (dims < D)
         tile = tl.load(pointers, mask=mask, other=0.0)
     elif D == D_PAD:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=dims < D, other=0.0)
     return tile
 
 
 @triton.jit
-def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
-    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``."""
-    # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
-    k = load_rows(
-        pages.k_cache, blocks, start, last,
-        shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.K_BLOCK, shape.PAGE, shape.BLOCK_N, False,
-    )  # fmt: skip
-    v = load_rows(
-        pages.v_cache, blocks, start, last,
-        shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK, shape.PAGE, shape.BLOCK_N, True,
-    )  # fmt: skip
-    return k, v
-
-
-@triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
-    q, pages, blocks, begin, end, last, positions, scoring, splits, shape,
-    FOLD: tl.constexpr,
-):  # fmt: skip
-    """The decode kernel's loop over the tiles that begin in ``[begin, end)``: the total of the
-    splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
-
-    Args:
-        q: ``[M, DK_PAD]``. pages: :class:`HeadPages`.
-        blocks: the :func:`block_ids` of ``begin``, loaded early.
-        last: last position any of the queries sees.
-        positions: of the queries, ``[M]``.
-        scoring, splits, shape: the bundles of that name.
-        FOLD: False if all tiles are of one split, which is then left to the caller to fold.
-    """
-    BLOCK_M: tl.constexpr = q.shape[0]
-    BLOCK_N: tl.constexpr = shape.BLOCK_N
-    offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
-    total_row_max, total_row_sum, total_acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
-    row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
-    for start in tl.range(begin, end, BLOCK_N):
-        k, v = load_tile(pages, blocks, start, last, shape)
-        # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        visible = (start + offsets)[None, :] <= positions[:, None]
-        if scoring.window is not None:
-            visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
-        scores = score(q, k, scoring)
-        scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc = add_tile(
-            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
-        )
-        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if ends_split(start + BLOCK_N, splits):
-                total_row_max, total_row_sum, total_acc = fold(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
-                )
-                row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
-    return total_row_max, total_row_sum, total_acc, row_max, row_sum, acc
+def offsets_of(WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """0, 1, ... WIDTH - 1. Gluon's kernels have others, with a layout."""
+    return tl.arange(0, WIDTH)
 
 
 @triton.jit
 def count_at_most(  # type: ignore[no-untyped-def]
-    starts, count, bound, STEP: tl.constexpr, INDEXED: tl.constexpr, WIDTH: tl.constexpr
-):
-    """How many i < count have ``starts[i] // STEP + (i if INDEXED) <= bound``; WIDTH at a time."""
+    starts, last, bound, TIMES: tl.constexpr, STEP: tl.constexpr, INDEXED: tl.constexpr,
+    WIDTH: tl.constexpr, OFFSETS: tl.constexpr = offsets_of,
+):  # fmt: skip
+    """How many i up to ``last`` have ``starts[i] * TIMES // STEP + (i if INDEXED) <= bound``; looks
+    at WIDTH at a time."""
     total = 0
-    for first in range(0, count, WIDTH):
-        i = first + tl.arange(0, WIDTH)
-        keys = tl.load(starts + i, mask=i < count, other=0) // STEP
+    for first in range(0, last + 1, WIDTH):
+        i = first + OFFSETS(WIDTH)
+        keys = tl.load(starts + i, mask=i <= last, other=0) * TIMES // STEP
         if INDEXED:
             keys += i
-        total += tl.sum(((keys <= bound) & (i < count)).to(tl.int32))
+        total += tl.sum(((keys <= bound) & (i <= last)).to(tl.int32), 0)
     return total

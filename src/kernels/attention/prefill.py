@@ -23,31 +23,35 @@ import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from .combine import results_at, store_lines, store_zeros
-from .e4m3_tiles import attend_e4m3_tiles_fold_late, line_factors, scaled_queries
+from .e4m3_tiles import (
+    add_scored,
+    joined,
+    load_tile,
+    places_of,
+    scaled_queries,
+    score_tile,
+    sum_dtype,
+)
 from .online_softmax import (
     ONES,
     Scoring,
     Splits,
     TileShape,
-    add_tile,
     begins_split,
-    block_ids,
     count_at_most,
-    dot_precision,
     dot_size,
     empty_state,
     finish,
     fold,
     head_pages,
     head_size,
-    load_tile,
-    score,
+    offsets_of,
 )
 
 
 @triton.jit
 def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
-    q, pages, begin, first, last, positions, scoring, splits, shape
+    q, pages, begin, first, last, positions, scoring, factor, splits, shape, DTYPE: tl.constexpr
 ):
     """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
 
@@ -57,27 +61,30 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     matmul of the kernel at once (its warning C7515). Times: docs/notes/attention.md.
 
     Args:
+        q: of e4m3 keys, halves. factor: of maxima. DTYPE: of the queries.
         positions: of the queries, ``[M]``, from ``first`` to ``last``.
     """
-    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_M: tl.constexpr = positions.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
+    IS_E4M3: tl.constexpr = scoring.unit is not None
+    PARTS: tl.constexpr = 2 if IS_E4M3 else 1
+    OPERAND: tl.constexpr = q[0].dtype if IS_E4M3 else q.dtype
+    SUM: tl.constexpr = sum_dtype(DTYPE, IS_E4M3)
     inf = float("inf")
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
-    row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
-    total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
-    blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
+    ones = tl.full((BLOCK_N, ONES), 1.0, SUM)
+    state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS)
+    total = state
+    places = places_of(pages, begin, last, shape)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        k, v = load_tile(pages, blocks, start, last, shape)
+        k, v = load_tile(pages, places, start, last, shape, OPERAND, False)
         # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scores = score(q, k, scoring)
+        places = places_of(pages, start + BLOCK_N, last, shape)
+        scores = score_tile(q, k, scoring, False)
         if begins_split(start, splits):
-            total_row_max, total_row_sum, total_acc = fold(
-                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
-            )
-            row_max, row_sum, acc = empty_state(BLOCK_M, ONES, shape.DV_PAD)
+            total = fold(total, state, factor)
+            state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS)
             # Masks what is masked below in any case, and so keeps all this behind the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
         in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
@@ -88,36 +95,31 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
             if scoring.window is not None:
                 visible &= offsets[None, :] > (positions - start - scoring.window)[:, None]
             scores = tl.where(visible, scores, -inf)
-        row_max, row_sum, acc = add_tile(
-            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
-        )
-    return fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor)
+        state = add_scored(scores, v, ones, state, scoring, False)
+    return joined(fold(total, state, factor), False)
 
 
 @triton.jit
-def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def num_leading_singles(  # type: ignore[no-untyped-def]
+    starts, num_rows, WIDTH: tl.constexpr, OFFSETS: tl.constexpr = offsets_of
+):
     """How many rows of one query come before the first other one; looks at WIDTH at a time."""
     num_singles = num_rows
     for first in range(0, num_rows, WIDTH):
-        row = first + tl.arange(0, WIDTH)
+        row = first + OFFSETS(WIDTH)
         end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
         others = tl.where((row < num_rows) & (end != row + 1), row, num_rows)
-        num_singles = tl.minimum(num_singles, tl.min(others))
+        num_singles = tl.minimum(num_singles, tl.min(others, 0))
     return num_singles
 
 
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
-        "window",
-        "q_token_stride",
-        "q_head_stride",
-        "table_stride",
-        "num_tokens",
-        "num_rows",
+        "window", "q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows",
     ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
-)
+)  # fmt: skip
 def prefill_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, out, starts, contexts, tables, table_rows, sinks, factor, cap_in,
     cap_out, window,
@@ -147,7 +149,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         return
     head = tl.program_id(0) // PARTS % HKV
     part = tl.program_id(0) % PARTS * PART
-    row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True, ROWS) - 1
+    row = count_at_most(starts, num_rows, tile, 1, BLOCK_Q, True, ROWS) - 1
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = tl.where(row < num_rows, end, num_tokens)
@@ -187,25 +189,19 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     pages = head_pages(k_cache, v_cache, table, head, part, HKV, DK, DV, PAGE)
     begin_tile = low // BLOCK_N * BLOCK_N
-    PRECISION: tl.constexpr = dot_precision(DTYPE)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = TileShape(
         DK, PART_USED, DK_PAD, PART,
         slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
         block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
     )  # fmt: skip
+    q_unit, factors = None, factor
     if IS_E4M3:
-        q_even, q_odd, unit = scaled_queries(q)
-        total_row_max, total_row_sum, total_acc = attend_e4m3_tiles_fold_late(
-            q_even, q_odd, pages, begin_tile, start + first, last, positions,
-            Scoring(window, line_factors(unit, factor, cap_in), cap_in, cap_out, PRECISION, unit),
-            SPLITS, SHAPE,
-        )  # fmt: skip
-        factor = 1.0  # row_max is a logarithm
-    else:
-        total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
-            q, pages, begin_tile, start + first, last, positions,
-            Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
-        )  # fmt: skip
-    result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor)
+        q, q_unit, factors = scaled_queries(q, factor, cap_in, False)
+        factor = 1.0  # maxima are logarithms
+    total = attend_tiles_fold_late(
+        q, pages, begin_tile, start + first, last, positions,
+        Scoring(window, factors, cap_in, cap_out, q_unit), factor, SPLITS, SHAPE, DTYPE,
+    )  # fmt: skip
+    result = finish(total, sinks, heads, is_line, factor)
     store_lines(result, results, DTYPE, QUANTIZE)

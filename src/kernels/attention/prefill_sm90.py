@@ -22,6 +22,7 @@ memory, by each warpgroup for itself, which writes what the other writes.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,39 +35,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import e4m3
 from ..arguments import PagedKV
-from .prefill_sm90_consumer import SCALE_ROWS, STEP_N, consume, lines_of, num_entries, store_zeros
+from .online_softmax import Splits, count_at_most
+from .prefill import num_leading_singles
+from .prefill_sm90_consumer import (
+    SCALE_ROWS,
+    STEP_N,
+    consume,
+    lines_of,
+    num_entries,
+    offsets_of,
+    store_zeros,
+)
 from .prefill_sm90_producer import convert, produce
 from .tiling import Tiling
 
-
-@gluon.jit
-def row_of(starts, num_rows, tile, BLOCK_Q: gl.constexpr):
-    """The row of a tile, as :func:`.online_softmax.count_at_most` finds it."""
-    # Most batches at once. As wide for all: a kernel for each width would be seconds of compiling.
-    WIDTH: gl.constexpr = 1024
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = 0
-    for first in range(0, num_rows + 1, WIDTH):
-        i = first + gl.arange(0, WIDTH, LAYOUT)
-        keys = gl.load(starts + i, mask=i <= num_rows, other=0) // BLOCK_Q + i
-        total += gl.sum(((keys <= tile) & (i <= num_rows)).to(gl.int32), 0)
-    return total - 1
-
-
-@gluon.jit
-def num_leading_singles(starts, num_rows):
-    """As :func:`.prefill.num_leading_singles`."""
-    WIDTH: gl.constexpr = 1024
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    num_singles = num_rows
-    for first in range(0, num_rows, WIDTH):
-        row = first + gl.arange(0, WIDTH, LAYOUT)
-        end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
-        others = gl.where((row < num_rows) & (end != row + 1), row, num_rows)
-        num_singles = gl.minimum(num_singles, gl.min(others, 0))
-    return num_singles
-
-
+# Rows looked at together: most batches at once. As wide for all: a kernel for each width would be
+# seconds of compiling.
+_ROWS = gl.constexpr(1024)
 _SHARED_BYTES = 216 << 10  # for queries and the ring
 _MAX_STAGES = 8
 _MAX_VALUES = 128  # elements of a value that a warpgroup has registers for
@@ -83,7 +68,7 @@ _CACHED_BYTES = 32 << 20
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )  # fmt: skip
 def prefill_kernel(
-    # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; of e4m3 numbers
+    # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; of e4m3 elements
     # pointers to the caches
     k_desc, v_desc, query, out, starts, contexts, tables, table_rows, sinks, factor, cap_in,
     cap_out, window,
@@ -97,7 +82,7 @@ def prefill_kernel(
     V_PAD: gl.constexpr,  # those of a value that a program has
     PARTS: gl.constexpr, STAGES: gl.constexpr,
     HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
-    IS_E4M3: gl.constexpr, E4M3_REGISTERS: gl.constexpr,
+    IS_E4M3: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`.
 
@@ -107,7 +92,7 @@ def prefill_kernel(
     """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    num_singles = num_leading_singles(starts, num_rows)
+    num_singles = num_leading_singles(starts, num_rows, _ROWS, offsets_of)
     tile = gl.program_id(0) // (HKV * PARTS) + num_singles // BLOCK_Q + num_singles
     if tile > num_tokens // BLOCK_Q + num_rows:
         return
@@ -116,7 +101,7 @@ def prefill_kernel(
         part = gl.program_id(0) % PARTS * V_PAD
     else:
         part: gl.constexpr = 0  # type: ignore[no-redef]
-    row = row_of(starts, num_rows, tile, BLOCK_Q)
+    row = count_at_most(starts, num_rows, tile, 1, BLOCK_Q, True, _ROWS, offsets_of) - 1
     begin = gl.load(starts + row)
     end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = gl.where(row < num_rows, end, num_tokens)
@@ -170,43 +155,28 @@ def prefill_kernel(
         scales_smem = gl.allocate_shared_memory(
             gl.float32, [rows_of_scales, STEP_N], LINE_OF_SCALES
         )
-        gl.warp_specialize(
-            [
-                (consume, (
-                    0, q_smem.index(0), ring, scales_smem, bars, task, part, first_step, HQ, G, DK,
-                    DV, STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-                )),
-                (consume, (
-                    1, q_smem.index(1), ring, scales_smem, bars, task, part, first_step, HQ, G, DK,
-                    DV, STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-                )),
-                (convert, (
-                    k_desc, v_desc, table, head, first_step, last, ring, scales_smem, full, empty,
-                    HKV, DK, PAGE, STAGES,
-                )),
-            ],
-            [4, 4],
-            [E4M3_REGISTERS, 504 - 2 * E4M3_REGISTERS],
-        )  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume, (
-                    0, q_smem.index(0), ring, None, bars, task, part, first_step, HQ, G, DK, DV,
-                    STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-                )),
-                (consume, (
-                    1, q_smem.index(1), ring, None, bars, task, part, first_step, HQ, G, DK, DV,
-                    STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-                )),
-                (produce, (
-                    k_desc, v_desc, table, head, part, first_step, last, ring, full, empty, PAGE,
-                    K_PAD, DK, DV, STAGES,
-                )),
-            ],
-            [4, 1],
-            [240, 24],  # registers of a thread; the first partition gets 240 of what is left, too
-        )  # fmt: skip
+        scales_smem: gl.constexpr = None  # type: ignore[no-redef]
+    SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    gl.warp_specialize(
+        [
+            (consume, (
+                0, q_smem.index(0), ring, scales_smem, bars, task, part, first_step, HQ, G, DK, DV,
+                STEP, BLOCK_M, SPLITS, STAGES,
+            )),
+            (consume, (
+                1, q_smem.index(1), ring, scales_smem, bars, task, part, first_step, HQ, G, DK, DV,
+                STEP, BLOCK_M, SPLITS, STAGES,
+            )),
+            (convert if IS_E4M3 else produce, (
+                k_desc, v_desc, table, head, part, first_step, last, ring, scales_smem, full, empty,
+                HKV, PAGE, K_PAD, DK, DV, STAGES,
+            )),
+        ],
+        [4, 4 if IS_E4M3 else 1],
+        # Of a thread; the first partition gets as many as the second of those that are left, too.
+        [224, 56] if IS_E4M3 else [240, 24],
+    )  # fmt: skip
 
 
 def fits(
@@ -233,17 +203,13 @@ def fits(
 
 
 def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
-    """The kernel's constants."""
+    """The kernel's own constants, beside those in ``shared``."""
     is_e4m3 = e4m3.are_planes(k_cache)
-    names = (
-        "HQ", "HKV", "DK", "DV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE",
-        "PAGE",
-    )  # fmt: skip
     k_pad, v_size = (max(64, triton.next_power_of_2(shared[name])) for name in ("DK", "DV"))
     v_pad = min(v_size, _MAX_VALUES)
     slot_bytes = STEP_N.value * (k_pad + v_pad) * query.itemsize
     stages = (_SHARED_BYTES - 128 * k_pad * query.itemsize) // slot_bytes
-    chosen = {
+    return {
         "BLOCK_M": 128,
         "K_PAD": k_pad,
         "V_PAD": v_pad,
@@ -251,9 +217,13 @@ def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict
         "STAGES": min(_MAX_STAGES, stages),
         "HEAD_BY_HEAD": _CACHED_BYTES // (shared["HKV"] * (k_pad + v_size) * k_cache.itemsize),
         "IS_E4M3": is_e4m3,
-        "E4M3_REGISTERS": 224,
     }
-    return {name: shared[name] for name in names} | chosen
+
+
+def descriptor(x: Tensor, sizes: list[int], box: list[int]) -> TensorDescriptor:
+    """Of contiguous ``x`` as ``sizes``, in boxes whose rows are 64 elements of 2 bytes."""
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return TensorDescriptor(x, sizes, strides, box, gl.NVMMASharedLayout(128, 16, len(box)))
 
 
 def _descriptor(cache: Tensor, box_rows: int) -> TensorDescriptor:
@@ -265,9 +235,7 @@ def _descriptor(cache: Tensor, box_rows: int) -> TensorDescriptor:
         sizes, box = [num_blocks * page, num_heads * dim], [box_rows, 64]
     else:
         sizes, box = [num_blocks * page, num_heads, dim], [box_rows, 1, 64]
-    strides = [num_heads * dim, dim, 1] if len(box) == 3 else [num_heads * dim, 1]
-    layout = gl.NVMMASharedLayout(128, 16, len(box))
-    return TensorDescriptor(cache, sizes, strides, box, layout)
+    return descriptor(cache, sizes, box)
 
 
 def launch(
@@ -299,17 +267,6 @@ def launch(
     if not constants["IS_E4M3"]:
         k_desc, v_desc = (_descriptor(x, min(page, t.block_n)) for x in (k_cache, v_cache))
     prefill_kernel[(num_tiles * num_kv_heads * constants["PARTS"],)](
-        k_desc, v_desc, query, out, *metadata,
-        **{name: shared[name] for name in _SCALARS},
-        table_stride=kv.block_tables.stride(0),
-        num_rows=num_rows,
-        **constants,
-        num_warps=4,
-    )  # fmt: skip
+        k_desc, v_desc, query, out, *metadata, **shared, **constants, num_warps=4
+    )
     return True
-
-
-_SCALARS = (
-    "sinks", "factor", "cap_in", "cap_out", "window", "scales", "num_tokens", "q_token_stride",
-    "q_head_stride",
-)  # fmt: skip

@@ -1,12 +1,12 @@
 """The consumer warpgroups of Hopper's prefill attention, from scores to stored outputs; see
 :mod:`.prefill_sm90`.
 
-The arithmetic is that of :mod:`.online_softmax`, and over e4m3 numbers that of :mod:`.e4m3_tiles`,
+The arithmetic is that of :mod:`.online_softmax`, and over e4m3 elements that of :mod:`.e4m3_tiles`,
 in Gluon and operation by operation: the bits depend on that. A state is ``(row_max, row_sum, acc,
 total_row_max, total_row_sum, total_acc)``, of the current split and of those before it, for the 64
 lines of a warpgroup. Loops take steps of ``STEP_N`` positions: one tile of 64, or two of 32.
 
-Over e4m3 numbers heads lie in halves, elements 0, 2, 4, ... and behind them 1, 3, 5, ...: so are
+Over e4m3 elements heads lie in halves, elements 0, 2, 4, ... and behind them 1, 3, 5, ...: so are
 keys, queries, and outputs until they are stored. Keys and values come as float16, with scales
 beside them (:func:`.prefill_sm90_producer.convert`), and maxima are logarithms.
 
@@ -29,24 +29,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..fused.e4m3_groups import GROUP, SMALLEST_SCALE, quantized
+from . import online_softmax
 from .e4m3_tiles import HEADROOM
-from .online_softmax import LOG2E, Scoring, Splits, begins_split
+from .online_softmax import LOG2E, Scoring, begins_split, per_line
 
 STEP_N = gl.constexpr(64)
 
 
 @gluon.jit
+def offsets_of(WIDTH: gl.constexpr):
+    """:func:`.online_softmax.offsets_of` of a warpgroup."""
+    return gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
 def lines_of(
-    FROM: gl.constexpr,
-    COUNT: gl.constexpr,
-    head,
-    begin,
-    first,
-    num_queries,
-    G: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+    FROM: gl.constexpr, COUNT: gl.constexpr, head, begin, first, num_queries,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tokens and heads of lines, and which of them are there."""
     lines = FROM + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
     queries = first + lines // G
@@ -79,45 +79,51 @@ def values_of(ring, slot, tile: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def times(sums, by):
-    """Sums of lines, each times ``by``, ``[M]`` of another layout of the same lines."""
-    return sums * gl.convert_layout(by, gl.SliceLayout(1, sums.type.layout))[:, None]
+def _beside(by, sums, TURNED: gl.constexpr):
+    """``by [M]`` beside sums of the same lines, which are columns if TURNED."""
+    by = gl.convert_layout(by, gl.SliceLayout(0 if TURNED else 1, sums.type.layout))
+    return per_line(by, TURNED)
 
 
 @gluon.jit
-def fold_sums(total, sums, a, b):
-    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    b = gl.convert_layout(b, layout)[:, None]
-    return gl.fma(sums, gl.broadcast(b, sums)[0], times(total, a))
+def times(sums, by, TURNED: gl.constexpr = False):
+    """Sums of lines, each times ``by``, ``[M]`` of another layout of the same lines."""
+    return sums * _beside(by, sums, TURNED)
+
+
+@gluon.jit
+def fold_sums(total, sums, a, b, TURNED: gl.constexpr = False):
+    by = gl.broadcast(_beside(b, sums, TURNED), sums)[0]
+    return gl.fma(sums, by, times(total, a, TURNED))
+
+
+@gluon.jit
+def fold_factors(total_row_max, row_max, factor):
+    """The new maxima, and the factors of the total's sums and of the split's."""
+    new_row_max = gl.maximum(total_row_max, row_max)
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = gl.exp2((total_row_max - base) * factor)
+    b = gl.exp2((row_max - base) * factor)
+    return new_row_max, a, b
 
 
 @gluon.jit
 def fold(state, factor):
     """:func:`.online_softmax.fold`, and the state of a split that begins."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
-    new_row_max = gl.maximum(total_row_max, row_max)
-    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    a = gl.exp2((total_row_max - base) * factor)
-    b = gl.exp2((row_max - base) * factor)
+    total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
     total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
     total_acc = fold_sums(total_acc, acc, a, b)
     row_max = gl.full_like(row_max, float("-inf"))
-    return (
-        row_max,
-        gl.zeros_like(row_sum),
-        gl.zeros_like(acc),
-        new_row_max,
-        total_row_sum,
-        total_acc,
-    )
+    row_sum, acc = gl.zeros_like(row_sum), gl.zeros_like(acc)
+    return row_max, row_sum, acc, total_row_max, total_row_sum, total_acc
 
 
 @gluon.jit
 def capped(scores, scoring):
     """:func:`.online_softmax.capped`, if there is a cap."""
     if scoring.cap_in is not None:
-        power = gl.exp2(scores * (scoring.cap_in * (2.0 * LOG2E)))
-        scores = gl.fma(-2.0, 1.0 / (power + 1.0), 1.0) * scoring.cap_out
+        scores = online_softmax.capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
@@ -156,7 +162,7 @@ def sum_weights(weights, rescale, row_sum, acc, ones, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _halves(scores):
+def sides(scores):
     """``[M, 2 N]`` as the left and the right ``[M, N]``, each thread's own registers."""
     M: gl.constexpr = scores.shape[0]
     N: gl.constexpr = scores.shape[1] // 2
@@ -167,27 +173,19 @@ def _halves(scores):
 
 
 @gluon.jit
-def add(
-    MAY_BEGIN_SPLIT: gl.constexpr,
-    step, scores, state, v, second_v, ones, scoring, splits,
-):  # fmt: skip
+def add(scores, state, v, second_v, ones, scoring):
     """:func:`.online_softmax.add_tile` of a step's tiles, the last one's values' sums under way.
 
     Args:
-        MAY_BEGIN_SPLIT: whether ``step`` may begin a split.
         v: values of the first tile. second_v: those of the second, if there is one.
     """
-    start = step * STEP_N
-    if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
-        if begins_split(start, splits):
-            state = fold(state, scoring.factor)
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     if v.shape[0] == STEP_N:
         row_max, rescale, weights = weigh(scores, row_max, scoring.factor)
         weights, row_sum = sum_weights(weights, rescale, row_sum, acc, ones, v.dtype)
         acc = warpgroup_mma(weights, v, times(acc, rescale), is_async=True)
     else:
-        left, right = _halves(scores)
+        left, right = sides(scores)
         row_max, rescale, weights = weigh(left, row_max, scoring.factor)
         weights, row_sum = sum_weights(weights, rescale, row_sum, acc, ones, v.dtype)
         acc = warpgroup_mma(weights, v, times(acc, rescale), is_async=True)
@@ -256,7 +254,7 @@ def _row_of_scales(scales, slot, row: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scaled(scores, scales, slot, scoring):
-    """Scores of a step times its keys' scales, and capped: as :func:`.e4m3_tiles._score` ends."""
+    """The end of :func:`.e4m3_tiles.score_tile`: scores times keys' scales, capped."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     scores = scores * _row_of_scales(scales, slot, 0, COLUMN)[None, :]
     if scoring.cap_in is not None:
@@ -265,19 +263,8 @@ def scaled(scores, scales, slot, scoring):
 
 
 @gluon.jit
-def add_e4m3(
-    MAY_BEGIN_SPLIT: gl.constexpr,
-    step, scores, state, v, scales, slot, ones, scoring, splits,
-):  # fmt: skip
-    """:func:`.e4m3_tiles._add_tile`, the values' sums under way.
-
-    Args:
-        MAY_BEGIN_SPLIT: whether ``step`` may begin a split. v: the step's values.
-    """
-    start = step * STEP_N
-    if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
-        if begins_split(start, splits):
-            state = fold(state, 1.0)
+def add_e4m3(scores, state, v, scales, slot, ones, scoring):
+    """:func:`.e4m3_tiles.add_scored`, the values' sums under way; v: the step's values."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     factor = scoring.factor[:, None]
@@ -330,7 +317,7 @@ def store_zeros(
 ):  # fmt: skip
     """:func:`store_lines` of zeros, of LAYOUT.
 
-    Not by quantising zeros: as constants all their pairs of e4m3 numbers are one, and where a word
+    Not by quantising zeros: as constants all their pairs of e4m3 elements are one, and where a word
     is a pair twice, ptxas before CUDA 13 takes the upper half from a register that nothing wrote.
     """
     M: gl.constexpr = tokens.shape[0]
@@ -368,6 +355,35 @@ def _next(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _weigh_step(
+    MASKED: gl.constexpr, MAY_BEGIN_SPLIT: gl.constexpr,
+    step, scores, state, slot, v, second_v, scales, ones, positions, scoring, splits,
+):  # fmt: skip
+    """The state with a step, its values' sums under way; ``slot``: of its values in the ring.
+
+    Args:
+        MASKED: whether a query may not see all keys. MAY_BEGIN_SPLIT: whether ``step`` may begin a
+            split.
+        scales: of e4m3 elements, else None.
+    """
+    if scales is None:
+        scores = capped(scores, scoring)
+    else:
+        scores = scaled(scores, scales, slot, scoring)
+    if MASKED:
+        scores = masked(scores, step, positions, scoring)
+    if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
+        if begins_split(step * STEP_N, splits):
+            # Of e4m3 elements maxima are logarithms.
+            state = fold(state, scoring.factor if scales is None else 1.0)
+    if scales is None:
+        state = add(scores, state, v, second_v, ones, scoring)
+    else:
+        state = add_e4m3(scores, state, v, scales, slot, ones, scoring)
+    return state
+
+
+@gluon.jit
 def _step(
     MASKED: gl.constexpr,
     MAY_BEGIN_SPLIT: gl.constexpr,
@@ -375,7 +391,7 @@ def _step(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Softmax and sums of ``step`` and, beside them, the scores of the next. ``scales``: of e4m3
-    numbers, else None."""
+    elements, else None."""
     slot, _, before = at
     full, empty = bars
     D: gl.constexpr = q_smem.shape[1]
@@ -389,18 +405,10 @@ def _step(
     at = _next(at, STAGES)
     mbarrier.arrive(empty.index(before))
     mbarrier.wait(full.index(at[0]), at[1])
-    if scales is None:
-        scores = capped(scores, scoring)
-    else:
-        scores = scaled(scores, scales, slot, scoring)
-    if MASKED:
-        scores = masked(scores, step, positions, scoring)
-    if scales is None:
-        state = add(MAY_BEGIN_SPLIT, step, scores, state, v, second_v, ones, scoring, splits)
-    else:
-        state = add_e4m3(
-            MAY_BEGIN_SPLIT, step, scores, state, v, scales, slot, ones, scoring, splits
-        )
+    state = _weigh_step(
+        MASKED, MAY_BEGIN_SPLIT, step, scores, state, slot, v, second_v, scales, ones, positions,
+        scoring, splits,
+    )  # fmt: skip
     state = wait(state)
     scores = warpgroup_mma_wait(0, deps=(following,))
     return scores, state, at
@@ -458,13 +466,12 @@ def consume(
     WARPGROUP: gl.constexpr,
     q_smem, ring, scales_smem, bars, task, part, first_step,
     HQ: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STEP: gl.constexpr,
-    BLOCK_M: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
-    SPLIT_CHANGE: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 lines from queries to outputs.
 
     Args:
-        scales_smem: of e4m3 numbers, else None.
+        scales_smem: of e4m3 elements, else None.
         task: ``start`` is the position of the row's first query, ``last`` the tile's last.
         part: the first of the values' elements. first_step: the first step of the keys.
     """
@@ -473,7 +480,6 @@ def consume(
         token_stride, head_stride, window, factor, cap_in, cap_out,
     ) = task  # fmt: skip
     IS_E4M3: gl.constexpr = scales_smem is not None
-    SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     K_PAD: gl.constexpr = q_smem.shape[1]
     V_PAD: gl.constexpr = ring.shape[2]
     BLOCK_N: gl.constexpr = ring.shape[1]
@@ -497,14 +503,14 @@ def consume(
     if DK < K_PAD:
         mask = mask & (dims < DK)[None, :]
     q = gl.load(query + rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    scoring = Scoring(window, factor, cap_in, cap_out, None)
+    scoring = Scoring(window, factor, cap_in, cap_out)
     if IS_E4M3:
         q, unit = scaled_queries(q)
         unit = gl.convert_layout(unit, gl.SliceLayout(1, S))
         line_factor = unit * factor
         if cap_in is not None:
             line_factor = gl.full_like(unit, 1.0) * factor
-        scoring = Scoring(window, line_factor, cap_in, cap_out, None, unit)
+        scoring = Scoring(window, line_factor, cap_in, cap_out, unit)
         factor = 1.0  # maxima are logarithms
     q_smem.store(q)
     fence_async_shared()
@@ -530,12 +536,9 @@ def consume(
     )  # fmt: skip
 
     v = values_of(ring, at[0], 0, K_PAD)
-    if IS_E4M3:
-        scores = masked(scaled(scores, scales_smem, at[0], scoring), final, positions, scoring)
-        state = add_e4m3(True, final, scores, state, v, scales_smem, at[0], ones, scoring, SPLITS)
-    else:
+    second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)
+    if not IS_E4M3:
         # Values of unowned slots have to be numbers.
-        second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)
         for tile in gl.static_range(STEP_N // BLOCK_N):
             tile_v = values_of(ring, at[0], tile, K_PAD)
             offsets = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, V_LINE))
@@ -543,8 +546,10 @@ def consume(
             values = tile_v.load(V_LINE)
             tile_v.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
         fence_async_shared()
-        scores = masked(capped(scores, scoring), final, positions, scoring)
-        state = add(True, final, scores, state, v, second_v, ones, scoring, SPLITS)
+    state = _weigh_step(
+        True, True, final, scores, state, at[0], v, second_v, scales_smem, ones, positions, scoring,
+        SPLITS,
+    )  # fmt: skip
     state = fold(wait(state), factor)
     _, heads, mask = lines_of(WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, MASS)
     result = finish(state, sinks, heads, mask, factor)

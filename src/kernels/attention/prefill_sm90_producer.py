@@ -2,7 +2,7 @@
 with keys and values.
 
 ``produce`` is one warp that loads through TMA; a message is a part of a block: up to ``BLOCK_N``
-slots by 64 elements. ``convert`` is a warpgroup for e4m3 numbers: it loads the next step into
+slots by 64 elements. ``convert`` is a warpgroup for e4m3 elements: it loads the next step into
 registers while it converts this one to float16. A slot of the ring then holds the keys of step s,
 and of step s - 1 the values and the scales of both; heads lie in halves
 (:mod:`.prefill_sm90_consumer`).
@@ -16,33 +16,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..fused.e4m3_store import SCALE_BYTES, block_width
-from .e4m3_tiles import HEADROOM, LARGEST_EXPONENT, SMALLEST_EXPONENT
+from .e4m3_tiles import CONVERT, scale_exponents
 from .prefill_sm90_consumer import SCALE_ROWS, STEP_N, keys_of, values_of
 
 
 @gluon.jit
 def _halves(words):
-    """The even and the odd ones of four e4m3 numbers per word, as pairs of float16."""
+    """The even and the odd ones of four e4m3 elements per word, as pairs of float16."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 sorted;
-        .reg .b16 lower, upper;
-        prmt.b32 sorted, $2, 0, 0x3120;
-        mov.b32 {lower, upper}, sorted;
-        cvt.rn.f16x2.e4m3x2 $0, lower;
-        cvt.rn.f16x2.e4m3x2 $1, upper;
-        }""",
-        "=r,=r,r",
-        [words],
-        dtype=(gl.uint32, gl.uint32),
-        is_pure=True,
-        pack=1,
+        CONVERT, "=r,=r,r", [words], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
     )
 
 
 @gluon.jit
 def _store_halves(words, target):
-    """float16 of ``words [N, D / 4]``, four e4m3 numbers each, into ``target [N, D]`` of the ring,
+    """float16 of ``words [N, D / 4]``, four e4m3 elements each, into ``target [N, D]`` of the ring,
     whose even elements are in front of the odd ones."""
     N: gl.constexpr = words.shape[0]
     WIDTH: gl.constexpr = words.shape[1] * 2
@@ -55,7 +43,7 @@ def _store_halves(words, target):
 
 @gluon.jit
 def _blocks_of(table, start, last, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Block ids of the step at ``start``: one if it lies in one block, else one a position. Those
+    """Block ids of the step at ``start``: one if it lies in one block, else one per position. Those
     beyond ``last`` stand for ``last``."""
     if PAGE >= STEP_N:
         positions = gl.minimum(start, last)
@@ -96,17 +84,16 @@ def _scales_of(cache, blocks, start, PAGE: gl.constexpr, BLOCK: gl.constexpr, LI
 @gluon.jit
 def _store_scales(scales, slot, k_scales, v_scales):
     """The rows of scales of a slot, as the consumer warpgroups read them."""
-    exponents = (v_scales.to(gl.int32, bitcast=True) >> 23) - 126
-    exponents = gl.minimum(gl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
     scales.index(slot * SCALE_ROWS).store(k_scales)
     scales.index(slot * SCALE_ROWS + 1).store(v_scales)
-    scales.index(slot * SCALE_ROWS + 2).store(exponents.to(gl.float32))
+    scales.index(slot * SCALE_ROWS + 2).store(scale_exponents(v_scales))
 
 
 @gluon.jit
 def convert(
-    k_cache, v_cache, table, head, first_step, last, ring, scales, full, empty,
-    HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    k_cache, v_cache, table, head, part, first_step, last, ring, scales, full, empty,  # noqa: ARG001
+    HKV: gl.constexpr, PAGE: gl.constexpr, K_PAD: gl.constexpr, D: gl.constexpr,  # noqa: ARG001
+    DV: gl.constexpr, STAGES: gl.constexpr,  # noqa: ARG001 (arguments are those of produce)
 ):  # fmt: skip
     """Keys of the first step alone, keys of each next one with values and scales of the one before,
     and the last one's values and scales alone."""
@@ -211,9 +198,9 @@ def _load_values(
 
 @gluon.jit
 def produce(
-    k_desc, v_desc, table, head, part, first_step, last, ring, full, empty,
-    PAGE: gl.constexpr, K_PAD: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr,
+    k_desc, v_desc, table, head, part, first_step, last, ring, scales, full, empty,  # noqa: ARG001
+    HKV: gl.constexpr, PAGE: gl.constexpr, K_PAD: gl.constexpr, DK: gl.constexpr,  # noqa: ARG001
+    DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys of the first step alone, keys of each next one with values of the one before, and the
     last one's values alone.

@@ -35,7 +35,7 @@ def longest_first(contexts: Tensor, num_kv_heads: int) -> Tensor | None:
     as they come.
 
     The list scheduling of Graham (1969), longest processing time first: programs that start last
-    should not take longest. With caches of e4m3 numbers a multiprocessor, not memory, limits how
+    should not take longest. With caches of e4m3 elements a multiprocessor, not memory, limits how
     fast its programs read, so long contexts have to be spread over all of them
     (docs/notes/attention.md). The order changes no bits, and is computed once per step.
 

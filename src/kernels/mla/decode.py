@@ -29,6 +29,21 @@ def splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-d
 
 
 @triton.jit
+def worker_step(worker, num_workers, num_segments):  # type: ignore[no-untyped-def]
+    """From a worker's segment to its next: the first worker has the first segment, the others share
+    the rest."""
+    step = tl.where(worker == 0, num_segments, tl.maximum(num_workers - 1, 1))
+    return tl.where(num_workers == 1, 1, step)
+
+
+@triton.jit
+def segment_bounds(segment, num_first, position, splits):  # type: ignore[no-untyped-def]
+    """Where a segment begins and ends."""
+    begin = tl.where(segment == 0, 0, split_begin(num_first + segment - 1, splits))
+    return begin, tl.minimum(split_begin(num_first + segment, splits), position + 1)
+
+
+@triton.jit
 def _unit_of(  # type: ignore[no-untyped-def]
     starts, contexts, num_rows, unit, NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr
 ):
@@ -103,12 +118,8 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.zeros((LINES,), tl.int64) + token
     lines = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
     if IS_SPLIT:
-        # The first worker has the first segment, the others share the rest.
-        step = tl.where(worker == 0, num_segments, tl.maximum(num_workers - 1, 1))
-        step = tl.where(num_workers == 1, 1, step)
-        for segment in range(worker, num_segments, step):
-            begin = tl.where(segment == 0, 0, split_begin(num_first + segment - 1, SPLITS))
-            end = tl.minimum(split_begin(num_first + segment, SPLITS), position + 1)
+        for segment in range(worker, num_segments, worker_step(worker, num_workers, num_segments)):
+            begin, end = segment_bounds(segment, num_first, position, SPLITS)
             row_max, row_sum, acc = attend_vectors(
                 lines, vectors, begin, end, position, positions, factor, SPLITS, SHAPE
             )

@@ -24,10 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import LatentKV
-from ..attention.online_softmax import Splits, ends_split, split_begin, split_of
-from .decode import splits_in_first
+from ..attention.decode import token_of
+from ..attention.online_softmax import Splits, ends_split, split_of
+from ..attention.prefill_sm90_consumer import fold_factors, fold_sums, offsets_of, times
+from .decode import segment_bounds, splits_in_first, worker_step
 from .prefill_sm90 import descriptors, num_panels, ring_constants
-from .prefill_sm90_warpgroups import STEP_N, Barriers, load_step
+from .prefill_sm90_warpgroups import STEP_N, Barriers, barriers, load_step
 
 LINES = gl.constexpr(16)  # heads of a program: the narrow side of the matrix instructions
 _SHARED_BYTES = 224 << 10  # of queries, weights and the ring
@@ -37,65 +39,21 @@ MEAN_REGISTERS = 136
 
 
 @gluon.jit
-def _row_of(starts, num_rows, token):
-    """How many rows end before ``token`` or with it."""
-    WIDTH: gl.constexpr = 256
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WIDTH // 128], [32], [4], [0])
-    count = 0
-    for first in range(0, num_rows, WIDTH):
-        i = first + gl.arange(0, WIDTH, LAYOUT)
-        is_row = i < num_rows
-        ends = gl.load(starts + 1 + i, mask=is_row, other=0)
-        count += gl.sum((is_row & (ends <= token)).to(gl.int32), 0)
-    return count
-
-
-@gluon.jit
-def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: gl.constexpr):
-    """As :func:`..attention.decode.token_of`."""
-    row = unit
-    token = gl.load(starts + unit)
-    end = gl.load(starts + unit + 1)
-    context = gl.load(contexts + unit)
-    if BY_TOKEN:
-        if (token != unit) | (end != unit + 1):  # not the usual batch of one query each
-            row = _row_of(starts, num_rows, unit)
-            end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
-            context = gl.load(contexts + row, mask=row < num_rows, other=0)
-        token = unit
-        position = gl.where(row < num_rows, context - (end - token), -1)
-    else:
-        position = gl.where(end - token == 1, context - 1, -1)
-    return row, token, position
-
-
-@gluon.jit
 def _segment(segment, num_first, position, splits, IS_SPLIT: gl.constexpr):
     """Where a segment begins and ends."""
     begin = 0
     end = position + 1
     if IS_SPLIT:
-        begin = gl.where(segment == 0, 0, split_begin(num_first + segment - 1, splits))
-        end = gl.minimum(split_begin(num_first + segment, splits), end)
+        begin, end = segment_bounds(segment, num_first, position, splits)
     return begin, end
 
 
 @gluon.jit
-def _times(sums, by):
-    """``sums [D, M]``, each line times ``by [M]``."""
-    return sums * gl.convert_layout(by, gl.SliceLayout(0, sums.type.layout))[None, :]
-
-
-@gluon.jit
-def _fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):
-    """:func:`.tiles.fold_lines`."""
-    new_row_max = gl.maximum(total_row_max, row_max)
-    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    a = gl.exp2((total_row_max - base) * factor)
-    b = gl.exp2((row_max - base) * factor)[None, :]
-    total_row_sum = gl.fma(row_sum, gl.broadcast(b, row_sum)[0], _times(total_row_sum, a))
-    total_acc = gl.fma(acc, gl.broadcast(b, acc)[0], _times(total_acc, a))
-    return new_row_max, total_row_sum, total_acc
+def _fold(total, state, factor):
+    """:func:`..attention.online_softmax.fold` of turned states."""
+    row_max, a, b = fold_factors(total[0], state[0], factor)
+    row_sum = fold_sums(total[1], state[1], a, b, True)
+    return row_max, row_sum, fold_sums(total[2], state[2], a, b, True)
 
 
 @gluon.jit
@@ -125,7 +83,7 @@ def _attend(
         row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
         row_sum = gl.zeros([64, LINES], gl.float32, ACC)
         acc = gl.zeros([R, LINES], gl.float32, ACC)
-        total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
+        total = (row_max, row_sum, acc)
         for start in range(begin, end, STEP_N):
             slot = done % SLOTS
             phase = done // SLOTS & 1
@@ -155,31 +113,26 @@ def _attend(
                     part.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
             vectors = ring.index(slot * PANELS)._reinterpret(dtype, [STEP_N, R], ring.layout)
-            row_sum = warpgroup_mma(ones, p_smem, _times(row_sum, rescale), is_async=True)
-            acc = warpgroup_mma(
-                vectors.permute((1, 0)), p_smem, _times(acc, rescale), is_async=True
-            )
+            row_sum = warpgroup_mma(ones, p_smem, times(row_sum, rescale, True), is_async=True)
+            acc = times(acc, rescale, True)
+            acc = warpgroup_mma(vectors.permute((1, 0)), p_smem, acc, is_async=True)
             row_sum, acc = warpgroup_mma_wait(0, deps=(row_sum, acc))
             mbarrier.arrive(bars.empty.index(slot), count=1)
             done += 1
             if ends_split(start + STEP_N, splits):
-                total_row_max, total_row_sum, total_acc = _fold(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-                )
+                total = _fold(total, (row_max, row_sum, acc), factor)
                 row_max = gl.full_like(row_max, float("-inf"))
                 row_sum = gl.zeros_like(row_sum)
                 acc = gl.zeros_like(acc)
         # The last split, if its end was not reached; else empty, which changes nothing.
-        row_max, row_sum, acc = _fold(
-            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-        )
+        row_max, row_sum, acc = _fold(total, (row_max, row_sum, acc), factor)
         if IS_SPLIT:
             index = (unit.to(gl.int64) * H + heads) * max_splits + segment
             gl.store(partial + index[None, :] * R + dims, acc, mask=mask)
             gl.store(stats + index * 2, row_max, mask=is_line)
             gl.store(stats + index * 2 + 1, gl.max(row_sum, 0), mask=is_line)
         else:
-            result = _times(acc, 1.0 / gl.max(row_sum, 0)).to(dtype)
+            result = times(acc, 1.0 / gl.max(row_sum, 0), True).to(dtype)
             target = out + (token.to(gl.int64) * H + heads)[None, :] * R + dims
             gl.store(target, result, mask=mask)
 
@@ -228,20 +181,12 @@ def latent_decode_sm90_kernel(
     GROUPS: gl.constexpr = (H + LINES - 1) // LINES
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = c_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, LINES, 64], OPERAND)
     ring = gl.allocate_shared_memory(dtype, [SLOTS * PANELS, STEP_N, 64], OPERAND)
     p_smem = gl.allocate_shared_memory(dtype, [STEP_N, LINES], gl.NVMMASharedLayout(32, 16, 2))
-    NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(NUM_FULL):
-        mbarrier.init(full.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(q_full, count=1)
+    full, empty = barriers(SLOTS * (PANELS // GROUP), 1), barriers(SLOTS, 1)
+    q_full = barriers(1, 1).index(0)
     fence_async_shared()
     bars = Barriers(full, empty, q_full, q_full, q_full, q_full, q_full, q_full)
     if PDL:
@@ -250,15 +195,13 @@ def latent_decode_sm90_kernel(
     unit = gl.program_id(1)
     group = gl.program_id(0) % GROUPS
     worker = gl.program_id(0) // GROUPS
-    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN, offsets_of)
     num_first = splits_in_first(position, num_workers, SPLITS)
     num_segments = 1
     step = 1
     if IS_SPLIT:
         num_segments = split_of(position, SPLITS) + 2 - num_first
-        # The first worker has the first segment, the others share the rest.
-        step = gl.where(worker == 0, num_segments, gl.maximum(num_workers - 1, 1))
-        step = gl.where(num_workers == 1, 1, step)
+        step = worker_step(worker, num_workers, num_segments)
     if position < 0:
         num_segments = 0
         step = 1
@@ -311,7 +254,7 @@ def launch(
     query: Tensor, kv: LatentKV, out: Tensor, partial: Tensor, stats: Tensor, factor: float,
     grid: tuple[int, int], num_workers: int, max_splits: int, constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What :func:`.decode.latent_decode_kernel` computes, of a batch that
+    """The results of :func:`.decode.latent_decode_kernel`, of a batch that
     :func:`.prefill_sm90.is_served` and heads that this kernel :func:`serves`.
 
     Args:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.decode_prologue import prefetch
 from ..device import overlap_options, vector_strides
 from ..fused.rounding import rounded
 from .store_kernel import rotated_pairs
@@ -32,15 +33,7 @@ def _prefetch_weight(  # type: ignore[no-untyped-def]
         i = tl.arange(0, triton.next_power_of_2(NUM_IN))
         o = first + tl.arange(0, (BLOCK_N + LINE - 1) // LINE) * LINE
     i, o = tl.minimum(i, NUM_IN - 1), tl.minimum(o, NUM_OUT - 1)
-    places = weight + i[:, None] * W_IN + o[None, :] * W_OUT
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [places.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight + i[:, None] * W_IN + o[None, :] * W_OUT)
 
 
 @triton.jit(
@@ -140,8 +133,7 @@ def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
 
 def head_matmul(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """``[T, H, O + P]``, contiguous, of ``x [T, H, I + P]`` and ``weight [H, I, O]`` of one dtype,
-    in
-    one launch: float32 is multiplied as such, not as TF32.
+    in one launch: float32 is multiplied as such, not as TF32.
 
     The last P elements are copied; given ``tables``, which are cos and sin, they are rotated as by
     :func:`.dispatch.rotate_pairs`.

@@ -11,20 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..attention.online_softmax import Splits, dot_precision, dot_size
+from ..attention.online_softmax import Splits, count_at_most, dot_precision, dot_size
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
-
-
-@triton.jit
-def _row_of(starts, num_rows, tile, H: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last row whose tiles begin at ``tile`` or before: row i's begin at
-    ``starts[i] * H // LINES + i``."""
-    count = 0
-    for first in range(0, num_rows + 1, WIDTH):
-        i = first + tl.arange(0, WIDTH)
-        begins = tl.load(starts + i, mask=i <= num_rows, other=0) * H // LINES + i
-        count += tl.sum(((begins <= tile) & (i <= num_rows)).to(tl.int32))
-    return count - 1
 
 
 @triton.jit(
@@ -48,7 +36,7 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     )
     DTYPE: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)
-    row = _row_of(starts, num_rows, tile, H, LINES, ROWS)
+    row = count_at_most(starts, num_rows, tile, H, LINES, True, ROWS) - 1
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = tl.where(row < num_rows, end, num_tokens)

@@ -24,17 +24,19 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..arguments import LatentKV
 from ..attention.online_softmax import Splits
+from ..attention.prefill_sm90 import descriptor
 from ..device import Gpu
 from .prefill_sm90_warpgroups import (
     LINES,
     STEP_N,
     Barriers,
     Batch,
+    barriers,
     needs_scratch,
     produce,
     sum_values,
@@ -68,7 +70,6 @@ def latent_prefill_kernel(
     PANELS: gl.constexpr = R // 64 + 1
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = c_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, LINES, 64], OPERAND)
     ring = gl.allocate_shared_memory(dtype, [SLOTS * PANELS, STEP_N, 64], OPERAND)
@@ -77,27 +78,17 @@ def latent_prefill_kernel(
         gl.float32, [LINES], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     tile_smem = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    p_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    t_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    t_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(NUM_FULL):
-        mbarrier.init(full.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=1)
-    mbarrier.init(p_full, count=1)
-    mbarrier.init(p_empty, count=2)
-    mbarrier.init(t_full, count=1)
-    mbarrier.init(t_empty, count=3)
+    bars = Barriers(
+        full=barriers(SLOTS * (PANELS // GROUP), 1),
+        empty=barriers(SLOTS, 2),
+        q_full=barriers(1, 1).index(0),
+        q_empty=barriers(1, 1).index(0),
+        p_full=barriers(1, 1).index(0),
+        p_empty=barriers(1, 2).index(0),
+        t_full=barriers(1, 1).index(0),
+        t_empty=barriers(1, 3).index(0),
+    )
     fence_async_shared()
-    bars = Barriers(full, empty, q_full, q_empty, p_full, p_empty, t_full, t_empty)
     batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles)
     gl.warp_specialize(
         [
@@ -173,12 +164,9 @@ def descriptors(
     """Of queries ``[T, H, R + P]`` in tiles of ``num_lines``, and a cache ``[blocks, page, 1, R +
     P]``. Behind the end of a row's last panel TMA reads zeros."""
     width = query.shape[2]
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    of = []
-    for x, rows in ((query, num_lines), (cache, min(cache.shape[1], STEP_N.value))):
-        sizes = [x.numel() // width, width]
-        of.append(TensorDescriptor(x, sizes, [width, 1], [rows, 64], layout))
-    return of[0], of[1]
+    page = min(cache.shape[1], STEP_N.value)
+    of_queries = descriptor(query, [query.numel() // width, width], [num_lines, 64])
+    return of_queries, descriptor(cache, [cache.numel() // width, width], [page, 64])
 
 
 def launch(

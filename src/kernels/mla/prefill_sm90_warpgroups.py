@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..attention.prefill_sm90_consumer import fold_sums, times, weigh
+from ..attention.online_softmax import begins_split, count_at_most
+from ..attention.prefill_sm90_consumer import (
+    fold_factors,
+    fold_sums,
+    sides,
+    times,
+    weigh,
+)
 
 
 class Batch(NamedTuple):
@@ -59,7 +66,7 @@ class LineTile(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Pairs: what is waited for has come (full), and its place is free again (empty).
+    """Pairs of barriers: data have arrived (full), and their place may be overwritten (empty).
 
     Attributes:
         full, empty: of the ring: a group of panels, a slot.
@@ -76,27 +83,35 @@ class Barriers(NamedTuple):
     t_empty: Any
 
 
+@gluon.jit
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM barriers in shared memory, of COUNT arrivals each."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
 LINES = gl.constexpr(64)  # of a tile: queries x heads
 STEP_N = gl.constexpr(64)  # vectors of a step, a tile of :mod:`.tiles`
 
 
 @gluon.jit
-def _row_of(starts, num_rows, tile, H: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """As :func:`.prefill._row_of`; each warp for itself."""
-    WIDTH: gl.constexpr = 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WIDTH // 32], [32], [NUM_WARPS], [0])
-    count = 0
-    for first in range(0, num_rows + 1, WIDTH):
-        i = first + gl.arange(0, WIDTH, LAYOUT)
-        begins = gl.load(starts + i, mask=i <= num_rows, other=0) * H // LINES + i
-        count += gl.sum(((begins <= tile) & (i <= num_rows)).to(gl.int32), 0)
-    return count - 1
+def _offsets_of_warp(WIDTH: gl.constexpr):
+    """:func:`..attention.online_softmax.offsets_of` of the warp that loads."""
+    return gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 32], [32], [1], [0]))
 
 
 @gluon.jit
-def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, NUM_WARPS: gl.constexpr):
+def _offsets_of_each_warp(WIDTH: gl.constexpr):
+    """The same of a warpgroup, each warp for itself."""
+    return gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 32], [32], [4], [0]))
+
+
+@gluon.jit
+def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, OFFSETS: gl.constexpr):
     """The :class:`LineTile` of a number below ``num_tiles``."""
-    row = _row_of(batch.starts, batch.num_rows, tile, H, NUM_WARPS)
+    row = count_at_most(batch.starts, batch.num_rows, tile, H, LINES, True, 128, OFFSETS) - 1
     is_row = row < batch.num_rows
     begin = gl.load(batch.starts + row)
     end = gl.load(batch.starts + row + 1, mask=is_row, other=0)
@@ -155,22 +170,16 @@ def load_step(
     PARTS: gl.constexpr = STEP_N // ROWS
     GROUPS: gl.constexpr = PANELS // GROUP
     # Before the wait, beside which they arrive.
-    first = _slot_of(table, start, last, PAGE, ROWS)
-    if PARTS > 1:
-        second = _slot_of(table, start + ROWS, last, PAGE, ROWS)
-    if PARTS > 2:
-        third = _slot_of(table, start + 2 * ROWS, last, PAGE, ROWS)
-        fourth = _slot_of(table, start + 3 * ROWS, last, PAGE, ROWS)
+    slots = ()
+    for i in gl.static_range(PARTS):
+        slot_id = _slot_of(table, start + i * ROWS, last, PAGE, ROWS)
+        slots = slots + (slot_id,)  # type: ignore[assignment]  # noqa: RUF005 (no star in Triton)
     mbarrier.wait(bars.empty.index(slot), phase)
     for group in gl.static_range(GROUPS):
         bar = bars.full.index(slot * GROUPS + group)
         mbarrier.expect(bar, GROUP * (STEP_N * 64 * 2))
-        _load_panels(desc, first, ring, slot * PANELS, bar, 0, group * GROUP, GROUP)
-        if PARTS > 1:
-            _load_panels(desc, second, ring, slot * PANELS, bar, 1, group * GROUP, GROUP)
-        if PARTS > 2:
-            _load_panels(desc, third, ring, slot * PANELS, bar, 2, group * GROUP, GROUP)
-            _load_panels(desc, fourth, ring, slot * PANELS, bar, 3, group * GROUP, GROUP)
+        for i in gl.static_range(PARTS):
+            _load_panels(desc, slots[i], ring, slot * PANELS, bar, i, group * GROUP, GROUP)
 
 
 @gluon.jit
@@ -207,14 +216,14 @@ def produce(
     H: gl.constexpr, SINGLES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Claims tiles, and loads the queries of each and its vectors step by step. ``PANELS`` of 64
+    """Claim tiles, and load the queries of each and its vectors step by step. ``PANELS`` of 64
     elements make a vector, and ``GROUP`` panels have a barrier."""
     done = 0  # steps of all tiles
     tiles = 0
     count = 0
     number = gl.program_id(0)
     while number < batch.num_tiles:
-        tile = tile_of(number, batch, H, SINGLES, 1)
+        tile = tile_of(number, batch, H, SINGLES, _offsets_of_warp)
         if tile.attends | tile.pads:
             _hand_on(number, tile_smem, bars, count)
             count += 1
@@ -243,29 +252,12 @@ def needs_scratch(R):
 
 
 @gluon.jit
-def _begins_split(start, splits):
-    """Whether the tile at ``start``, not the first, begins a split."""
-    size = gl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
-    return (start > 0) & ((start & (size - 1)) == 0)
-
-
-@gluon.jit
-def _fold_factors(total_row_max, row_max, factor):
-    """The new maxima, and what sums of the total and of the split are multiplied by."""
-    new_row_max = gl.maximum(total_row_max, row_max)
-    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    a = gl.exp2((total_row_max - base) * factor)
-    b = gl.exp2((row_max - base) * factor)
-    return new_row_max, a, b
-
-
-@gluon.jit
 def weigh_vectors(
     q_smem, ring, p_smem, line_smem, tile_smem, bars, batch, factor, splits,
     H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Hands on each step's weights in the model's dtype with the maxima so far, and behind the last
+    """Hand on each step's weights in the model's dtype with the maxima so far, and behind the last
     step the reciprocals of the weights' sums."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
     MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -279,7 +271,7 @@ def weigh_vectors(
     count = 0
     number = next_tile(tile_smem, bars, count)
     while number < batch.num_tiles:
-        tile = tile_of(number, batch, H, SINGLES, 4)
+        tile = tile_of(number, batch, H, SINGLES, _offsets_of_each_warp)
         last = tile.last
         if tile.attends:
             positions = gl.minimum(tile.start + (tile.first + lines) // H, last)
@@ -304,8 +296,8 @@ def weigh_vectors(
                 if step * STEP_N + (STEP_N - 1) > whole:
                     visible = offsets[None, :] <= (positions - step * STEP_N)[:, None]
                     scores = gl.where(visible, scores, float("-inf"))
-                if _begins_split(step * STEP_N, splits):
-                    total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+                if (step * STEP_N > 0) & begins_split(step * STEP_N, splits):
+                    total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
                     total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
                     row_max = gl.full_like(row_max, float("-inf"))
                     row_sum = gl.zeros_like(row_sum)
@@ -322,7 +314,7 @@ def weigh_vectors(
                 row_sum = mma_v2(narrow, ones, times(row_sum, rescale))
                 done += 1
             mbarrier.arrive(bars.q_empty, count=1)
-            total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+            total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
             total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
             mbarrier.wait(bars.p_empty, ((done + tiles) & 1) ^ 1)
             line_smem.store(1.0 / gl.max(total_row_sum, 1))
@@ -333,24 +325,13 @@ def weigh_vectors(
 
 
 @gluon.jit
-def _halves(sums):
-    """``[M, 2 N]`` as the left and the right ``[M, N]``, each thread's own registers."""
-    M: gl.constexpr = sums.shape[0]
-    N: gl.constexpr = sums.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    left, right = sums.reshape([M, 2, N]).permute([0, 2, 1]).split()
-    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
-    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def _pieces(left, right):
     """Two sums ``[M, N]`` side by side as pieces of 64 columns: what a thread folds at a time."""
     if left.shape[1] == 64:
         return left, right
     else:  # noqa: RET505 (what is not compiled may have another type)
-        a, b = _halves(left)
-        c, d = _halves(right)
+        a, b = sides(left)
+        c, d = sides(right)
         return a, b, c, d
 
 
@@ -404,7 +385,7 @@ def sum_values(
     count = 0
     number = next_tile(tile_smem, bars, count)
     while number < batch.num_tiles:
-        tile = tile_of(number, batch, H, SINGLES, 4)
+        tile = tile_of(number, batch, H, SINGLES, _offsets_of_each_warp)
         last = tile.last
         lines = tile.first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
         dims = WARPGROUP * (2 * D) + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
@@ -424,8 +405,8 @@ def sum_values(
                 weights = p_smem.load(gl.DotOperandLayout(0, A, 2))
                 new_row_max = line_smem.load(LINE)
                 mbarrier.arrive(bars.p_empty, count=1)
-                if _begins_split(step * STEP_N, splits):
-                    total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+                if (step * STEP_N > 0) & begins_split(step * STEP_N, splits):
+                    total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
                     if HAS_SCRATCH:
                         pieces = _pieces(left, right)
                         for i in gl.static_range(PIECES):
@@ -468,7 +449,7 @@ def sum_values(
             reciprocal = line_smem.load(LINE)
             mbarrier.arrive(bars.p_empty, count=1)
             tiles += 1
-            total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+            total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
             if not HAS_SCRATCH:
                 left = fold_sums(total_left, left, a, b)
                 right = fold_sums(total_right, right, a, b)

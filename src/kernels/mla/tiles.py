@@ -5,8 +5,7 @@ its side: *lines* (a query and a head each) are columns, so that the keys of a t
 dimensions of values, are the long side of the matrix instructions, 16 lines suffice, and a tile is
 read from memory once: its first R elements are keys and values both.
 
-State of a split or a total, all float32: ``row_max [M]``; ``row_sum [W, M]``, the sum of the
-weights, the same in all W rows; ``acc [R, M]``; M lines.
+States are the turned ones of that module: ``(row_max [M], row_sum [W, M], acc [R, M])``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,14 @@ import triton
 import triton.language as tl
 
 from ..attention.index_kernels import chosen_slots
-from ..attention.online_softmax import block_ids, ends_split
+from ..attention.online_softmax import (
+    add_tile,
+    block_ids,
+    empty_state,
+    ends_split,
+    fold,
+    slot_pointers,
+)
 
 
 class Vectors(NamedTuple):
@@ -79,28 +85,15 @@ def _load_part(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr = shape.R + shape.P
     dims = tl.arange(0, D_PAD)
     offsets = tl.arange(0, shape.BLOCK_N)
-    base = cache + places.to(tl.int64) * (WIDTH if ARE_SLOTS else shape.PAGE * WIDTH)
     if ARE_SLOTS:
-        rows = base[:, None]
-    elif shape.PAGE >= shape.BLOCK_N:
-        rows = base + (start & (shape.PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
-    else:  # the tile begins where a block begins
-        rows = base[:, None] + ((offsets & (shape.PAGE - 1)) * WIDTH)[:, None]
+        rows = (cache + places.to(tl.int64) * WIDTH)[:, None]
+    else:
+        rows = slot_pointers(
+            cache, places, start, WIDTH, shape.PAGE * WIDTH, shape.PAGE, shape.BLOCK_N
+        )
     exists = (offsets <= last - start)[:, None]
     mask = exists if D == D_PAD else exists & (dims < D)[None, :]
     return tl.load(rows + dims[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
-    """:func:`..attention.online_softmax.fold`, on its side."""
-    new_row_max = tl.maximum(total_row_max, row_max)
-    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    a = tl.exp2((total_row_max - base) * factor)[None, :]
-    b = tl.exp2((row_max - base) * factor)[None, :]
-    total_row_sum = tl.fma(row_sum, b, total_row_sum * a)
-    total_acc = tl.fma(acc, b, total_acc * a)
-    return new_row_max, total_row_sum, total_acc
 
 
 @triton.jit
@@ -121,10 +114,8 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
-    total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
-    total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-    total_acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
-    row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
+    total = empty_state(LINES, shape.ONES, shape.R_PAD, TURNED=True)
+    state = total
     ARE_SLOTS: tl.constexpr = vectors.chosen is not None
     places = _places(vectors, begin, last, shape)
     for start in tl.range(begin, end, BLOCK_N):
@@ -141,23 +132,12 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
         visible = (start + offsets)[:, None] <= positions[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-        new_row_max = tl.maximum(row_max, tl.max(scores, 0))
-        # Lines that have seen nothing yet: without this, -inf - -inf.
-        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-        weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[None, :])).to(DTYPE)
-        rescale = tl.exp2((row_max - base) * factor)[None, :]
-        row_max = new_row_max
-        row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
-        acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
+        state = add_tile(scores, tl.trans(latents), ones, state, factor, True)
         if ends_split(start + BLOCK_N, splits):
-            total_row_max, total_row_sum, total_acc = fold_lines(
-                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-            )
-            row_max = tl.full((LINES,), float("-inf"), tl.float32)
-            row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-            acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
+            total = fold(total, state, factor, True)
+            state = empty_state(LINES, shape.ONES, shape.R_PAD, TURNED=True)
     # The last split, if its end was not reached; else empty, which changes nothing.
-    return fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
+    return fold(total, state, factor, True)
 
 
 @triton.jit

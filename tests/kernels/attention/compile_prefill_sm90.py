@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import prefill_sm90
-from pagespec.kernels.attention.launch import _shared
+from pagespec.kernels.attention.launch import shared_arguments
 from pagespec.kernels.attention.tiling import choose_tiling
 from tests.support.assembled import described
 
@@ -36,6 +36,13 @@ def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return query, k_cache, v_cache
 
 
+def paged(k_cache: Tensor, v_cache: Tensor) -> PagedKV:
+    """Caches of one row with one query."""
+    return PagedKV(
+        k_cache, v_cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1)
+    )
+
+
 def fits(case: dict[str, Any]) -> list[bool]:
     """Whether there is a kernel, and whether it was launched, which it never is on a CPU."""
     query, k_cache, v_cache = tensors(case)
@@ -44,11 +51,9 @@ def fits(case: dict[str, Any]) -> list[bool]:
     tiling = choose_tiling(query.dtype, case["dim"], e4m3.head_dim(v_cache), k_cache.dtype)
     sinks = torch.zeros(case["hq"]) if case.get("sinks") else None
     window, softcap = case.get("window", 0), case.get("softcap", 0.0)
-    shared = _shared(query, v_cache, AttentionParams(0.1, window, softcap, sinks), tiling)
+    kv = paged(k_cache, v_cache)
+    shared = shared_arguments(query, kv, AttentionParams(0.1, window, softcap, sinks), tiling)
     attend = (query, k_cache, v_cache)
-    kv = PagedKV(
-        k_cache, v_cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1)
-    )
     launched = prefill_sm90.launch(query, kv, torch.empty(0), shared, tiling)
     return [prefill_sm90.fits(*attend, shared, tiling), launched]
 
@@ -58,8 +63,9 @@ def build(case: dict[str, Any]) -> Any:
     names = kernel.arg_names
     query, k_cache, v_cache = tensors(case)
     tiling = choose_tiling(query.dtype, case["dim"], e4m3.head_dim(v_cache), k_cache.dtype)
-    shared = _shared(query, v_cache, AttentionParams(0.1), tiling)
-    constants = prefill_sm90.constants_of(query, k_cache, shared)
+    shared = shared_arguments(query, paged(k_cache, v_cache), AttentionParams(0.1), tiling)
+    constants = {name: value for name, value in shared.items() if name.isupper()}
+    constants |= prefill_sm90.constants_of(query, k_cache, shared)
     constants |= case.get("constants", {})
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     rows = min(case["page"], tiling.block_n)

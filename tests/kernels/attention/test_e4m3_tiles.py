@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import RopeInputs
-from pagespec.kernels.attention import e4m3_decode, e4m3_tiles, launch, reference
+from pagespec.kernels.attention import e4m3_tiles, launch, reference
 from pagespec.kernels.fused import dispatch, kv_store, norm_rope_store
 from tests.kernels.attention.test_decode import (  # noqa: F401 (fixtures)
     ROWS,
@@ -57,8 +57,7 @@ def _halves(pairs):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(autouse=True)
 def _without_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (e4m3_decode, e4m3_tiles):
-        monkeypatch.setattr(module, "halves_of_pairs", _halves)
+    monkeypatch.setattr(e4m3_tiles, "halves_of_pairs", _halves)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from pagespec.kernels.arguments import AttentionParams
-from pagespec.kernels.attention import e4m3_decode, e4m3_tiles, launch
+from pagespec.kernels.attention import e4m3_tiles, launch
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
@@ -56,8 +56,7 @@ def test_are_those_of_stored_outputs(
     shape: Shape, rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of one segment and of several; whole heads in a program, and halves of them."""
-    for module in (e4m3_decode, e4m3_tiles):
-        monkeypatch.setattr(module, "halves_of_pairs", _halves)
+    monkeypatch.setattr(e4m3_tiles, "halves_of_pairs", _halves)
     arguments = bundled(*stored(rows, shape).attend)
     parts = choose_tiling(shape.dtype, shape.dk, shape.dv).prefill_parts
     for tiling in (SMALL, replace(SMALL, unsplit_from=1, prefill_parts=parts)):
