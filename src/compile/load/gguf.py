@@ -102,14 +102,14 @@ def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from .gguf_tokenizer import build_tokenizer
-    from .gguf_vocabulary import read_vocabulary
+    from .gguf_vocabulary import quick_gguf, read_vocabulary
 
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")
     # The folder may have a tokenizer's code beside the file.
     options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
-    with as_input_error(str(path), "must be a GGUF file that can be read"):
+    with as_input_error(str(path), "must be a GGUF file that can be read"), quick_gguf():
         vocabulary = read_vocabulary(path)
         tokenizer = None if vocabulary is None else build_tokenizer(vocabulary)
         try:

@@ -6,7 +6,6 @@ another model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,35 +54,14 @@ def processor_of(reader: Any, config: Any) -> Any:
 def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    processor = processor_of(reader, config)
-    left = reader.tensors
-    # transformers makes a map for each module inside, each as slow as that of the whole: SmolLM2's
-    # 397 take 2 s and more. Two have nearly always all names.
-    for part in (_Outer(module), module):
-        known = get_gguf_hf_weights_map(part, processor)
-        # Experts that are held together have no ".weight" in transformers.
-        left = [
-            tensor
-            for tensor in left
-            if tensor.name not in known and tensor.name.removesuffix(".weight") not in known
-        ]
-        if not left:
-            break
+    known = get_gguf_hf_weights_map(module, processor_of(reader, config))
+    # Experts that are held together have no ".weight" in transformers.
+    left = (
+        tensor
+        for tensor in reader.tensors
+        if tensor.name not in known and tensor.name.removesuffix(".weight") not in known
+    )
     return [tensor.name for tensor in left if not _does_nothing(tensor)]
-
-
-class _Outer:
-    """A module of which only the base model is looked into."""
-
-    def __init__(self, module: Any, depth: int = 1) -> None:
-        self.config, self.state_dict = module.config, module.state_dict
-        self._module, self._depth = module, depth
-
-    def named_children(self) -> Iterator[tuple[str, Any]]:
-        name = getattr(self._module, "base_model_prefix", "")
-        base = getattr(self._module, name, None) if name else None
-        if self._depth and base is not None:
-            yield name, _Outer(base, self._depth - 1)
 
 
 def _does_nothing(tensor: Any) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ..model.current_step import Scope
 
 logger = logging.getLogger("pagespec")
 
@@ -123,10 +126,28 @@ class Vocabulary:
 
 
 def open_gguf(path: Path) -> Any:
-    """A ``gguf.GGUFReader`` that reads a list such as the vocabulary in milliseconds, not seconds.
+    """A :func:`_reader` of a file. Tensors are mapped into memory, so those that are not looked at
+    are not read."""
+    return _reader()(path)
 
-    Tensors are mapped into memory, so those that are not looked at are not read.
-    """
+
+@contextmanager
+def quick_gguf() -> Iterator[None]:
+    """In the block, transformers reads GGUF files by :func:`_reader`, and makes the table of
+    tensors' names once per model in place of once per module of it."""
+    import gguf
+
+    reader, table = _reader(), cache(gguf.get_tensor_name_map)
+    with Scope() as scope:
+        scope.set(gguf, "GGUFReader", reader)
+        scope.set(gguf, "get_tensor_name_map", table)
+        yield
+
+
+@cache
+def _reader() -> Any:
+    """A ``gguf.GGUFReader`` that reads a list such as the vocabulary in milliseconds, not seconds.
+    Its fields are the same to those that read values, and have no parts with lengths."""
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
@@ -140,8 +161,8 @@ def open_gguf(path: Path) -> Any:
             scalar, end = self.gguf_scalar_to_np.get(kind), begin
             if scalar is not None:
                 dtype = np.dtype(scalar).newbyteorder(order)
-                parts = [np.frombuffer(data, dtype, num_items, begin)]
-                end += parts[0].nbytes
+                items = np.frombuffer(data, dtype, num_items, begin)
+                parts, end = list(items.reshape(-1, 1)), begin + items.nbytes
             elif kind == GGUFValueType.STRING:
                 unpack, parts = struct.Struct(f"{order}Q").unpack_from, []
                 for _ in range(num_items):
@@ -152,7 +173,7 @@ def open_gguf(path: Path) -> Any:
                 return super()._get_field_parts(orig_offs, raw_type)
             return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, kind]
 
-    return Reader(path)
+    return Reader
 
 
 def read_values(reader: Any, key: str) -> list[Any]:

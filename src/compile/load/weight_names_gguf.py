@@ -27,7 +27,7 @@ from ..fx.weights import Changes, Region, check_value, refused
 from .build_module import skeleton_of
 from .gguf_blocks import blocks_of, in_order
 from .gguf_check import processor_of
-from .gguf_vocabulary import open_gguf
+from .gguf_vocabulary import open_gguf, quick_gguf
 from .weight_names import aliases_of
 
 _EXPERTS = {"gate": 0, "up": 1, "down": 0}
@@ -35,7 +35,7 @@ _EXPERTS = {"gate": 0, "up": 1, "down": 0}
 
 
 class GgufNames:
-    """Of a GGUF file and its conversion.
+    """The names of a GGUF file and its conversion.
 
     Args:
         name, files: as of :class:`.ModelSource`.
@@ -50,7 +50,8 @@ class GgufNames:
         config = AutoConfig.from_pretrained(files, trust_remote_code=False)
         skeleton = skeleton_of(config)
         self._processor: TensorProcessor = processor_of(reader, config)
-        self._parameters: dict[str, str] = get_gguf_hf_weights_map(skeleton, self._processor)
+        with quick_gguf():
+            self._parameters: dict[str, str] = get_gguf_hf_weights_map(skeleton, self._processor)
         self._shapes = {n: t.shape for n, t in skeleton.state_dict().items()}
         self._aliases = aliases_of(skeleton)
 
