@@ -119,6 +119,7 @@ def build(
             described = None
             if record is not None and graph_cache is not None:
                 described = record.describe(loaded, specs)
+                graph_cache.code = described and described["code"]
             captured = capture_model(
                 loaded,
                 specs,

@@ -29,15 +29,13 @@ import transformers
 from ..disk_cache import read_json, write_json
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.recurrent.spec import RecurrentSpec
-from .capture.graph_cache import read_graph
-from .capture.graph_json import Traced
+from .capture.graph_json import Traced, decode
 from .capture.process_key import (
     NoName,
     code_of_classes,
     code_of_file,
     code_of_module,
     digest_of,
-    file_of_module,
     process_parts,
 )
 from .load.generation_config import warn_of_dropped
@@ -124,7 +122,8 @@ class StartRecord:
         if self._quantization == "gguf":
             check_gguf(self._name, self._device)  # which also begins to build its kernels
         tensors = read_tensors(self._source, noted["tensors"], self._device)
-        traced = read_graph(self._graphs, noted["graph"], tensors, is_symbolic=self._is_compiled)
+        graph = read_json(self._graphs, noted["graph"])
+        traced = decode(graph, tensors, is_symbolic=self._is_compiled)
         tree: Any = TensorTree(noted["architecture"], tensors.items())
         source = ModelSource(self._name, str(self._source))
         config: Any = None
@@ -223,10 +222,8 @@ def _parts(
 def _check_code(noted: Sequence[Sequence[Any]]) -> None:
     """Refuse code that is not what it was: in the file and, where it is imported, in memory."""
     for name, file, of_file, of_module in noted:
-        is_same = code_of_file(file) == of_file
-        if is_same and name in sys.modules:
-            is_same = file_of_module(name) == file and code_of_module(name) == of_module
-        if not is_same:
+        imported = code_of_module(name) if name in sys.modules else [name, file, of_file, of_module]
+        if code_of_file(file) != of_file or imported != [name, file, of_file, of_module]:
             raise NotRestorable(f"{name} has changed")
 
 

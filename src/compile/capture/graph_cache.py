@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PreTrainedConfig
 
 from ...disk_cache import read_json, write_json
 from ...kernels.attention.spec import AttentionSpec
@@ -22,7 +23,14 @@ from ..fx.nodes import PLAIN
 from ..model.loaded import LoadedModel, named_tensors
 from ..step_fields import FIELDS, Field, input_keys
 from .graph_json import NotSerializable, Traced, decode, encode
-from .process_key import Code, code_of_classes, digest_of, globals_of_classes, process_parts
+from .process_key import (
+    Code,
+    ModuleCode,
+    code_of_classes,
+    digest_of,
+    globals_of_classes,
+    process_parts,
+)
 
 logger = logging.getLogger("pagespec")
 
@@ -41,11 +49,13 @@ class GraphCache:
 
     Attributes:
         key: of the graph that :meth:`get` returned last; None if it is not kept.
+        code: what :func:`.code_of_classes` gives of the model, if it is known already.
     """
 
     def __init__(self, folder: Path, before_trace: Callable[[], None] | None = None) -> None:
         self.folder = folder
         self.key: str | None = None
+        self.code: ModuleCode | None = None
         self._before_trace = before_trace
 
     def get(
@@ -57,11 +67,11 @@ class GraphCache:
             UnsupportedModelError: it was not there, and ``forward`` does not trace into one graph.
         """
         # Before tracing, which leaves its traces in Dynamo's settings.
-        key = graph_key(loaded, specs, fields)
+        key = graph_key(loaded, specs, fields, self.code)
         tensors = dict(named_tensors(loaded.module))
         if key is not None:
             try:
-                kept = read_graph(self.folder, key, tensors)
+                kept = decode(read_json(self.folder, key), tensors)
                 self.key = key
                 return kept, False
             except FileNotFoundError:
@@ -86,28 +96,22 @@ class GraphCache:
         return traced, True
 
 
-def read_graph(
-    folder: Path, key: str, constants: dict[str, Tensor], *, is_symbolic: bool = True
-) -> Traced:
-    """Read a graph, as of :func:`.decode`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        Exception: of any kind, if it is damaged.
-    """
-    return decode(read_json(folder, key), constants, is_symbolic=is_symbolic)
-
-
 def graph_key(
-    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    fields: Sequence[Field] = FIELDS,
+    code: ModuleCode | None = None,
 ) -> str | None:
     """A name for the graph that tracing would give now; None if it depends on what cannot be
-    named."""
-    return digest_of(_parts(loaded, specs, fields))
+    named. ``code``: as of :class:`GraphCache`."""
+    return digest_of(_parts(loaded, specs, fields, code))
 
 
 def _parts(
-    loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field]
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    fields: Sequence[Field],
+    code: ModuleCode | None,
 ) -> Iterator[object]:
     module = loaded.module
     yield _VERSION, loaded.dtype, input_keys(fields)
@@ -118,12 +122,12 @@ def _parts(
         same = first.setdefault(id(tensor), number)
         yield name, same, list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device
         yield type(tensor).__name__, tensor.requires_grad
-    code = Code()
+    functions = Code()
     for name, part in module.named_modules():
         yield name, type(part).__module__, type(part).__qualname__, part.training
-        yield from _attributes(part, code)
+        yield from _attributes(part, functions)
     classes = {type(part) for part in module.modules()}
-    yield code_of_classes(classes), globals_of_classes(classes)
+    yield code or code_of_classes(classes), globals_of_classes(classes)
 
 
 def _attributes(part: nn.Module, code: Code) -> Iterator[object]:
@@ -131,7 +135,7 @@ def _attributes(part: nn.Module, code: Code) -> Iterator[object]:
     for name, value in sorted(vars(part).items()):
         if name in _NO_MATTER:
             continue
-        if _is_config(value):
+        if isinstance(value, PreTrainedConfig):
             yield name, _config(value)
         elif callable(value) and not isinstance(value, (nn.Module, type)):
             yield name, list(code.of(value))
@@ -141,15 +145,8 @@ def _attributes(part: nn.Module, code: Code) -> Iterator[object]:
             yield name, value
 
 
-def _is_config(value: object) -> bool:
-    # With the class comes generation, which a restored start goes without.
-    from transformers import PreTrainedConfig
-
-    return isinstance(value, PreTrainedConfig)
-
-
 def _config(value: object) -> object:
-    if not _is_config(value):
+    if not isinstance(value, PreTrainedConfig):
         return value
     return {n: _config(v) for n, v in sorted(vars(value).items()) if n not in _NO_MATTER}
 

@@ -155,10 +155,14 @@ def _code(code: CodeType) -> object:
     return hashlib.sha256(code.co_code).hexdigest(), code.co_names, code.co_varnames, constants
 
 
-def code_of_classes(classes: set[type]) -> list[list[str | None]]:
-    """Of each module whose code decides what ``classes`` compute: its name, its file, and digests
-    of the file and of the module as it is now. These are the modules of the classes, of what those
-    inherit, and of the values in the former. Versions cover torch's and Python's.
+ModuleCode = list[list[str | None]]
+"""Of modules: name, file, digests of the file and of the module's functions."""
+
+
+def code_of_classes(classes: set[type]) -> ModuleCode:
+    """:func:`code_of_module` of each module whose code decides what ``classes`` compute: the
+    modules of the classes, of what those inherit, and of the values in the former. Versions cover
+    torch's and Python's.
 
     Raises:
         NoName: a value in a module has no text of its own.
@@ -170,11 +174,8 @@ def code_of_classes(classes: set[type]) -> list[list[str | None]]:
             origin = getattr(value, "__module__", None) or ""
             if origin in sys.modules and is_foreign(origin):
                 names.add(origin)
-    return [
-        [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]
-        for name in sorted(names)
-        if name.partition(".")[0] not in sys.stdlib_module_names
-    ]
+    own = (name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
+    return list(map(code_of_module, sorted(own)))
 
 
 def globals_of_classes(classes: set[type]) -> list[object]:
@@ -187,22 +188,18 @@ def globals_of_classes(classes: set[type]) -> list[object]:
     ]
 
 
-def file_of_module(name: str) -> str:
-    """The source file of an imported module."""
-    return str(getattr(sys.modules[name], "__file__", None))
-
-
 def code_of_file(file: str) -> str | None:
     """A digest of a source file, None if there is none."""
     path = Path(file)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def code_of_module(name: str) -> str:
-    """A digest of the functions of an imported module as they are now, which need not be what its
-    file says.
+def code_of_module(name: str) -> list[str | None]:
+    """Of an imported module: its name, its file, and digests of the file and of the module's
+    functions as they are now, which need not be those of the file.
 
     Raises:
-        NoName: a value in it has no text of its own.
+        NoName: a value in the module has no text of its own.
     """
-    return _digest(Code().of_module(sys.modules[name]))
+    file = str(getattr(sys.modules[name], "__file__", None))
+    return [name, file, code_of_file(file), _digest(Code().of_module(sys.modules[name]))]
