@@ -154,7 +154,8 @@ def _without_cache(
 
 
 def _cut(part: nn.Module, given: dict[str, Any], *, is_checked: bool) -> _Cut:
-    """Args: is_checked: an indexer of equal description was traced with few keys, too."""
+    """The remainder of an indexer; if ``is_checked``, one of equal description was traced with few
+    keys, too."""
     try:
         gm, update, scores = _traced(part, given, _MANY_KEYS)
         expected = scores._replace(num_chosen=min(scores.num_chosen, _FEW_KEYS))

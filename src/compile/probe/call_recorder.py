@@ -99,7 +99,7 @@ class RecurrentRecorder:
 
 
 def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
-    """None if the tensors are not of the shapes that the op takes."""
+    """The spec of a call; None if the tensors are not of the shapes that the op takes."""
     shapes = [() if tensor is None else tuple(tensor.shape) for tensor in call.tensors]
     dims = [len(shape) for shape in shapes]
     state: tuple[int, ...]
@@ -172,8 +172,7 @@ class IndexRecorder:
     def __init__(self, refuse: Refuse, num_tokens: int) -> None:
         self._refuse, self._num_tokens = refuse, num_tokens
         self._chosen: list[tuple[Tensor, int]] = []
-        self._next: IndexCall | None = None
-        self._module: nn.Module | None = None
+        self._next: tuple[nn.Module, IndexCall] | None = None
         self.modules: dict[nn.Module, int] = {}
 
     def choose(self, module: nn.Module, call: IndexCall) -> Tensor:
@@ -187,22 +186,21 @@ class IndexRecorder:
             raise self._refuse(
                 f"an indexer is handed shapes {shapes} for the {self._num_tokens} tokens of a pass"
             )
-        self._next, self._module = call, module
+        self._next = module, call
         chosen = no_choice(module, call)
         self._chosen.append((chosen, call.num_chosen))
         return chosen
 
     def attend(self, number: int, indices: Tensor | None) -> dict[str, Any]:
         """What an attention call has of indexers, as fields of its spec."""
-        call, self._next = self._next, None
-        if call is not None and self._module is not None:
-            self.modules[self._module] = number
+        following, self._next = self._next, None
         of_key: dict[str, Any] = {}
-        if call is not None:
-            of_key["index_dim"] = call.key.shape[1]
-            of_key["index_dtype"] = str(call.key.dtype).removeprefix("torch.")
+        if following is not None:
+            module, call = following
+            self.modules[module] = number
+            of_key = {"index_dim": call.key.shape[1], "index_dtype": _name(call.key.dtype)}
         if indices is None:
-            if call is not None:
+            if of_key:
                 raise self._refuse("its attention is not handed what its indexer chose")
             return of_key
         for chosen, num_chosen in self._chosen:
@@ -215,7 +213,7 @@ class IndexRecorder:
         it has none."""
         if self._next is None:
             return None
-        mask = self._next.mask
+        mask = self._next[1].mask
         whole = mask.whole if isinstance(mask, MaskMarker) else None
         if whole is None:
             raise self._refuse("its indexer adds a mask of its own")
