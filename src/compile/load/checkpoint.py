@@ -56,15 +56,15 @@ class Checkpoint:
 
     @property
     def names(self) -> Iterable[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._get.keys()
 
     def get(self, name: str) -> Tensor:
-        """As it is in the file, whose memory it is."""
+        """The tensor as the file has it, in the memory of the file."""
         return self._get[name](name)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On a CPU, of a file of this dtype, that is the file's memory."""
+        """The tensor in this dtype; on a CPU, of a file of the dtype, in the file's memory."""
         return self.get(name).to(device=device, dtype=dtype)
 
     def read_all(

@@ -128,7 +128,7 @@ def chosen_sampling(
 def end_tokens(
     generation_config: Any, text_config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int]]:
-    """Those of the generation config or, if none of its ids is in the vocabulary, of the config.
+    """The end tokens of the generation config; of the config if the vocabulary has none of those.
 
     Args:
         generation_config: may be None.

@@ -79,7 +79,7 @@ class Int4Layout:
         scales = (scales.t() if self.is_input_first else scales).float()
         zeros = torch.full_like(scales, _MIDDLE)
         if self.zeros[0] in parts:
-            zeros = self._unpacked(parts, *self.zeros, by_group, is_shifted=self.is_shifted)
+            zeros = self._unpacked(parts, *self.zeros, by_group)
         order = self._order(parts, num_inputs, num_groups)
         if order is not None:
             values = values[:, order]
@@ -94,20 +94,14 @@ class Int4Layout:
         return shape[::-1] if self.is_input_first else shape
 
     def _unpacked(
-        self,
-        parts: Mapping[str, Tensor],
-        name: str,
-        dim: int,
-        shape: tuple[int, int],
-        *,
-        is_shifted: bool = False,
+        self, parts: Mapping[str, Tensor], name: str, dim: int, shape: tuple[int, int]
     ) -> Tensor:
         """uint8 of this shape, whose first dimension is outputs."""
         words, expected = parts[name], list(self._as_stored(shape))
         expected[dim] //= _PER_WORD
         if words.dtype != torch.int32 or list(words.shape) != expected:
             raise ValueError(f"{name} is {form_of(words)}, not int32 {tuple(expected)}")
-        if is_shifted:
+        if self.is_shifted and name == self.zeros[0]:
             # A carry out of the highest field is dropped.
             words = ((words.long() + _ONES + 2**31) % 2**32 - 2**31).int()
         pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, _PER_WORD // 2))

@@ -40,7 +40,7 @@ from .quantized_load import (
 
 
 class FolderNames:
-    """Of a folder, or a hub id that was loaded before.
+    """The names of a folder, or of a hub id that was loaded before.
 
     Args:
         name, files: as of :class:`.ModelSource`.
