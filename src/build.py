@@ -14,7 +14,7 @@ import torch
 
 from .compile.captured_model import CapturedModel, capture_model
 from .compile.load.generation_config import chosen_sampling, read_generation_config
-from .compile.load.source import ModelSource, find_source
+from .compile.load.source import find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import may_restore
 from .disk_cache import cache_root
@@ -32,8 +32,6 @@ from .structured.grammars import Grammars
 # a model needs neither.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from .compile.capture.graph_cache import GraphCache
 
 logger = logging.getLogger("pagespec")
 
@@ -89,8 +87,21 @@ def build(
         with gc_paused():
             record = platform.start_record(source)
             restored = record.restore() if record is not None and may_restore() else None
-        given: Any = source or model
-        loaded = _load(given, config, device, shard) if restored is None else restored.loaded
+        if restored is not None:
+            loaded = restored.loaded
+        else:
+            with gc_paused():
+                from .compile.load.load import load_model
+            given: Any = source or model
+            loaded = load_model(
+                given,
+                dtype=config.dtype,
+                device=device,
+                load_format=config.load_format,
+                quantization=config.quantization,
+                max_model_len=config.max_model_len,
+                shard=shard,
+            )
     _check_length(loaded, config)
     # Each rank probes and traces without the others.
     alone = LoneRank(shard.rank, shard.num_ranks)
@@ -114,7 +125,11 @@ def build(
     stats.attention, stats.attention_reason = attention.name, attention.reason
     with platform.building() as before_trace:
         with stats.timed("capture"), gc_paused(), communicator_scope(alone):
-            graph_cache = _graph_cache(before_trace) if source and not restored else None
+            graph_cache = None
+            if source and not restored:  # a module that the caller holds may compute anything
+                from .compile.capture.graph_cache import GraphCache
+
+                graph_cache = GraphCache(cache_root() / "graphs", before_trace)
             # Before weights that are held quantised are released.
             described = None
             if record is not None and graph_cache is not None:
@@ -161,23 +176,6 @@ def build(
     )
 
 
-def _load(
-    model: ModelSource | PreTrainedModel, config: EngineConfig, device: torch.device, shard: Shard
-) -> LoadedModel:
-    with gc_paused():
-        from .compile.load.load import load_model
-
-    return load_model(
-        model,
-        dtype=config.dtype,
-        device=device,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        max_model_len=config.max_model_len,
-        shard=shard,
-    )
-
-
 def _check_length(loaded: LoadedModel, config: EngineConfig) -> None:
     limit = loaded.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -192,15 +190,8 @@ def _check_recurrent(loaded: LoadedModel, shard: Shard) -> None:
         raise InvalidInputError("tensor_parallel_size", shard.num_ranks, limit)
 
 
-def _graph_cache(before_trace: Callable[[], None] | None) -> GraphCache:
-    """For models that nothing else can change: a module the caller holds may compute anything."""
-    from .compile.capture.graph_cache import GraphCache
-
-    return GraphCache(cache_root() / "graphs", before_trace)
-
-
 def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: str | None) -> None:
-    """Note in the statistics, and log, what a captured model is.
+    """Record the properties of a captured model in the statistics and in the log.
 
     Args:
         quantization: the engine's setting.
