@@ -13,14 +13,13 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.token_bytes import TokenBytes
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
-from .detect import detect
 from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools, with_short_ids
 from .reasoning import ReasonedAnswer, reasoning_of
 from .regions import FormatAnswer
 from .response import Answer, AnswerContext, PlainAnswer, ResponseReader
 from .response_template import TemplateAnswer, TemplateFormat, make_format
-from .template import ChatTemplate, Message, turn_ends
+from .template import ChatTemplate, Message, detect, turn_ends
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
 
 # Arguments of ``apply_chat_template`` that are no variables of the template.

@@ -1,49 +1,71 @@
-"""Properties of one chat template, found by rendering small conversations.
+"""Properties of one chat template, and the format of its answers, found by rendering small
+conversations.
 
 A template is a program: it may read content as text or as a list of parts, and may ignore tools.
-Its output shows these properties; its source does not.
+Its output shows these properties; its source does not. For the format, a conversation with a tool
+call is rendered, and each format reads the text of the call: the first that reads it correctly is
+the model's. A template that writes no calls, but instructs the model, has the format's opening
+delimiter in its source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from .answer_text import Kind, Piece
+from .deltas import ToolCallDelta
+from .formats import (
+    AUTO,
+    CALL_FORMATS,
+    NONE,
+    REASONING_FORMATS,
+    AnswerFormat,
+    CallFormat,
+    ReasoningFormat,
+)
+from .regions import FormatAnswer
+from .response import AnswerContext
+
 Message = Mapping[str, Any]
 # Texts that no template writes by itself; letters and digits only, which no filter changes.
-_FIRST, _SECOND, _ARGUMENT = "Zq1wordone", "Zq2wordtwo", "Zq3argument"
-PROBE_TOOL = "zq_probe_tool"
+_FIRST, _SECOND, _ARGUMENT, _WORD = "Zq1wordone", "Zq2wordtwo", "Zq3argument", "Zq4word"
+_PROBE_TOOL = "zq_probe_tool"
 # Nine letters and digits, the only ids that templates of Mistral accept.
-PROBE_ID = "zqcall001"
+_PROBE_ID = "zqcall001"
+# Ids of calls that templates accept, and that formats with the name in the id can be read from.
+_IDS = (_PROBE_ID, f"functions.{_PROBE_TOOL}:0")
 # Text of a template that prints a list of parts as a Python or JSON value.
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
-def probe_tools() -> list[dict[str, Any]]:
+def _probe_tools() -> list[dict[str, Any]]:
     """One tool, with a text and a number for arguments."""
     properties = {
         "word": {"type": "string", "description": "A word."},
         "count": {"type": "integer", "description": "A number."},
     }
     parameters = {"type": "object", "properties": properties, "required": ["word"]}
-    function = {"name": PROBE_TOOL, "description": "A tool.", "parameters": parameters}
+    function = {"name": _PROBE_TOOL, "description": "A tool.", "parameters": parameters}
     return [{"type": "function", "function": function}]
 
 
-PROBE_ARGUMENTS = {"word": _ARGUMENT, "count": 3}
+_PROBE_ARGUMENTS = {"word": _ARGUMENT, "count": 3}
 
 
-def probe_call(content: Any = "", call_id: str = PROBE_ID) -> Message:
-    """An assistant's message with a call of the tool of :func:`probe_tools`."""
-    function = {"name": PROBE_TOOL, "arguments": PROBE_ARGUMENTS}
+def _probe_call(content: Any = "", call_id: str = _PROBE_ID) -> Message:
+    """An assistant's message with a call of the tool of :func:`_probe_tools`."""
+    function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def probe_result(content: Any) -> Message:
+def _probe_result(content: Any) -> Message:
     """The result of that call."""
-    return {"role": "tool", "content": content, "tool_call_id": PROBE_ID, "name": PROBE_TOOL}
+    return {"role": "tool", "content": content, "tool_call_id": _PROBE_ID, "name": _PROBE_TOOL}
 
 
 class ChatTemplate:
@@ -105,7 +127,7 @@ class ChatTemplate:
         """The form of missing content. Some templates write an empty message for empty text, others
         the word "None" for None."""
         user = self.message("user")
-        empty, none = (self.rendered([user, probe_call(content)]) for content in ("", None))
+        empty, none = (self.rendered([user, _probe_call(content)]) for content in ("", None))
         if empty is None or none is None or "None" in none:
             return "" if empty is not None or none is None else None
         return None if len(none) < len(empty) else ""
@@ -126,9 +148,9 @@ class ChatTemplate:
             "system": [message, user],
             "user": [message],
             "assistant": [user, message, user],
-            "tool": [user, probe_call(), probe_result(content)],
+            "tool": [user, _probe_call(), _probe_result(content)],
         }.get(role, [user, message])
-        text = self.rendered(conversation) or self.rendered(conversation, probe_tools()) or ""
+        text = self.rendered(conversation) or self.rendered(conversation, _probe_tools()) or ""
         is_printed = any(printed in text for printed in _PRINTED)
         return _FIRST in text and _SECOND in text and not is_printed
 
@@ -147,8 +169,8 @@ class ChatTemplate:
         refuses conversations without tools, too."""
         user = [self.message("user")]
         for conversation in (user, [self.message("system", "Be kind."), *user]):
-            text = self.rendered(conversation, probe_tools(), add_generation_prompt=True)
-            if text is not None and PROBE_TOOL in text:
+            text = self.rendered(conversation, _probe_tools(), add_generation_prompt=True)
+            if text is not None and _PROBE_TOOL in text:
                 return True
         return self.rendered(user, add_generation_prompt=True) is None
 
@@ -169,3 +191,124 @@ def turn_ends(
     ends = ((len(name), i) for i, name in specials.items() if tail.startswith(name))
     longest = max(ends, default=None)
     return frozenset(found if longest is None else found | {longest[1]})
+
+
+# Detection of the format ------------------------------------------------------------------------
+
+
+def detect(
+    template: ChatTemplate,
+    tool_call_format: str = AUTO,
+    reasoning_format: str = AUTO,
+    tokens: Container[str] = (),
+) -> AnswerFormat | None:
+    """The format of the answers to a template's prompts; None if unknown.
+
+    Args:
+        tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
+        tokens: the tokenizer's added tokens.
+    """
+    if reasoning_format == AUTO:
+        reasoning = _reasoning(template, tokens)
+    else:
+        reasoning = REASONING_FORMATS.get(reasoning_format)
+    if tool_call_format == AUTO:
+        calls = _calls(template, tokens)
+    else:
+        calls = None if tool_call_format == NONE else CALL_FORMATS[tool_call_format]
+    if reasoning is None and calls is None:
+        return None
+    return AnswerFormat(reasoning, calls, tuple(_anchors(template, reasoning)))
+
+
+def _reasoning(template: ChatTemplate, tokens: Container[str]) -> ReasoningFormat | None:
+    texts = [
+        template.source,
+        template.rendered([template.message("user", _WORD)], None, True) or "",
+    ]
+    for form in REASONING_FORMATS.values():
+        if any(form.open in text for text in texts) and any(form.close in text for text in texts):
+            return form
+    # The first templates of DeepSeek-R1 only cut reasoning off: those models begin with it.
+    first = REASONING_FORMATS["deepseek_r1"]
+    if first.close in template.source and "<｜Assistant｜>" in template.source:
+        return first
+    # A model may reason though its template does not mention it.
+    return next(
+        (f for f in REASONING_FORMATS.values() if f.open in tokens and f.close in tokens), None
+    )
+
+
+def _calls(template: ChatTemplate, tokens: Container[str]) -> CallFormat | None:
+    written = list(_written_calls(template))
+    for form in CALL_FORMATS.values():
+        if any(_reads(form, text) for text in written):
+            return form
+    if written:
+        return None
+    for form in CALL_FORMATS.values():
+        marker = form.markers[0]
+        if all(
+            text in template.source or text in tokens
+            for text in (marker.open, marker.close)
+            if text
+        ):
+            return form
+    return None
+
+
+def _reads(form: CallFormat, text: str) -> bool:
+    """Whether a text is read as the call of the probe."""
+    answer = FormatAnswer(AnswerFormat(calls=form), AnswerContext(tools=_probe_tools()))
+    deltas = [*answer.push(Piece(text, Kind.TEXT)), *answer.finish()]
+    calls = [(d.name, json.loads(d.arguments)) for d in deltas if isinstance(d, ToolCallDelta)]
+    return calls == [(_PROBE_TOOL, _PROBE_ARGUMENTS)]
+
+
+def _written_calls(template: ChatTemplate) -> Iterator[str]:
+    """The template's text for an assistant's message with one call."""
+    user, tools = template.message("user", _WORD), _probe_tools()
+    opened = template.rendered([user], tools, True)
+    closed = template.rendered([user], tools)
+    if opened is None or closed is None:
+        opened = closed = ""
+    answered = [user, template.message("assistant", _WORD)]
+    end = (template.rendered(answered, tools) or "").rpartition(_WORD)[2]
+    for call_id in _IDS:
+        for content in ("", None, template.fitting("assistant", "Hm.")):
+            text = template.rendered([user, _probe_call(content, call_id)], tools)
+            if text is None or _PROBE_TOOL not in text.replace(opened, "", 1):
+                continue
+            text = text.removesuffix(end)
+            if text.startswith(opened):
+                yield text[len(opened) :]
+            elif text.startswith(closed):
+                begin, prompt = text[len(closed) :], opened[len(closed) :]
+                yield begin
+                yield begin[_num_common(begin, prompt) :]
+            else:
+                yield text
+
+
+def _num_common(a: str, b: str) -> int:
+    """The length of the common prefix of two texts."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _anchors(template: ChatTemplate, reasoning: ReasoningFormat | None) -> Iterator[str]:
+    """The text between a message and the answer to it, without reasoning."""
+    result = _probe_result(template.fitting("tool", _WORD))
+    called = [template.message("user"), _probe_call(), result]
+    cuts: list[str] = []
+    if reasoning is not None:  # `close` ends other messages as well where content has delimiters
+        cuts = [reasoning.open] if reasoning.contents else [reasoning.open, reasoning.close]
+    cut = "|".join(map(re.escape, cuts)) or "(?!)"
+    for conversation in ([template.message("user", _WORD)], called):
+        text = template.rendered(conversation, None, True)
+        if text is None:
+            text = template.rendered(conversation, _probe_tools(), True) or ""
+        if _WORD in text:
+            anchor = re.split(cut, text.rpartition(_WORD)[2])[0]
+            if anchor.strip():
+                yield anchor

@@ -9,11 +9,10 @@ import pytest
 
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.chat.deltas import message_of
-from pagespec.chat.detect import detect
 from pagespec.chat.formats import CALL_FORMATS, REASONING_FORMATS, AnswerFormat, check_formats
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
-from pagespec.chat.template import ChatTemplate
+from pagespec.chat.template import ChatTemplate, detect
 from pagespec.engine.inputs import PromptReader
 from tests.support.chat_families import FAMILIES, Family
 from tests.support.chat_models import PLAIN_TEMPLATE, WEATHER, chat_tokenizer, ids_of, make_reader
