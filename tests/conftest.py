@@ -156,6 +156,36 @@ def torch_calls() -> Iterator[dict[Any, Any]]:
 
 
 @pytest.fixture
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Sets the usable cores, and the seconds that matmuls take with a number of threads. What the
+    process measured is forgotten."""
+    from pagespec.runner import cpu_threads
+
+    def become(num_cores: int, measure: Callable[[int], float]) -> None:
+        monkeypatch.setattr(cpu_threads, "usable_cores", lambda: num_cores)
+        for name in ("measured", "measured_again"):
+            monkeypatch.setattr(cpu_threads, name, measure)
+
+    def forget() -> None:
+        cpu_threads.torchs_number.cache_clear()
+        cpu_threads.shared_threads.cache_clear()
+
+    before = torch.get_num_threads()
+    forget()
+    yield become
+    torch.set_num_threads(before)
+    forget()
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the bytes of host memory that engines find free."""
+    from pagespec.runner import kv_budget
+
+    return lambda size: monkeypatch.setattr(kv_budget, "available_bytes", lambda: size)
+
+
+@pytest.fixture
 def interpreted_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, too, the norm is Triton's kernel: its mean is that of kernels which join it."""
     from pagespec.kernels.fused import dispatch, rms_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from pagespec.errors import InvalidInputError
 from pagespec.kernels import e4m3
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.kernels.fused.dispatch import kv_store
-from pagespec.runner import kv_budget
 from tests.support.models import save_word_model
 
 SPECS = [AttentionSpec(call, 4, 2, 64, 48, 1.0) for call in range(3)]
@@ -27,9 +27,9 @@ def test_a_block_takes_what_is_counted(dtype: torch.dtype) -> None:
     assert num_bytes == 6 * kv_bytes_per_block(dtype, SPECS, 16)
 
 
-def test_a_budget_holds_more_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_holds_more_blocks(tmp_path: Path, free_memory: Callable[[int], None]) -> None:
     folder = save_word_model(tmp_path)
-    monkeypatch.setattr(kv_budget, "available_bytes", lambda: 1 << 20)
+    free_memory(1 << 20)
     num_blocks = {
         kind: LLM(folder, device="cpu", kv_cache_dtype=kind, max_num_seqs=4096).num_blocks
         for kind in ("auto", "fp8")

@@ -104,26 +104,17 @@ def test_heads_are_not_looked_at_where_they_stay_whole(
 
 
 def test_ranks_are_sent_the_number_that_the_machine_has_now(
-    folder: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+    folder: Path, started: Started, cpu_machine: Callable[..., None]
 ) -> None:
     """Not the number to which an engine before has lowered this process."""
-    before = torch.get_num_threads()
-    cpu_threads.torchs_number.cache_clear()
-    cpu_threads.shared_threads.cache_clear()
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
-    monkeypatch.setattr(cpu_threads, "measured", lambda number: 1.0 / number)
-    try:
-        torch.set_num_threads(6)
-        cpu_threads.step_threads(None)
-        for fallen, given in ((1, None), (6, None), (1, 3)):
-            torch.set_num_threads(fallen)
-            with pytest.raises(EngineError, match=r"rank 1 .* has ended"):
-                LLM(folder, device="cpu", tensor_parallel_size=2, threads=given)
-            assert torch.get_num_threads() == started.settings[-1]["num_threads"]
-    finally:
-        torch.set_num_threads(before)
-        cpu_threads.torchs_number.cache_clear()
-        cpu_threads.shared_threads.cache_clear()
+    cpu_machine(8, lambda number: 1.0 / number)
+    torch.set_num_threads(6)
+    cpu_threads.step_threads(None)
+    for fallen, given in ((1, None), (6, None), (1, 3)):
+        torch.set_num_threads(fallen)
+        with pytest.raises(EngineError, match=r"rank 1 .* has ended"):
+            LLM(folder, device="cpu", tensor_parallel_size=2, threads=given)
+        assert torch.get_num_threads() == started.settings[-1]["num_threads"]
     assert [settings["num_threads"] for settings in started.settings] == [4, 4, 3]
 
 

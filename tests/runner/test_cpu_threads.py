@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,18 +45,7 @@ def _follows_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 QUIET, BUSY = {4: 1.0, 2: 1.9, 1: 3.7}, {4: 9.0, 2: 6.0, 1: 3.7}
 
 
-def forget() -> None:
-    cpu_threads.torchs_number.cache_clear()
-    cpu_threads.shared_threads.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    forget()
-    yield
-    torch.set_num_threads(before)
-    forget()
+pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
 class Machine:
@@ -161,12 +150,10 @@ def test_ranks_and_eager_models_keep_a_number() -> None:
 
 
 @pytest.fixture
-def fallen(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def fallen(cpu_machine: Callable[..., None]) -> Machine:
     """A process with an engine whose number fell to 1 on a busy machine, which is quiet again."""
     machine = Machine(BUSY)
-    monkeypatch.setattr(cpu_threads, "measured", machine.measure)
-    monkeypatch.setattr(cpu_threads, "measured_again", machine.measure)
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 4)
+    cpu_machine(4, machine.measure)
     torch.set_num_threads(4)
     shared = step_threads(None)
     shared.apply()

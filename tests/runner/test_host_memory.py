@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pagespec.runner import kv_budget
 from pagespec.runner.host_memory import available_bytes
 
 GIB = 1 << 30
@@ -88,13 +88,13 @@ def test_without_files_it_is_the_machines_memory(tmp_path: Path) -> None:
     assert 0 < available_bytes() <= available_bytes(tmp_path)
 
 
-def test_the_cpu_cache_is_sized_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_cache_is_sized_by_it(free_memory: Callable[[int], None]) -> None:
     """In a small container on a large machine."""
     from pagespec import LLM
     from tests.support.models import tiny_model
 
-    monkeypatch.setattr(kv_budget, "available_bytes", lambda: 1 << 20)
+    free_memory(1 << 20)
     small = LLM(tiny_model("llama"), compile="eager").num_blocks
-    monkeypatch.setattr(kv_budget, "available_bytes", lambda: 1 << 21)
+    free_memory(1 << 21)
     large = LLM(tiny_model("llama"), compile="eager").num_blocks
     assert 0 < small < large
