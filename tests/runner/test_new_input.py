@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fx.nodes import example
@@ -29,6 +28,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.captures import change_common_passes
 from tests.support.models import tiny_model
 
 SLOTS = {"a": 3, "b": 1}
@@ -295,9 +295,7 @@ def test_a_pass_reads_an_input_that_the_model_does_not(tmp_path: Path, monkeypat
         assert example(inputs[2]).shape == (3, num_tokens)  # type: ignore[attr-defined, arg-type]
         return 1
 
-    monkeypatch.setattr(
-        capture_module, "COMMON_PASSES", capture_module.COMMON_PASSES | {"toy": add_shift}
-    )
+    change_common_passes(monkeypatch, toy=add_shift)
     cache = GraphCache(tmp_path)
     for num_captures in (1, 0):
         loaded = load_model(tiny_model("llama", num_hidden_layers=1))

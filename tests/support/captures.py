@@ -97,6 +97,12 @@ def use_passes(patch: pytest.MonkeyPatch, passes: Mapping[str, Any]) -> None:
     patch.setattr(capture_module, "cpu_passes", lambda _: passes)
 
 
+def change_common_passes(patch: pytest.MonkeyPatch, *without: str, **more: Any) -> None:
+    """Captures leave out some of the common passes, and run others behind them."""
+    kept = {k: v for k, v in capture_module.COMMON_PASSES.items() if k not in without}
+    patch.setattr(capture_module, "COMMON_PASSES", kept | more)
+
+
 def use_gpu_passes(patch: pytest.MonkeyPatch, *, has_sweeps: bool = False) -> None:
     """Captures on a CPU run the passes of a GPU, whose kernels are interpreted."""
     use_passes(patch, gpu_passes())

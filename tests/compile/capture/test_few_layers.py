@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,36 @@ from pagespec.kernels.attention.spec import AttentionSpec
 from tests.support.models import tiny_model
 
 NUM_LAYERS = 7
+
+
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of layers of each trace."""
+    found: list[int] = []
+
+    def traced(loaded: LoadedModel, specs: Any, fields: Any) -> Traced:
+        layers = [m for m in loaded.module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        found.append(len(layers))
+        return trace(loaded, specs, fields)
+
+    for module in (few_layers, dynamo):
+        monkeypatch.setattr(module, "trace", traced)
+    return found
+
+
+@pytest.fixture
+def change_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Callable[..., Any]], None]:
+    """Has a class of modules compute ``change(module, results)``."""
+
+    def replace(kind: Any, change: Callable[..., Any]) -> None:
+        forward = kind.forward
+
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return change(self, forward(self, *args, **kwargs))
+
+        monkeypatch.setattr(kind, "forward", changed)
+
+    return replace
 
 
 def probed(arch: str = "llama", **changes: Any) -> tuple[LoadedModel, list[AttentionSpec]]:
@@ -119,16 +150,8 @@ def grouped(arch: str) -> tuple[LoadedModel, list[AttentionSpec]]:
         for arch in GROUPED
     ],
 )
-def test_groups_of_layers_are_repeated(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_layers_are_repeated(arch: str, depths: list[int]) -> None:
     loaded, specs = grouped(arch)
-    depths = []
-
-    def traced(loaded: LoadedModel, specs: Any, fields: Any) -> Traced:
-        layers = [m for m in loaded.module.modules() if isinstance(m, GradientCheckpointingLayer)]
-        depths.append(len(layers))
-        return trace(loaded, specs, fields)
-
-    monkeypatch.setattr(few_layers, "trace", traced)
     found = trace_layers(loaded, specs)
     assert found is not None
     assert depths == [GROUPED[arch][1]]
@@ -136,16 +159,12 @@ def test_groups_of_layers_are_repeated(arch: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_recurrent_layer_that_computes_something_else_by_its_number_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    change_forward: Callable[..., None],
 ) -> None:
     """It is of the groups that are not traced, and looks like the others."""
-    forward = Qwen3NextGatedDeltaNet.forward
-
-    def other(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, hidden_states, *args, **kwargs)
-        return out * 1.5 if self.layer_idx == 13 else out
-
-    monkeypatch.setattr(Qwen3NextGatedDeltaNet, "forward", other)
+    change_forward(
+        Qwen3NextGatedDeltaNet, lambda layer, out: out * 1.5 if layer.layer_idx == 13 else out
+    )
     assert trace_layers(*grouped("qwen3_next")) is None
 
 
@@ -186,15 +205,7 @@ def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:
     assert description(found[0]) == description(trace(loaded, specs))
 
 
-def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    depths = []
-
-    def traced(loaded: LoadedModel, specs: Any, fields: Any) -> Traced:
-        depths.append(len(loaded.module.model.layers))  # type: ignore[union-attr, arg-type]
-        return trace(loaded, specs, fields)
-
-    monkeypatch.setattr(few_layers, "trace", traced)
-    monkeypatch.setattr(dynamo, "trace", traced)
+def test_a_capture_traces_few_layers(tmp_path: Path, depths: list[int]) -> None:
     begun: list[str] = []
     cache = GraphCache(tmp_path, before_trace=lambda: begun.append(f"after {len(depths)}"))
     assert capture_model(*probed(), graph_cache=cache).num_captures == 1
@@ -207,21 +218,14 @@ def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert depths == [3, 2]
 
 
-def _is_odd_one(self: Any) -> bool:
-    return bool(self.self_attn.layer_idx == NUM_LAYERS - 3)
-
-
 def test_a_layer_that_computes_something_else_by_its_number_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    change_forward: Callable[..., None],
 ) -> None:
     """It looks like the others, and none of those that are traced does so."""
-    forward = LlamaDecoderLayer.forward
-
-    def other(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
-        out = forward(self, hidden_states, **kwargs)
-        return out * 1.5 if _is_odd_one(self) else out
-
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", other)
+    odd = NUM_LAYERS - 3
+    change_forward(
+        LlamaDecoderLayer, lambda layer, out: out * 1.5 if layer.self_attn.layer_idx == odd else out
+    )
     assert trace_layers(*probed()) is None
 
 
@@ -239,14 +243,10 @@ def test_a_hook_of_a_layer_is_not_repeated() -> None:
     assert trace_layers(loaded, specs) is None
 
 
-def test_a_model_that_needs_all_its_layers_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LlamaModel.forward
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.layers[NUM_LAYERS - 1]
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaModel, "forward", counted)
+def test_a_model_that_needs_all_its_layers_gets_them_back(
+    change_forward: Callable[..., None],
+) -> None:
+    change_forward(LlamaModel, lambda model, out: (model.layers[NUM_LAYERS - 1], out)[1])
     loaded, specs = probed()
     assert trace_layers(loaded, specs) is None
     assert len(loaded.module.model.layers) == NUM_LAYERS  # type: ignore[union-attr, arg-type]

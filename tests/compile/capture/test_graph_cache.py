@@ -116,17 +116,25 @@ def test_the_graph_comes_back_and_computes_the_same(
     assert all(torch.equal(logits_again[key], logits[key]) for key in logits)
 
 
-def _patched_method(monkeypatch: pytest.MonkeyPatch) -> Probed:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
-
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
-    return probed()
+def _relu_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _patched_function(monkeypatch: pytest.MonkeyPatch) -> Probed:
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)
-    return probed()
+def _other_code(file: str) -> str | None:
+    return "another" if file.endswith("kernels/ops.py") else _CODE_OF_FILE(file)
+
+
+_CODE_OF_FILE = process_key.code_of_file
+
+
+def _with(owner: Any, name: str, value: object) -> Callable[[pytest.MonkeyPatch], Probed]:
+    """A module whose code, or a value beside it, is another."""
+
+    def change(patch: pytest.MonkeyPatch) -> Probed:
+        patch.setattr(owner, name, value, raising=False)
+        return probed()
+
+    return change
 
 
 def _hooked(_: pytest.MonkeyPatch) -> Probed:
@@ -158,36 +166,21 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Probed:
     return probed()
 
 
-def _own_code(monkeypatch: pytest.MonkeyPatch) -> Probed:
-    read = process_key.code_of_file
-
-    def changed(file: str) -> str | None:
-        return "another" if file.endswith("kernels/ops.py") else read(file)
-
-    monkeypatch.setattr(process_key, "code_of_file", changed)
-    return probed()
-
-
-def _global_value(monkeypatch: pytest.MonkeyPatch) -> Probed:
-    monkeypatch.setattr(modeling_llama, "SCALE", 2.0, raising=False)
-    return probed()
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda _: probed(rms_norm_eps=1e-3),
         lambda _: probed(intermediate_size=80),
         lambda _: probed("mistral"),
-        _patched_method,
-        _patched_function,
+        _with(modeling_llama.LlamaMLP, "forward", _relu_mlp),
+        _with(modeling_llama, "rotate_half", lambda x: -x),
         _hooked,
         _attribute,
         _tied,
         _other_spec,
         _environment,
-        _own_code,
-        _global_value,
+        _with(process_key, "code_of_file", _other_code),
+        _with(modeling_llama, "SCALE", 2.0),
     ],
 )
 def test_the_key_follows_what_tracing_depends_on(
@@ -270,7 +263,7 @@ def test_what_has_no_form_in_a_file_is_not_kept(
 
 def test_a_graph_with_a_size_of_data_is_traced_each_time(tmp_path: Path) -> None:
     """jetmoe splits rows by expert: how many each gets has no hint."""
-    loaded, specs = probed("jetmoe")
+    loaded, specs = probed("jetmoe", num_hidden_layers=1)
     graph_cache = GraphCache(tmp_path)
     for _ in range(2):
         traced, is_new = graph_cache.get(loaded, specs)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.fx.nodes import calls
 from pagespec.kernels.fused import dispatch as fused
-from tests.support.captures import capture_plain, fuse, generate
+from tests.support.captures import capture_plain, change_common_passes, fuse, generate
 from tests.support.models import ARCHITECTURES
 
 # (rope and store, norms, activations). A Llama layer: one, two (and one at the end), one. Gemma has
@@ -63,9 +62,7 @@ def test_finds_the_structure_and_changes_no_bit(arch: str, dtype: torch.dtype) -
 
 
 def test_fuses_without_merged_projections(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = dict(capture_module.COMMON_PASSES)
-    del passes["merge_linear"]
-    monkeypatch.setattr(capture_module, "COMMON_PASSES", passes)
+    change_common_passes(monkeypatch, "merge_linear")
     captured = capture_plain("qwen3", torch.float32)
     plain = captured.graph
     assert plain is not None

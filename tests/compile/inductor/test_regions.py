@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,10 +41,13 @@ class AsItIs:
         return gm.forward
 
 
-def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CapturedModel:
+def captured(
+    arch: str, monkeypatch: pytest.MonkeyPatch, compiler: Any = None, **changes: Any
+) -> CapturedModel:
     """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
     use_passes(monkeypatch, {})
-    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
+    compile_all = partial(compile_regions, compiler=compiler or AsItIs())
+    monkeypatch.setattr(capture_module, "compile_regions", compile_all)
     loaded = load_model(tiny_model(arch, **changes))
     return capture_model(
         loaded, probe_model(loaded), CaptureOptions(compile="inductor"), graph_cache=graph_cache()
@@ -83,12 +87,7 @@ def test_a_size_goes_by_the_symbol_of_the_tensors_sizes(monkeypatch: pytest.Monk
 
     # As on a GPU, where one operation between two matmuls of experts is a region.
     monkeypatch.setattr(regions, "is_on_cpu", lambda values: False)
-    use_passes(monkeypatch, {})
-    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, compiler))
-    loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=2))
-    capture_model(
-        loaded, probe_model(loaded), CaptureOptions(compile="inductor"), graph_cache=graph_cache()
-    )
+    captured("qwen3_moe", monkeypatch, compiler, num_hidden_layers=2)
     assert given
     assert all(size.node._expr == size.node.expr for size in given)
 

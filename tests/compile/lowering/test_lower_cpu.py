@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from pagespec import LLM, SamplingParams, build
+from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
@@ -35,22 +33,14 @@ def test_packs_what_there_is_room_for() -> None:
     assert counts[0] == 0 < counts[1] < counts[2] == 9
 
 
-def test_only_weights_the_engine_loaded_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[CapturedModel] = []
-
-    def keep(*args: object, **kwargs: object) -> CapturedModel:
-        found.append(capture_model(*args, **kwargs))  # type: ignore[arg-type]
-        return found[-1]
-
-    monkeypatch.setattr(build, "capture_model", keep)
+def test_only_weights_the_engine_loaded_itself(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
     prompts, sampling = [[4, 8, 15], [16, 23, 42, 7]], SamplingParams(temperature=0, max_tokens=6)
-    answers = []
+    answers, are_packed = [], []
     for source in (model, tmp_path):
         llm = LLM(source, device="cpu", dtype="float32", num_blocks=16)
         answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, sampling)])
-    assert [bool(packed_names(captured)) for captured in found] == [False, True]
+        are_packed.append(bool(packed_names(llm._runner.captured)))
+    assert are_packed == [False, True]
     assert answers[0] == answers[1]

@@ -11,7 +11,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
-from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.fx.fake_tensors import expressions
 from pagespec.compile.fx.nodes import example, is_linear, linear_operands, tensor_of
@@ -21,7 +20,7 @@ from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.support.captures import graph_cache, use_passes
+from tests.support.captures import change_common_passes, graph_cache, use_passes
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 
@@ -39,9 +38,7 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
         before = {name: p.detach().clone() for name, p in loaded.module.named_parameters()}
         with monkeypatch.context() as patch:
             if not merge:
-                passes = dict(capture_module.COMMON_PASSES)
-                del passes["merge_linear"]
-                patch.setattr(capture_module, "COMMON_PASSES", passes)
+                change_common_passes(patch, "merge_linear")
             captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
         seen: list[torch.Tensor] = []
         runner = ModelRunner(
