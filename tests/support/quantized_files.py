@@ -274,11 +274,11 @@ def left_in(layout: str) -> tuple[str, ...]:
     return LEFT if "gptq" not in layout else LEFT[:1]
 
 
-def write_quantized(folder: Path, layout: str, **overrides: Any) -> PreTrainedModel:
+def write_quantized(folder: Path, layout: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A checkpoint in ``folder`` and the model it stands for, in float32."""
     config, encode = LAYOUTS[layout]
     sizes = INT4_SIZES if layout in INT4_LAYOUTS else SIZES
-    model = tiny_model("llama", **(sizes | overrides))
+    model = tiny_model("llama", seed, **(sizes | overrides))
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         layer = name.removesuffix(".weight")

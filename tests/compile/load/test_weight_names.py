@@ -137,28 +137,24 @@ def layers(values: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
     return groups.values()
 
 
-def check_quantized(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_quantized(layout: str, tmp_path: Path) -> None:
     write_quantized(tmp_path / "old", layout)
-    seeded = tiny_model
-    monkeypatch.setattr(
-        "tests.support.quantized_files.tiny_model", lambda arch, **sizes: seeded(arch, 1, **sizes)
-    )
-    write_quantized(tmp_path / "new", layout)
+    write_quantized(tmp_path / "new", layout, seed=1)
     values = load_file(tmp_path / "new" / "model.safetensors")
     check(tmp_path / "old", tmp_path / "new", layers, values)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("fp8 blocks", marks=pytest.mark.nightly), "awq"])
-def test_quantized_checkpoint(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_quantized(layout, tmp_path, monkeypatch)
+def test_quantized_checkpoint(layout: str, tmp_path: Path) -> None:
+    check_quantized(layout, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout", ["fp8 channels", "fp8 tensors", "gptq", "packed int4 asymmetric"]
 )
-def test_other_layouts(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_quantized(layout, tmp_path, monkeypatch)
+def test_other_layouts(layout: str, tmp_path: Path) -> None:
+    check_quantized(layout, tmp_path)
 
 
 @pytest.mark.nightly
