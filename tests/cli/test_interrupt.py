@@ -103,7 +103,7 @@ def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
 @pytest.mark.parametrize("where", ["dispatch", "collect", "on_token"])
 def test_whatever_a_step_raises_the_next_call_is_served(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], where: str
+    kind: type[BaseException], where: str
 ) -> None:
     llm = content_llm(pipeline_depth=1)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
@@ -115,23 +115,21 @@ def test_whatever_a_step_raises_the_next_call_is_served(
 
     question: object = [0, TOKEN_STRIDE]
     stopped = SamplingParams(max_tokens=8, stop="zzz", ignore_eos=True, seed=1)
+    target, name = llm.engine.runner, where
     if where == "on_token":
-        monkeypatch.setattr(llm.tokenizer, "decode", fail, raising=False)
-    else:
-        monkeypatch.setattr(llm.engine.runner, where, fail)
+        target, name = llm.tokenizer, "decode"
+    setattr(target, name, fail)
     with pytest.raises(BaseException, match="said by the test"):
         llm.generate(question, stopped, use_tqdm=False)
     assert calls
-    monkeypatch.undo()
+    delattr(target, name)
     output = llm.generate(question, params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == answer_alone(llm, [0, TOKEN_STRIDE], params)
     check_state(llm.engine.scheduler)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_real_model_answers_the_same_after_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_a_real_model_answers_the_same_after_an_interrupt(overlap: bool) -> None:
     llm = LLM(tiny_model("llama"), num_blocks=40, overlap=overlap, compile="eager")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [[5 + i] * 20 for i in range(3)]
@@ -146,7 +144,7 @@ def test_a_real_model_answers_the_same_after_an_interrupt(
             raise KeyboardInterrupt
         return logits
 
-    monkeypatch.setattr(llm.engine.runner, "_forward", interrupted)
+    llm.engine.runner._forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[9] * 20, *prompts], params, use_tqdm=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)

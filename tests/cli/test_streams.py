@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -128,17 +129,16 @@ def test_an_input_that_is_no_file_is_refused(shell: Shell, source: str) -> None:
     assert result.stderr.startswith(f"pagespec: error: --input = '{source}': must be a file")
 
 
-def test_a_progress_bar_needs_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_needs_no_stderr() -> None:
     """There is none under pythonw."""
     from pagespec.engine.inputs import PromptInput
     from tests.engine.test_generation import FALLBACK, PROMPT, SamplingParams, serving_of
 
     serving = serving_of(FALLBACK, [100])
-    monkeypatch.setattr(sys, "stderr", None)
     params = SamplingParams(max_tokens=1)
-    [output] = serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
+    with redirect_stderr(None):
+        [output] = serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
     assert output.outputs[0].token_ids == [100]
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
+    with redirect_stderr(io.StringIO()) as shown:
+        serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
     assert "1/1" in shown.getvalue()

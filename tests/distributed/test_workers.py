@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,18 +18,28 @@ from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelErro
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the module time; ``on_sleep`` is called after each sleep."""
+
+    def __init__(self) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module.time, "sleep", self.pass_s)
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
 
     def pass_s(self, seconds: float) -> None:
         self.now += seconds
 
+    def sleep(self, seconds: float) -> None:
+        self.pass_s(seconds)
+        self.on_sleep()
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 def watched(num_ranks: int = 3) -> tuple[Channel, Watch]:
@@ -154,7 +165,7 @@ def test_what_all_ranks_refuse_is_told_as_by_one(error: Exception) -> None:
     assert str(workers.reason_of(lost)) == f"{error} (rank 2)"
 
 
-def test_the_words_of_a_rank_come_late(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_rank_comes_late(clock: Clock) -> None:
     channel = Channel(2)
     workers = Workers(channel, 1)
     lost, begin = RuntimeError("Connection reset"), clock.now
@@ -162,12 +173,11 @@ def test_the_words_of_a_rank_come_late(clock: Clock, monkeypatch: pytest.MonkeyP
     assert clock.now - begin < 3
     assert workers.reason_of(KeyboardInterrupt()) is not lost  # at once
 
-    def sleep(seconds: float) -> None:
-        clock.pass_s(seconds)
+    def fail() -> None:
         channel.cells[1].text = describe_error(MemoryError("no memory"))
         channel.cells[1].state = State.FAILED
 
-    monkeypatch.setattr(module.time, "sleep", sleep)
+    clock.on_sleep = fail
     reason = workers.reason_of(lost)
     assert isinstance(reason, EngineError)
     assert str(reason) == "rank 1 has failed: MemoryError: no memory"

@@ -8,7 +8,6 @@ import pydoc
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,6 @@ from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared
 
 PACKAGE = Path(pagespec.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def import_engine(*_: Any) -> None:
-        pytest.fail("the engine is imported")
-
-    monkeypatch.setattr("pagespec.llm.import_engine", import_engine)
 
 
 @pytest.mark.parametrize("cls", [LLM, AsyncLLM])
@@ -90,7 +81,7 @@ def test_formats_are_checked_with_the_rest(name: str) -> None:
         LLM("m", **{name: "x"})  # type: ignore[arg-type]
 
 
-def test_an_llm_that_is_there_takes_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_llm_that_is_there_takes_no_arguments() -> None:
     there = object.__new__(LLM)
     for name, value in {"block_size": 8, "trace": os.devnull, "transparent": False}.items():
         with pytest.raises(InvalidInputError, match=f"^{name} = .*the LLM is there already"):
