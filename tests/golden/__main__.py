@@ -24,8 +24,7 @@ from tests.golden.subjects import (
     tiny,
 )
 from tests.support.models import ARCHITECTURES
-from tests.support.recurrent_models import RECURRENT
-from tests.support.sparse_models import SPARSE
+from tests.support.tiny_configs import RECURRENT, SPARSE
 
 
 def print_thresholds() -> None:

@@ -28,7 +28,7 @@ from tests.golden.harness import (
     reference_of,
 )
 from tests.support.models import TP_OVERRIDES, VOCAB_SIZE, tiny_model
-from tests.support.recurrent_models import RECURRENT
+from tests.support.tiny_configs import RECURRENT
 
 TINY_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48, 5, 70]
 TINY_NUM_OUTPUTS = [24, 20, 24, 16, 24, 24, 12, 24, 8, 24]

@@ -20,8 +20,8 @@ from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
 from tests.golden.subjects import GATE_SIZE, TINY_CONDITIONS, tiny
 from tests.support.captures import capture_once
-from tests.support.latent_models import LATENT
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.tiny_configs import LATENT
 
 _BY_DAY = ("tiny pool+cache", "budget 16")
 _RUNS = [

@@ -7,7 +7,7 @@ import pytest
 
 from tests.golden.harness import Condition, check
 from tests.golden.subjects import MAX_RELATIVE_ERRORS, RECURRENT_CONDITIONS, tiny
-from tests.support.recurrent_models import RECURRENT
+from tests.support.tiny_configs import RECURRENT
 
 # By day: one of each recurrence, a model whose layers have attention and a scan beside each other,
 # and one without attention; under those conditions that meet the others' cases too.

@@ -7,7 +7,7 @@ import pytest
 
 from tests.golden.harness import Condition, check
 from tests.golden.subjects import MAX_RELATIVE_ERRORS, tiny
-from tests.support.recurrent_models import RECURRENT
+from tests.support.tiny_configs import RECURRENT
 
 pytestmark = pytest.mark.gpu
 

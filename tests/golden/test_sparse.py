@@ -34,7 +34,7 @@ from tests.golden.subjects import (
 )
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.sparse_models import SPARSE, TOPK
+from tests.support.tiny_configs import SPARSE, TOPK
 
 _BY_DAY = ("tiny pool+cache", "budget 16")
 _RUNS = [

@@ -18,7 +18,7 @@ from tests.golden.subjects import BEYOND_CONDITIONS, GATE_SIZE, beyond, tiny
 from tests.golden.test_engine_gpu import device_memory, late_work, mixed_params
 from tests.golden.test_golden_gpu import CONDITIONS
 from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.sparse_models import SPARSE
+from tests.support.tiny_configs import SPARSE
 
 pytestmark = pytest.mark.gpu
 assert late_work  # a fixture

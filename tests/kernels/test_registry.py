@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pagespec.compile.load.quantized_load import check_capability
 from pagespec.errors import InvalidInputError
-from pagespec.kernels import arch as arch_module
 from pagespec.kernels import ops
 from pagespec.kernels.arch import CPU, Arch, Implementation
 from pagespec.kernels.arguments import PagedKV
@@ -109,11 +108,9 @@ FAMILY = (
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+def toy(as_gpu: Callable[[Gpu], None]) -> None:
     """A machine of another generation."""
-    card = Gpu(4, 99 << 10, TOY)
-    monkeypatch.setattr(Gpu, "of", lambda _: card)
-    monkeypatch.setattr(Arch, "of", lambda _: TOY)
+    as_gpu(Gpu(4, 99 << 10, TOY))
 
 
 def test_a_new_generation_is_entries_alone(toy: None) -> None:
@@ -213,19 +210,13 @@ def test_the_driver_is_asked_for_a_card_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_module_of_kernels_is_imported_once_and_its_functions_can_be_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    imported: list[str] = []
-
-    def import_module(name: str) -> SimpleNamespace:
-        imported.append(name)
-        return module
-
-    module = SimpleNamespace(launch=len)
-    monkeypatch.setattr(arch_module, "import_module", import_module)
+    name, module = "pagespec.kernels.toy.of_this_test", SimpleNamespace(launch=len)
+    monkeypatch.setitem(sys.modules, name, module)
     entry = Implementation("toy", "", ("sm123",), {"launch": "toy.of_this_test:launch"})
-    assert [entry.function("launch") for _ in range(3)] == [len] * 3
+    assert entry.function("launch") is len
+    del sys.modules[name]  # another import would fail
     module.launch = max
     assert entry.function("launch") is max
-    assert imported == ["pagespec.kernels.toy.of_this_test"]
 
 
 def test_reading_the_table_imports_no_triton() -> None:

@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from pagespec import AsyncLLM
-from tests.support.content_llm import content_llm
+from tests.support.content_llm import content_llm, slow_llm
 from tests.support.server import serving
-from tests.support.slow_llm import slow_llm
 
 BODY = {"prompt": [0, 0, 0, 0, 0], "max_tokens": 3, "ignore_eos": True, "seed": 1}
 

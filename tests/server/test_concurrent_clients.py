@@ -14,9 +14,8 @@ import pytest
 from pagespec import LLM, AsyncLLM
 from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.chat_models import save_chat_model
-from tests.support.content_llm import content_llm
+from tests.support.content_llm import content_llm, slow_llm
 from tests.support.server import serving
-from tests.support.slow_llm import slow_llm
 
 NUM_CLIENTS = 64
 Asked = tuple[str, dict[str, Any]]

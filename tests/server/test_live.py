@@ -14,8 +14,8 @@ from pagespec import AsyncLLM, SamplingParams
 from pagespec.server.app import create_app
 from pagespec.server.live import MAX_CELLS, WINDOW_S, LiveView
 from pagespec.server.metrics import EngineMetrics
+from tests.support.content_llm import slow_llm
 from tests.support.server import client, serving
-from tests.support.slow_llm import slow_llm
 
 LONG = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 

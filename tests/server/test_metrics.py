@@ -19,9 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from pagespec import AsyncLLM, SamplingParams
 from pagespec.server.app import create_app
 from pagespec.server.metrics import EngineMetrics, Histogram, log_scale, one_two_five, quantile
-from tests.support.content_llm import content_llm
+from tests.support.content_llm import content_llm, slow_llm
 from tests.support.server import client, serving
-from tests.support.slow_llm import slow_llm
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = (

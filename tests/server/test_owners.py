@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.content_llm import content_llm
+from tests.support.content_llm import content_llm, slow_llm
 from tests.support.server import serving
-from tests.support.slow_llm import slow_llm
 
 COMPLETIONS = "/v1/completions"
 NUM_FLOOD = 40

@@ -13,10 +13,9 @@ import pytest
 
 from pagespec import LLM, AsyncLLM
 from tests.support.browser import OTHER_HOST, browser, open_page  # noqa: F401
-from tests.support.content_llm import content_llm
+from tests.support.content_llm import content_llm, slowed
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
-from tests.support.slow_llm import slowed
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route

@@ -14,8 +14,8 @@ import pytest
 from pagespec import AsyncLLM
 from pagespec.server.app import create_app
 from tests.server.raw_http import connected, head
+from tests.support.content_llm import slow_llm
 from tests.support.server import running, serving
-from tests.support.slow_llm import slow_llm
 
 PATH = "/v1/completions"
 JSON = "Content-Type: application/json"

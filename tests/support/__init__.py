@@ -1,4 +1,4 @@
-"""What tests share: models, runners, oracles, and programs to run by hand.
+"""Shared by tests of several rooms: models, runners, oracles, and programs to run by hand.
 
 Three are programs: `python -m tests.support.bad_inputs` (every bad input and its message),
 `python -m tests.support.interrupts 10000` (exceptions at random lines of the engine) and

@@ -1,4 +1,4 @@
-"""What the assembler says of a kernel for Hopper: registers, spills, matmuls that are serialised.
+"""The assembler's report on a kernel for Hopper: registers, spills, serialised matmuls.
 
 Needs no GPU; not for a process in which Triton interprets.
 """
@@ -35,7 +35,7 @@ def repeated_pairs(ptx: str) -> list[str]:
 
 
 def described(built: Any) -> dict[str, Any]:
-    """What tests ask of a compiled kernel of specialised warps."""
+    """Properties of a compiled kernel of specialised warps."""
     ptx = built.asm["ptx"]
     said = assembled(ptx)
     spilled = re.search(r"(\d+) bytes spill stores", said)

@@ -78,7 +78,7 @@ def cases(llm: LLM, text_llm: LLM, folder: Path) -> list[tuple[str, Callable[[],
 
 
 def _odd_attention() -> object:
-    """A model that hands its attention a tensor this engine knows nothing of."""
+    """A model that passes its attention a tensor that the engine does not support."""
     import torch
 
     model = tiny_model("llama")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from pagespec import LLM, SamplingParams
 from pagespec import llm as llm_module
 from pagespec.build import BuiltEngine
 from pagespec.engine.config import EngineConfig
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.stats import EngineStats
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
@@ -80,3 +82,21 @@ def text_alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int =
     if not params.ignore_eos and answer[-1:] == [STOP_TOKEN]:
         answer.pop()  # a token that ends an answer has no text
     return LetterTokenizer().decode(answer)
+
+
+def slowed(llm: LLM, step_s: float) -> LLM:
+    """Have each step of an ``LLM`` wait so many seconds; other threads run meanwhile."""
+    runner: Any = llm.engine.runner
+    dispatch = runner.dispatch
+
+    def wait_and_dispatch(plan: StepPlan) -> Any:
+        time.sleep(step_s)
+        return dispatch(plan)
+
+    runner.dispatch = wait_and_dispatch
+    return llm
+
+
+def slow_llm(step_s: float, **settings: Any) -> LLM:
+    """``settings`` as of ``content_llm``."""
+    return slowed(content_llm(**settings), step_s)

@@ -1,5 +1,5 @@
-"""Makes Triton 3.7's interpreter as 3.9's is, where they differ and a GPU is as the latter, and
-spares it what it does over and over to no effect."""
+"""Patches Triton 3.7's interpreter to compute as that of 3.9 and a GPU, and caches its repeated
+work."""
 
 from __future__ import annotations
 

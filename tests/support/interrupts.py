@@ -302,8 +302,8 @@ def interrupt(
     """
     run = Run(seed, trace)
     raiser = LineRaiser(places, kind, file)
-    # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
-    # keep the traceback, and with its frames the callers that are to go.
+    # An exception raised in a finalizer is not propagated: it goes to this hook. A Mock would keep
+    # its traceback, whose frames hold the callers.
     with mock.patch.object(sys, "unraisablehook", new=_ignore):
         try:
             with raiser:

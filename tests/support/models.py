@@ -20,9 +20,7 @@ from transformers import (
 )
 
 from pagespec.compile.load.build_module import auto_class
-from tests.support.latent_models import LATENT
-from tests.support.recurrent_models import RECURRENT
-from tests.support.sparse_models import SPARSE
+from tests.support.tiny_configs import LATENT, RECURRENT, SPARSE
 
 VOCAB_SIZE = 320
 WINDOW = 24

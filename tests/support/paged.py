@@ -6,15 +6,16 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagespec.kernels import e4m3, ops
-from pagespec.kernels.arguments import AttentionParams, PagedKV
+from pagespec.kernels.arguments import AttentionParams, LatentKV, PagedKV
 from pagespec.kernels.fused.dispatch import kv_store
+from pagespec.kernels.mla import dispatch as mla
 
 Rows = list[tuple[int, int]]
 """(tokens already in the cache, new tokens) of each row of a batch."""
@@ -149,7 +150,7 @@ def make_batch(
 
 def scattered(tables: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
     """A store of more rows than ``tables [B, M]`` has, in another order, and ``table_rows [B]``:
-    where each table lies. The rows of nobody name blocks of others."""
+    where each table lies. Rows of no table name blocks of others."""
     num_rows = len(tables)
     rows = torch.tensor(rng.sample(range(num_rows + 2), num_rows), dtype=torch.int32)
     store = torch.randint(0, int(tables.max()) + 1, (num_rows + 2, tables.shape[1])).int()
@@ -265,3 +266,35 @@ def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: i
         for others in ([(1, 249, 250)], [(2, 0, 1), (3, 69, 70)], [(1, 3, 90), (3, 69, 70)]):
             for rows in ([mine, *others], [*others, mine]):
                 assert torch.equal(served(rows)[rows.index(mine)][0], whole[position])
+
+
+# Caches of latent vectors ------------------------------------------------------------------------
+
+
+def latent_shape(num_heads: int, rank: int, rope_dim: int, **others: Any) -> Shape:
+    """One KV head, whose values are the first ``rank`` elements of the keys."""
+    return Shape(hq=num_heads, hkv=1, dk=rank + rope_dim, dv=rank, **others)
+
+
+def latent_batch(rows: Rows, shape: Shape, *, num_padding: int = 3, device: str = "cpu") -> Batch:
+    """A batch whose new vectors are stored."""
+    batch = make_batch(rows, shape, num_padding=num_padding, device=device)
+    key, _, cache, _, slots = batch.store
+    mla.store_latent(key[None, :, 0, : shape.dv], key[None, :, 0, shape.dv :], cache, slots)
+    histories = [(k, k[..., : shape.dv]) for k, _ in batch.histories]
+    return replace(batch, histories=histories)
+
+
+def arguments(attend: tuple, rank: int) -> tuple[Tensor, LatentKV, float, int]:
+    """Of ``attention``, from those of ``paged_attention``."""
+    query, cache, _, *batch = attend[:7]
+    return query, LatentKV(cache, *batch), attend[7], rank
+
+
+def expected(batch: Batch, rows: Rows, shape: Shape) -> Tensor:
+    """``[num_tokens, H, R]`` in float64."""
+    return float64_attention(batch, rows, shape)
+
+
+def float64_heads(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("thi,hio->tho", x.double(), weight.double())

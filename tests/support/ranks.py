@@ -79,7 +79,7 @@ def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fork_ranks(num_ranks: int, function: Callable[[int], None]) -> None:
-    """Run ``function(rank)`` in processes of their own, for Triton's interpreter knows no threads.
+    """Run ``function(rank)`` in a process each: Triton's interpreter is not thread-safe.
     Fails unless all end well."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=function, args=(rank,)) for rank in range(num_ranks)]

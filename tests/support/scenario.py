@@ -359,8 +359,7 @@ class Scenario:
         return plan
 
     def _check_order(self, rows: set[Request]) -> None:
-        """L5: nobody is first served while more than K later arrivals were first served before,
-        as far as nobody was paused."""
+        """L5: no request is first served after more than K later arrivals, pauses apart."""
         for request in sorted(rows, key=lambda r: r.rank):
             if request not in self.first_served:
                 self.first_served.append(request)

@@ -1,4 +1,4 @@
-"""Random JSON schemas and regexes, what meets them, and requests that ask for them."""
+"""Random JSON schemas and regexes, texts that meet them, and requests constrained by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plans of an engine add up to: the oracle's own reading of what a runner is told."""
+"""Block tables and states by the plans of an engine: the oracle's own reading of the plans."""
 
 from __future__ import annotations
 

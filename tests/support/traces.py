@@ -69,7 +69,7 @@ def write_trace(
 
 
 def in_full(lines: Iterable[str]) -> list[str]:
-    """The trace as version 4 told it: with all rows of every plan."""
+    """The trace as version 4 wrote it: with all rows of every plan."""
     events = [event for _, event in read_events(lines)]
     for event in events:
         for row in event.get("rows", ()):

@@ -23,7 +23,7 @@ from pagespec.engine.scheduler import Scheduler
 
 
 class FixedRunner:
-    """Samples token 1 whatever it is told."""
+    """Samples token 1 for every plan."""
 
     pipeline_depth = 0
 

@@ -12,7 +12,7 @@ from pagespec.runner import cpu_platform
 from pagespec.verify import GateSize, run_gate
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
-from tests.support.recurrent_models import RECURRENT
+from tests.support.tiny_configs import RECURRENT
 
 SIZE = GateSize(
     max_batch=5,

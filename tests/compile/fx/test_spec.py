@@ -22,7 +22,7 @@ from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.captures import graph_cache, use_gpu_passes
 from tests.support.models import ARCHITECTURES, tiny_model
-from tests.support.sparse_models import SPARSE
+from tests.support.tiny_configs import SPARSE
 
 
 def fused_rope_attention(inputs: RopeInputs, *_: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pagespec.compile.probe.call_recorder import IndexRecorder, MaskMarker
 from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
-from tests.support.sparse_models import SPARSE, TOPK
+from tests.support.tiny_configs import SPARSE, TOPK
 
 
 @pytest.mark.parametrize("arch", SPARSE)

@@ -21,8 +21,8 @@ from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.kernels.mla import dispatch as mla
 from tests.support.captures import generate, graph_cache
-from tests.support.latent_models import LATENT
 from tests.support.models import tiny_model
+from tests.support.tiny_configs import LATENT
 
 # The calls that are latent, of all attention calls.
 MATCHED = {"deepseek_v3": 2, "kimi_linear": 1, **dict.fromkeys(LATENT, 2)}

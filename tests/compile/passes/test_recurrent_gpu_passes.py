@@ -11,7 +11,7 @@ from pagespec.kernels.linear import dispatch
 from tests.support.captures import use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
-from tests.support.recurrent_models import RECURRENT
+from tests.support.tiny_configs import RECURRENT
 
 lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
 

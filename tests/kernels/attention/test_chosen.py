@@ -14,13 +14,22 @@ from torch import Tensor
 from pagespec.kernels import ops
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from tests.kernels.attention.chosen import choice_of, choice_of_rows, float64_chosen
-from tests.support.latent import arguments, latent_batch, latent_shape
-from tests.support.paged import Batch, Rows, Shape, make_batch, poisoned_memory, rescheduled
+from tests.support.paged import (
+    Batch,
+    Rows,
+    Shape,
+    arguments,
+    latent_batch,
+    latent_shape,
+    make_batch,
+    poisoned_memory,
+    rescheduled,
+)
 
 pytest.importorskip("triton")
 from pagespec.kernels.attention.chosen import chosen_attention
 from pagespec.kernels.mla import launch
-from tests.kernels.mla.test_kernels import SMALL, SPREADS, _dot
+from tests.kernels.mla.test_kernels import SMALL, SPREADS, _ordered_dot  # noqa: F401 (a fixture)
 
 NUM_CHOSEN = 37
 ROWS: dict[str, Rows] = {
@@ -38,10 +47,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
 @pytest.fixture(autouse=True)
-def _ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+def _poisoned() -> Iterator[None]:
     with poisoned_memory("cpu"):
         yield
 

@@ -11,14 +11,12 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
 from pagespec.kernels import device
@@ -27,7 +25,6 @@ from pagespec.kernels.attention.spec import reference_only
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store
-from tests.support.interpreter import numbers
 from tests.support.paged import (
     Batch,
     Rows,
@@ -94,23 +91,9 @@ SPREADS = {
 
 
 @pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
+def _poisoned(ordered_dot: None) -> Iterator[None]:
     with poisoned_memory("cpu"):
         yield
-
-
-def _dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:
-    """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU.
-
-    The interpreter's own asks BLAS, whose order of summation changes from row to row of a tile.
-    """
-    products = numbers(a)[:, :, None] * numbers(b)[None]
-    return TensorHandle(products.sum(axis=1) + d.data, d.dtype.scalar)
-
-
-@pytest.fixture(autouse=True)
-def _ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ is not collected, and test_decode_prologue_gpu.py tests the same on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-from triton.runtime.interpreter import InterpreterBuilder
 
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import decode_prologue, triton_backend
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from tests.kernels.attention.rope_prologue import Case, same_bits
-from tests.kernels.attention.test_decode import SMALL, _dot, shuffled
+from tests.kernels.attention.test_decode import SMALL, shuffled
 from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
 from tests.support.apart import by_day_and_night, run_apart
 from tests.support.paged import Rows, Shape, poisoned_memory
@@ -46,8 +45,7 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+def _poisoned(ordered_dot: None) -> Iterator[None]:
     with poisoned_memory("cpu"):
         yield
 
@@ -127,6 +125,26 @@ def test_refuses_what_it_cannot_serve() -> None:
         case.one(tiling=SMALL)
 
 
+@pytest.fixture
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Notes which kernels an engine launches; calls ``instead``, if given."""
+
+    def note(instead: Callable[..., object] | None = None) -> list[str]:
+        calls: list[str] = []
+
+        def call(*args: object, name: str, function: Callable[..., object], **more: object) -> Any:
+            calls.append(name)
+            return function(*args, **more)
+
+        for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
+            function = instead or getattr(triton_backend, name)
+            noted = partial(call, name=name, function=function)
+            monkeypatch.setattr(triton_backend, name, noted)
+        return calls
+
+    return note
+
+
 @pytest.mark.parametrize(
     ("num_rows", "dtype", "num_launches"),
     [
@@ -137,17 +155,9 @@ def test_refuses_what_it_cannot_serve() -> None:
     ],
 )
 def test_an_engine_joins_small_decode_steps(
-    num_rows: int, dtype: torch.dtype, num_launches: int, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, dtype: torch.dtype, num_launches: int, note_launches: Callable[..., list[str]]
 ) -> None:
-    calls: list[str] = []
-    for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
-        original = getattr(triton_backend, name)
-
-        def counted(*args: object, name: str = name, original=original, **options: object):  # type: ignore[no-untyped-def]
-            calls.append(name)
-            return original(*args, **options)
-
-        monkeypatch.setattr(triton_backend, name, counted)
+    calls = note_launches()
     shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=dtype)
     case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
     case.check(call=TritonBackend().fused_rope_attention)
@@ -164,17 +174,14 @@ def test_an_engine_joins_small_decode_steps(
     [(64, ["fused_rope_attention"]), (65, ["norm_rope_store", "paged_attention"])],
 )
 def test_a_step_of_many_rows_is_launched_in_two(
-    num_rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    num_rows: int, launched: list[str], note_launches: Callable[..., list[str]]
 ) -> None:
     """Which kernels are launched; to interpret them for so many rows takes seconds."""
-    calls: list[str] = []
 
-    def note(given: RopeInputs | torch.Tensor, *_: object, name: str, **__: object) -> torch.Tensor:
-        calls.append(name)
+    def query_of(given: RopeInputs | torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return given.query if isinstance(given, RopeInputs) else given
 
-    for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
-        monkeypatch.setattr(triton_backend, name, partial(note, name=name))
+    calls = note_launches(query_of)
     shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=torch.float16)
     case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
     case.one(call=TritonBackend().fused_rope_attention)

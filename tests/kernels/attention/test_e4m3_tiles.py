@@ -21,11 +21,10 @@ from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import e4m3_tiles, launch, reference
 from pagespec.kernels.fused import dispatch, kv_store, norm_rope_store
-from tests.kernels.attention.test_decode import (  # noqa: F401 (fixtures)
+from tests.kernels.attention.test_decode import (  # noqa: F401 (a fixture)
     ROWS,
     SMALL,
     SPREADS,
-    _ordered_dot,
     _poisoned,
     attend,
     shuffled,

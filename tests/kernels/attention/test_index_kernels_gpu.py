@@ -15,8 +15,17 @@ from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.mla import launch
 from tests.kernels.attention.chosen import choice_of, choice_of_rows, float64_chosen
 from tests.kernels.attention.test_indexer import weights_of
-from tests.support.latent import arguments, latent_batch, latent_shape
-from tests.support.paged import Batch, Rows, Shape, make_batch, poisoned_memory, rescheduled
+from tests.support.paged import (
+    Batch,
+    Rows,
+    Shape,
+    arguments,
+    latent_batch,
+    latent_shape,
+    make_batch,
+    poisoned_memory,
+    rescheduled,
+)
 
 pytestmark = pytest.mark.gpu
 

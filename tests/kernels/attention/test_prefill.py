@@ -13,9 +13,8 @@ import triton.language as tl
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.prefill import num_leading_singles
 from pagespec.kernels.attention.tiling import choose_tiling
-from tests.kernels.attention.test_decode import (  # noqa: F401 (two are fixtures)
+from tests.kernels.attention.test_decode import (  # noqa: F401 (a fixture)
     TOLERANCE,
-    _ordered_dot,
     _poisoned,
     attend,
     stored,

@@ -15,14 +15,14 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from pagespec.kernels.arguments import AttentionParams
-from pagespec.kernels.attention import e4m3_tiles, launch
+from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
 from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.attention.test_decode import ROWS, SMALL, stored
-from tests.kernels.attention.test_e4m3_tiles import _halves
+from tests.kernels.attention.test_e4m3_tiles import _without_assembly  # noqa: F401 (a fixture)
 from tests.support.paged import Shape, bundled, poisoned_memory
 
 BF16 = torch.bfloat16
@@ -52,11 +52,8 @@ def quantized(arguments: Any, tiling: Any) -> QuantizedRows:
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_are_those_of_stored_outputs(
-    shape: Shape, rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_are_those_of_stored_outputs(shape: Shape, rows: list[tuple[int, int]]) -> None:
     """Contexts of one segment and of several; whole heads in a program, and halves of them."""
-    monkeypatch.setattr(e4m3_tiles, "halves_of_pairs", _halves)
     arguments = bundled(*stored(rows, shape).attend)
     parts = choose_tiling(shape.dtype, shape.dk, shape.dv).prefill_parts
     for tiling in (SMALL, replace(SMALL, unsplit_from=1, prefill_parts=parts)):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -134,17 +136,16 @@ def test_functions_keep_leading_dims_on_both_ways(
     torch.testing.assert_close(out, F.silu(gate) * up, **close)
 
 
-def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_decides_the_kernel(torch_calls: dict[Any, Any]) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
 
     rows: list[int] = []
-    plain = F.linear
 
     def counted(x: Tensor, *rest: Tensor | None) -> Tensor:
         rows.append(x.shape[1])
-        return plain(x, *rest)
+        return F.linear(x, *rest)
 
-    monkeypatch.setattr(F, "linear", counted)
+    torch_calls[F.linear] = counted
     for num_rows in (4, 5):
         gpu_linear.linear(integers(1, num_rows, 8), integers(4, 8), max_custom_rows=4)
         gpu_linear.linear_silu_mul(integers(1, num_rows, 8), integers(4, 8), max_custom_rows=4)
@@ -219,87 +220,101 @@ def one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
 
 
-def test_a_sweep_finds_what_few_results_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def change_ours(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
+    """Has our kernel give ``change(x, result)``."""
+    from pagespec.kernels.linear import dispatch as gpu_linear
+
+    ours = gpu_linear.matmul
+
+    def replace(change: Callable[..., Tensor]) -> None:
+        monkeypatch.setattr(
+            gpu_linear, "matmul", lambda x, *rest, **options: change(x, ours(x, *rest, **options))
+        )
+
+    return replace
+
+
+def test_a_sweep_finds_what_few_results_show(
+    torch_calls: dict[Any, Any], request: pytest.FixtureRequest
+) -> None:
     from pagespec.kernels.linear import plan as plans
 
-    plain, weight, counts = F.linear, normal(64, 8), (64, 65)
+    weight, counts = normal(64, 8), (64, 65)
     rows = [plans._rows_to_try(weight, 65, draw)[:, 0] for draw in range(16)]
     rare = rows[0].max()
     assert 0 < sum((x > rare).sum() for x in rows) < 10
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Another order of summation, which one row of some thousands shows."""
-        return plain(x, weight, bias) + (x[:, :1] > rare) * (len(x) == 65)
+        return F.linear(x, weight, bias) + (x[:, :1] > rare) * (len(x) == 65)
 
-    monkeypatch.setattr(F, "linear", library)
+    torch_calls[F.linear] = library
     assert plans.sweep(weight, None, counts, ours_up_to=0).cublas_differs == (65,)
-    monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
+    request.getfixturevalue("one_draw")
     assert plans.sweep(weight, None, counts, ours_up_to=0).cublas_differs == ()
 
 
 @pytest.mark.usefixtures("one_draw")
-def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels.linear import dispatch as gpu_linear
+def test_a_sweep_names_the_row_counts_that_differ(
+    torch_calls: dict[Any, Any], change_ours: Callable[..., None]
+) -> None:
     from pagespec.kernels.linear import plan as plans
 
-    plain = F.linear
-
     def off_at_three(x: Tensor, *rest: Tensor | None) -> Tensor:
-        out = plain(x.double(), *(r if r is None else r.double() for r in rest)).float()
+        out = F.linear(x.double(), *(r if r is None else r.double() for r in rest)).float()
         if len(x) == 3:
             out[2, 0] = torch.nextafter(out[2, 0], torch.tensor(9e9))
         return out
 
-    monkeypatch.setattr(F, "linear", off_at_three)
+    torch_calls[F.linear] = off_at_three
     # One summand: no rounding but the product's, so that all who compute it agree.
     report = plans.sweep(normal(8, 1), None, (600, 1, 3, 2))
     assert report == plans.SweepReport((1, 2, 3, 600), (3,), ())
     assert plans.sweep(normal(8, 1), None, (1,)).cublas_differs == ()
-    monkeypatch.setattr(gpu_linear, "matmul", lambda x, *_, **__: off_at_three(x, normal(8, 1)) + 1)
+    change_ours(lambda x, _: off_at_three(x, normal(8, 1)) + 1)
     assert plans.sweep(normal(8, 1), None, (1, 3)).ours_differs == (1, 3)
 
 
 @pytest.mark.usefixtures("one_draw")
-def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels.linear import dispatch as gpu_linear
+def test_a_plan_tries_our_kernel_as_far_as_it_is_used(
+    torch_calls: dict[Any, Any], change_ours: Callable[..., None]
+) -> None:
     from pagespec.kernels.linear import plan as plans
 
-    plain, ours = F.linear, gpu_linear.matmul
     # One summand an output, and no rounding: all who compute it agree.
     weight = torch.eye(8, dtype=torch.float16)
     tried: set[int] = set()
     bad: set[int] = set()
 
     def library(x: Tensor, *rest: Tensor | None) -> Tensor:
-        return plain(x, *rest) + (len(x) == 65)
+        return F.linear(x, *rest) + (len(x) == 65)
 
-    def watched(x: Tensor, *args: Tensor | None, **options: object) -> Tensor:
+    def watched(x: Tensor, out: Tensor) -> Tensor:
         tried.add(len(x))
-        return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
+        return out + (len(x) in bad)
 
-    monkeypatch.setattr(gpu_linear, "matmul", watched)
+    change_ours(watched)
     assert plans.choose_plan(weight) == 64
     assert tried == {1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64}
-    monkeypatch.setattr(F, "linear", library)
+    torch_calls[F.linear] = library
     bad.add(1024)  # cuBLAS differs at 65, so our kernel is to compute all rows
     with pytest.raises(UnsupportedModelError, match=r"\[8, 8\].*float16.* at \[1024\]"):
         plans.choose_plan(weight)
 
 
 @pytest.mark.usefixtures("one_draw")
-def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernel_for_all_rows_must_agree_with_itself(
+    torch_calls: dict[Any, Any], change_ours: Callable[..., None]
+) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import plan as plans
 
-    plain, ours = F.linear, gpu_linear.matmul
     weight = torch.eye(8, dtype=torch.float16)
     bad: set[int] = set()
 
-    def watched(x: Tensor, *args: Tensor | None, **options: object) -> Tensor:
-        return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(F, "linear", lambda *args: plain(*args) + 1)  # one class, but not ours
-    monkeypatch.setattr(gpu_linear, "matmul", watched)
+    torch_calls[F.linear] = lambda *args: F.linear(*args) + 1  # one class, but not ours
+    change_ours(lambda x, out: out + (len(x) in bad))
     assert plans.choose_plan(weight) == gpu_linear.ALL_ROWS
     bad.add(65)  # beyond what is compared with the library
     with pytest.raises(UnsupportedModelError, match=r"at \[65\]"):
@@ -312,7 +327,10 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.Monk
     ids=str,
 )
 def test_with_one_tile_or_few_outputs_the_library_is_not_asked(
-    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    torch_calls: dict[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import plan as plans
@@ -320,7 +338,7 @@ def test_with_one_tile_or_few_outputs_the_library_is_not_asked(
     def library(*_: object) -> Tensor:
         raise AssertionError("cuBLAS was asked")
 
-    monkeypatch.setattr(F, "linear", library)
+    torch_calls[F.linear] = library
     monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
     # One summand an output: the interpreter's matmuls agree about no more.
     assert plans.choose_plan(torch.eye(*shape, dtype=dtype)) == gpu_linear.ALL_ROWS

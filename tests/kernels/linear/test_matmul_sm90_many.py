@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from pagespec import kernels
 from pagespec.kernels import arch
 from pagespec.kernels.arch import Arch
+from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.apart import run_apart
 
@@ -115,20 +117,18 @@ def set_kernel(monkeypatch: pytest.MonkeyPatch, matmul: Any) -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def launched(monkeypatch: pytest.MonkeyPatch, as_gpu: Callable[[Gpu], None]) -> list[Any]:
     """Shapes of rows that our kernel was asked for, as if this were a Hopper GPU, and whether with
     a gate."""
-    from pagespec.kernels.linear import dispatch
 
     seen: list[Any] = []
-    card = dispatch.Gpu(3, 227 << 10, Arch("sm90", has_gluon=True))  # of three multiprocessors
+    as_gpu(Gpu(3, 227 << 10, Arch("sm90", has_gluon=True)))  # of three multiprocessors
 
     def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
         seen.append((tuple(rows.shape), has_gate))
         out = F.linear(rows, weight)
         return fused.act_mul(*out.chunk(2, -1), "silu") if has_gate else out
 
-    monkeypatch.setattr(dispatch.Gpu, "of", lambda _: card)
     set_kernel(monkeypatch, matmul_many)
     return seen
 
@@ -198,7 +198,9 @@ def test_while_kernels_are_made_those_of_both_ways_are_launched(
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
-def test_a_plan_looks_at_its_bits(has_gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_looks_at_its_bits(
+    has_gate: bool, torch_calls: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pagespec.kernels.linear import plan as plans
     from pagespec.kernels.linear.dispatch import ALL_ROWS
 
@@ -211,7 +213,7 @@ def test_a_plan_looks_at_its_bits(has_gate: bool, monkeypatch: pytest.MonkeyPatc
         out = (rows.double() @ weight.double().T).half()
         return fused.act_mul(*out.chunk(2, -1), "silu") if has_gate else out
 
-    monkeypatch.setattr(F, "linear", lambda x, w: matmul_many(x, w, False))
+    torch_calls[F.linear] = lambda x, w: matmul_many(x, w, False)
     assert plans.many_differs(weight, None, has_gate) == ()  # no GPU, no kernel
     assert asked == []
     found = SimpleNamespace(function=lambda _: matmul_many)

@@ -3,8 +3,7 @@ tests/kernels/linear/test_dispatch_gpu.py."""
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,18 +12,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from pagespec import kernels
-from pagespec.kernels import arch
-from pagespec.kernels.arch import Arch
+from pagespec.kernels.arch import Arch, Implementation
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.registry import registry
 
 N, K = 2048, 1024
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def launched(
+    monkeypatch: pytest.MonkeyPatch, as_gpu: Callable[[Gpu], None]
+) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of x for which the one launch was asked; as if this were a Hopper GPU."""
     shapes: list[tuple[int, ...]] = []
 
@@ -40,20 +40,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def serves(num_rows: int, k_size: int, *_: object) -> bool:
         return 0 < num_rows <= 4 and k_size == K
 
-    fake = SimpleNamespace(norm_matmul=matmul, serves_norm=serves)
-    monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.matmul_sm90", fake)
-    monkeypatch.setattr(kernels.linear, "matmul_sm90", fake, raising=False)
-    # Modules are imported once per process, and these stand-ins live for one test.
-    monkeypatch.setattr(arch, "_module_and_name", arch._module_and_name.__wrapped__)
+    class Entry(Implementation):
+        """Its functions stand here."""
+
+        __slots__ = ()
+
+        def function(self, name: str) -> Any:
+            return {"serves": serves, "matmul": matmul}[name]
 
     def ours(x: Tensor, weight: Tensor, bias: None, has_gate: bool = False) -> Tensor:
         product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
         return product(x, weight, bias, -1)
 
     monkeypatch.setattr(gpu_linear, "_ours", ours)  # there is no Gluon on a CPU
-    card = Gpu(132, 227 << 10, Arch("sm90", has_gluon=True))
-    monkeypatch.setattr(gpu_linear.Gpu, "of", lambda device: card)
-    return shapes
+    as_gpu(Gpu(132, 227 << 10, Arch("sm90", has_gluon=True)))
+    entry = Entry("norm_matmul", "bfloat16", ("sm90",))
+    with registry().changed(first=(entry,)):
+        yield shapes
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,6 @@ def test_what_sweeps_of_new_shapes_launch_is_asked_for_before(
     tmp_path: Path, sweeps: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(linear_plans, "parallel_build", lambda _: nullcontext())
     monkeypatch.setattr(
         linear_plans.gpu_linear, "linear", lambda x, w, *_: asked.append((len(x), tuple(w.shape)))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_every_tile_that_is_chosen_is_one_that_a_start_makes() -> None:
     assert all(tile.block_m < 128 for tile in wide_tiles(256, SMALL))
 
 
-def test_a_start_makes_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_makes_all_tiles(
+    monkeypatch: pytest.MonkeyPatch, as_gpu: Callable[[Gpu], None]
+) -> None:
     asked = []
 
     def launch(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
@@ -111,7 +114,7 @@ def test_a_start_makes_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty(len(x), len(weight), device="meta")
 
     monkeypatch.setattr(kernel, "wide_matmul", launch)
-    monkeypatch.setattr(kernel.Gpu, "of", lambda _: H200)
+    as_gpu(H200)
     x, weight = torch.empty(1, 3, 48, device="meta"), torch.empty(64, 48, device="meta")
     assert kernel.wide_linear(x, weight).shape == (1, 3, 64)
     assert asked == [kernel.TILES[-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,22 @@ from pagespec.kernels.linear_cpu.recipe_cache import Recipes
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The shapes tried out, on a processor that says what it is."""
-    shapes: list[Any] = []
-
-    def choose(*shape: Any, **options: Any) -> MatmulRecipe:
-        shapes.append((*shape, options))
-        return MatmulRecipe("onednn", 2, is_packed=options["may_pack"])
-
-    monkeypatch.setattr(invariant, "choose_recipe", choose)
     info = tmp_path / "cpuinfo"
     info.write_text("model name: one\ncpu MHz: 1\nflags: avx2\n\nmodel name: another\n")
     monkeypatch.setattr(recipe_cache, "_CPU_INFO", info)
-    return shapes
+    SHAPES.clear()
+    return SHAPES
+
+
+SHAPES: list[tuple[int, bool]] = []
 
 
 def choose(recipes: Recipes, num_outputs: int = 8, may_pack: bool = False) -> MatmulRecipe:
-    return recipes.choose(num_outputs, 4, torch.float32, is_contiguous=True, may_pack=may_pack)
+    def try_out() -> MatmulRecipe:
+        SHAPES.append((num_outputs, may_pack))
+        return MatmulRecipe("onednn", 2, is_packed=may_pack)
+
+    return recipes.find(MatmulRecipe("mkl", 1), f"{num_outputs} {may_pack}", try_out)
 
 
 def test_the_next_process_finds_them(tried: list[Any], tmp_path: Path) -> None:
@@ -74,8 +76,12 @@ def test_threads_and_settings_matter(
     choose(Recipes(folder))
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     choose(Recipes(folder))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    choose(Recipes(folder))
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        choose(Recipes(folder))
+    finally:
+        torch.set_num_threads(before)
     assert len(tried) == 3
 
 
@@ -89,7 +95,6 @@ def test_of_threads_those_matter_that_are_tried(tried: list[Any], tmp_path: Path
         finally:
             torch.set_num_threads(before)
     assert len(tried) == 1
-    assert tried[0][-1]["threads"] == (2, 1)
     choose(Recipes(folder, (4, 2, 1)))
     choose(Recipes(folder, (2,)))
     choose(Recipes(folder, (1,)))
@@ -100,7 +105,7 @@ def test_of_threads_those_matter_that_are_tried(tried: list[Any], tmp_path: Path
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"8x4 torch.float32 10": 5}', "of other recipes", "of more fields"],
+    ["", "{", "[]", '{"8 False": 5}', "of other recipes", "of more fields"],
 )
 def test_what_is_damaged_is_tried_anew(tried: list[Any], tmp_path: Path, content: str) -> None:
     folder = tmp_path / "linear"
@@ -115,3 +120,15 @@ def test_what_is_damaged_is_tried_anew(tried: list[Any], tmp_path: Path, content
     file.write_text(content)
     assert choose(Recipes(folder)) == expected
     assert len(tried) == 2
+
+
+def test_a_recipe_is_that_of_a_trial_and_kept_for_its_arguments(tried: Any, tmp_path: Path) -> None:
+    folder, threads = tmp_path / "linear", (1,)
+    recipes = Recipes(folder, threads)
+    for sizes in product((8, 16), (4, 40), (torch.float32, torch.bfloat16)):
+        for is_contiguous, may_pack in product((True, False), repeat=2):
+            given = {"is_contiguous": is_contiguous, "may_pack": may_pack}
+            expected = invariant.choose_recipe(*sizes, **given, threads=threads)
+            assert recipes.choose(*sizes, **given) == expected
+    (file,) = folder.iterdir()
+    assert len(json.loads(file.read_text())) == 2**5

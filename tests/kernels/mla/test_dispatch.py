@@ -13,8 +13,15 @@ from pagespec.kernels.attention import cpu_invariant
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import head_matmul
 from pagespec.kernels.mla.head_matmul import HeadMatmulRecipe
-from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
-from tests.support.paged import Rows, rescheduled
+from tests.support.paged import (
+    Rows,
+    arguments,
+    expected,
+    float64_heads,
+    latent_batch,
+    latent_shape,
+    rescheduled,
+)
 
 ROWS: Rows = [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)]
 SHAPE = latent_shape(6, 40, 8)

@@ -17,8 +17,17 @@ from pagespec.kernels.arguments import LatentInputs, LatentKV
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.mla import dispatch, head_matmul_kernel, launch, store_kernel
 from pagespec.kernels.mla.launch import LatentTiling
-from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
-from tests.support.paged import Rows, Shape, poisoned_memory, rescheduled
+from tests.support.paged import (
+    Rows,
+    Shape,
+    arguments,
+    expected,
+    float64_heads,
+    latent_batch,
+    latent_shape,
+    poisoned_memory,
+    rescheduled,
+)
 
 ROWS: dict[str, Rows] = {
     "mixed": [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)],

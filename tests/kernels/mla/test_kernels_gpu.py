@@ -15,8 +15,17 @@ from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
 from pagespec.kernels.registry import registry
 from tests.support.hopper import has_hopper_kernels
-from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
-from tests.support.paged import Rows, Shape, poisoned_memory, rescheduled
+from tests.support.paged import (
+    Rows,
+    Shape,
+    arguments,
+    expected,
+    float64_heads,
+    latent_batch,
+    latent_shape,
+    poisoned_memory,
+    rescheduled,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -210,3 +211,11 @@ def run_whole(case: Case, first: int, last: int, interval: int = 1 << 20) -> tup
     request = Request(first, last, [0] * -(-(last - first) // interval))
     steps.step([(request, last - first)])
     return request.outputs[0], steps.states[0]
+
+
+def use_kernels_of(patch: pytest.MonkeyPatch, **are: bool) -> None:
+    """Has chunks computed as of steps with such rows: ``has_long_rows``, ``has_many_rows``."""
+    from pagespec.kernels.recurrent import chunked
+
+    for name, value in are.items():
+        patch.setattr(chunked, name, lambda *_, value=value: value)

@@ -220,15 +220,12 @@ def test_all_kernels_of_chunks_give_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of prompts, of many rows and of few."""
-    from pagespec.kernels.recurrent import chunked
-
     torch.manual_seed(0)
     case = CASES[name](60)
     by_kernel(case, monkeypatch)
     found = []
     for is_long, is_many in ((True, True), (False, True), (False, False)):
-        monkeypatch.setattr(chunked, "has_long_rows", lambda *_, found=is_long: found)
-        monkeypatch.setattr(chunked, "has_many_rows", lambda *_, found=is_many: found)
+        cases.use_kernels_of(monkeypatch, has_long_rows=is_long, has_many_rows=is_many)
         steps = Steps(case, 3, 2 * CHUNK)
         rows = Request(0, 40, [0, 1]), Request(40, 60, [2])
         for first, second in ((5, 0), (1, 7), (30, 13), (4, 0)):

@@ -116,8 +116,6 @@ def test_all_ways_to_compute_a_chunk_give_the_same_bits(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, token by token and in cuts, by the kernels of prompts, of many rows and of few."""
-    from pagespec.kernels.recurrent import chunked
-
     torch.manual_seed(0)
     make = {
         "delta_rule": lambda n: cases.delta_rule(n, 4, 2, 128, 128, dtype=dtype),
@@ -126,8 +124,7 @@ def test_all_ways_to_compute_a_chunk_give_the_same_bits(
     case = make(150)
     outputs, slot = run_whole(case, 0, 150, 64)
     for is_long, is_many in ((True, True), (False, True), (False, False)):
-        monkeypatch.setattr(chunked, "has_long_rows", lambda *_, found=is_long: found)
-        monkeypatch.setattr(chunked, "has_many_rows", lambda *_, found=is_many: found)
+        cases.use_kernels_of(monkeypatch, has_long_rows=is_long, has_many_rows=is_many)
         for cuts in ([150], [1] * 150, [30, 1, 1, 1, 16, 47, 54]):
             steps = Steps(case, 1, 64)
             request = Request(0, 150, [0] * 3)

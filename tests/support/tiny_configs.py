@@ -1,8 +1,57 @@
-"""Configs of tiny models with recurrent layers: fields beside those that all tiny models share."""
+"""Configs of tiny models with latent attention, an indexer or recurrent layers: fields beside
+those that all tiny models share."""
 
 from __future__ import annotations
 
 from typing import Any
+
+_LATENT: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, **_ROUTED, "q_lora_rank": None},
+    "axk1": {**_LATENT, **_ROUTED},
+    "glm4_moe_lite": {**_LATENT, **_ROUTED},
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+}
+"""Beside "deepseek_v3" and, with recurrent layers, "kimi_linear"."""
+
+# Sixteen index heads, so that practically no score is 0: among equal scores transformers' choice
+# follows the length of the prompt.
+TOPK = 12
+_SPARSE: dict[str, Any] = {
+    **LATENT["axk1"],
+    "index_topk": TOPK,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {**_SPARSE, "n_group": 2},
+    # The last layer sees what the indexer of the second chose.
+    "glm_moe_dsa": {
+        **_SPARSE,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "full", "shared"],
+    },
+    "axk2": {**_SPARSE, "n_group": None, "topk_group": None},
+    "hy_v4": {**_SPARSE, "num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]},
+}
 
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8,

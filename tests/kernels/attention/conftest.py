@@ -1,0 +1,24 @@
+"""Matmuls of Triton's interpreter, in the order of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU.
+
+    The interpreter's own asks BLAS, whose order of summation changes from row to row of a tile.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from tests.support.interpreter import numbers
+
+    def dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:
+        products = numbers(a)[:, :, None] * numbers(b)[None]
+        return TensorHandle(products.sum(axis=1) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
