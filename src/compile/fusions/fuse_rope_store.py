@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from ...kernels.fused import dispatch as fused
-from ..fx.nodes import calls_op, dtype_of, example, last_dim_slice, last_size, tensor_of
+from ..fx.nodes import calls_op, dtype_of, example, last_size, tensor_of
 from ..fx.pass_context import PassContext
 from ..fx.rules import (
     Guard,
@@ -69,28 +69,23 @@ def _is_rotation(p: str) -> Guard:
 
     def holds(m: Match) -> bool:
         x, cos, sin = m[p + "turned"], m["cos"], m["sin"]
-        heads, width = tensor_of(x), last_size(x)
-        if (
-            heads is None
-            or heads.dim() != 4
-            or str(heads.shape[0]) != "1"
-            or not width
-            or width % 2
-        ):
+        heads = tensor_of(x)
+        if heads is None or heads.dim() != 4:
             return False
-        ranges = [last_dim_slice(m[p + half])[1:] for half in ("first", "second")]  # type: ignore
+        one, *_, width = heads.shape
+        if str(one) != "1" or not isinstance(width, int) or not width or width % 2:
+            return False
+        ranges = [m[f"{p}{half}_range"] for half in ("first", "second")]
         if ranges != [(0, width // 2), (width // 2, width)]:
             return False
         table_width = width if m.get(p + "swapped") else width // 2
-        tables = [tensor_of(table) for table in (cos, sin)]
-        return all(
-            table is not None
-            and table.dim() == 3
-            and str(table.shape[0]) == "1"
-            and table.shape[-1] == table_width
-            and table.dtype == heads.dtype
-            for table in tables
-        )
+        for table in map(tensor_of, (cos, sin)):
+            if table is None or table.dim() != 3 or table.dtype != heads.dtype:
+                return False
+            one, _, size = table.shape
+            if str(one) != "1" or size != table_width:
+                return False
+        return True
 
     return holds
 
@@ -98,7 +93,7 @@ def _is_rotation(p: str) -> Guard:
 def _is_beginning(p: str) -> Guard:
     def holds(m: Match) -> bool:
         whole, width = m[p + "whole"], last_size(m[p + "turned"])
-        parts = [last_dim_slice(m[p + part])[1:] for part in ("turned", "rest")]  # type: ignore
+        parts = [m[f"{p}{part}_range"] for part in ("begun", "rest")]
         return parts == [(0, width), (width, last_size(whole))]
 
     return holds

@@ -233,7 +233,10 @@ class Cast(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Slice(Pattern):
-    """A contiguous part of the last dimension, of :func:`.nodes.last_dim_slice`."""
+    """A contiguous part of the last dimension, of :func:`.nodes.last_dim_slice`.
+
+    Binds (begin, end) as well, behind the name and ``_range``.
+    """
 
     source: Pattern
     name: str
@@ -243,7 +246,9 @@ class Slice(Pattern):
         if part is not None and found is not None:
             whole, chunks = part[0], value.args[0]
             nodes = (value,) if chunks is whole else (value, chunks)
-            yield from self.source.match(whole, found.with_nodes(*nodes))
+            ranged = found.bind(f"{self.name}_range", part[1:])
+            if ranged is not None:
+                yield from self.source.match(whole, ranged.with_nodes(*nodes))
 
 
 @dataclass(frozen=True, slots=True)
