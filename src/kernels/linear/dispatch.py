@@ -115,7 +115,10 @@ def _multiply(
     if out is not None:
         return out
     out = F.linear(x, weight, bias)
-    return fused.act_mul(*out.chunk(2, dim=-1), "silu") if has_gate else out
+    if not has_gate:
+        return out
+    gate, up = out.chunk(2, dim=-1)
+    return fused.act_mul(gate, up, "silu")
 
 
 def linear(

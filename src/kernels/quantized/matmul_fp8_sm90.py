@@ -13,7 +13,7 @@ Rows are on the right of the unit and 64 outputs or 128 on its left. Where a pro
 rest of the operand is whatever lies behind in shared memory, and its results are discarded.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 import torch

@@ -18,7 +18,7 @@ at a time than without a gate, and a thread has both of an output. Gate and up s
 never go to memory.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 import triton.language as tl
@@ -396,15 +396,17 @@ def launch_many_rows(
         weight: e4m3 ``[N, K]``; ``[2 N, K]`` (gate, then up) if ``out`` is quantised.
         scales, shared, tile: as of :func:`.matmul_fp8_sm90.matmul`.
     """
-    (num_rows, k_size), has_gate = x.values.shape, isinstance(out, QuantizedRows)
-    halves = 2 if has_gate else 1
+    num_rows, k_size = x.values.shape
+    gated = out if isinstance(out, QuantizedRows) else None
+    halves = 1 if gated is None else 2
     num_outs = len(weight) // halves
     num_tiles = -(-num_rows // tile.x_rows) * (num_outs // tile.part)
     many_rows_kernel[(min(num_tiles, count_sms(weight.device)),)](
         describe(x.values, 64, BLOCK),
-        describe(weight, tile.part // halves, BLOCK, halves=2 if has_gate else 0),
-        describe(out.values, 64, BLOCK) if has_gate else None,
-        x.scales, scales, None if has_gate else out, out.scales if has_gate else None, num_rows,
+        describe(weight, tile.part // halves, BLOCK, halves=0 if gated is None else 2),
+        None if gated is None else describe(gated.values, 64, BLOCK),
+        x.scales, scales, out if gated is None else None, None if gated is None else gated.scales,
+        num_rows,
         N=num_outs, K=k_size, PART=tile.part, X_ROWS=tile.x_rows, STAGES=tile.stages,
         W_GROUPS=scales.shape[1], SHARED=shared, HALVES=halves,
         num_warps=4,  # of the first warpgroup; the others are its workers
