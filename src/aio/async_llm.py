@@ -13,10 +13,11 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..engine.config import EngineConfig, check_model
-from ..engine.inputs import PromptInput, truncation_of
+from ..engine.inputs import Marks, PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
@@ -84,6 +85,7 @@ class AsyncLLM:
     Attributes:
         llm: its methods may be called, too. They step the engine for all, also during a pause.
         observers: receive events of requests; added before the first request.
+        is_stopping: whether :meth:`shutdown` was called.
     """
 
     @takes(AsyncArgs)
@@ -99,7 +101,7 @@ class AsyncLLM:
         self._reader, self._factory = self.llm.reader, self.llm.factory
         self._engine = self.llm.engine
         self._numbers = itertools.count()
-        self._is_stopping = False
+        self.is_stopping = False
         self._resumed: Future[None] | None = None  # while new requests are held back
         # Nothing that the thread refers to may refer to this object, which it would keep.
         observers, wake = weakref.ref(self.observers), threading.Event()
@@ -110,7 +112,7 @@ class AsyncLLM:
         self._thread = EngineThread(
             self._engine, wake, host.after_step, host.on_failure, host.end_all
         )
-        self._abort = _aborter(self._thread, host)
+        self._abort = partial(_abort, self._thread, host)
         self._finalizer = weakref.finalize(self, _end_dropped, self._thread)
         self._finalizer.atexit = False
 
@@ -121,24 +123,14 @@ class AsyncLLM:
         prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        owner: str | None = None,
+        **marks: Unpack[Marks],
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt: yields the answers as they grow, from their beginning each time; the
         last, with ``finished``, is what ``LLM.generate`` gives. Closing the iterator aborts it.
 
-        See :meth:`submit` for the arguments and what is raised.
+        See :meth:`submit` for the arguments and errors.
         """
-        async with await self.submit(
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            owner=owner,
-        ) as generation:
+        async with await self.submit(prompt, sampling_params, request_id, **marks) as generation:
             if generation.has_parts:
                 async for output in cumulative(generation):
                     yield output
@@ -150,10 +142,7 @@ class AsyncLLM:
         prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        owner: str | None = None,
+        **marks: Unpack[Marks],
     ) -> Generation:
         """Have a prompt answered.
 
@@ -161,7 +150,7 @@ class AsyncLLM:
             prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
             sampling_params: None: those of ``LLM.get_default_sampling_params``.
             request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
-            priority, cache_salt, owner: as in a prompt's dict; None: the prompt's own.
+            marks: priority, cache_salt, owner, as in a prompt's dict; None: the prompt's own.
 
         Raises:
             InvalidInputError: the prompt or a parameter is refused, or has more continuations than
@@ -175,9 +164,7 @@ class AsyncLLM:
         params = sampling_params
         if params is None:
             params = self.llm.get_default_sampling_params()
-        (generation,) = await self.submit_all(
-            [(prompt, params)], ids, priority=priority, cache_salt=cache_salt, owner=owner
-        )
+        (generation,) = await self.submit_all([(prompt, params)], ids, **marks)
         return generation
 
     async def submit_all(
@@ -185,10 +172,8 @@ class AsyncLLM:
         items: Sequence[tuple[Any, SamplingParams]],
         request_ids: Sequence[str] | None = None,
         *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        owner: str | None = None,
         is_scored: bool = False,
+        **marks: Unpack[Marks],
     ) -> list[Generation]:
         """Have several prompts answered, each with its parameters: all of them or, if one is
         refused, none. As :meth:`submit`.
@@ -200,7 +185,6 @@ class AsyncLLM:
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
         self.check_num_requests(num_new)
-        marks = {"priority": priority, "cache_salt": cache_salt, "owner": owner}
         lock = self._reader.encoding_lock
         num_chars = sum(_num_chars(prompt) for prompt, _ in items)
         is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)
@@ -319,7 +303,7 @@ class AsyncLLM:
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, answer live ones within ``drain_s`` seconds, abort the rest, and end
         the engine's thread. The ``LLM`` remains usable."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._let_go()
         if self._thread.is_paused:
             drain_s = 0.0
@@ -345,11 +329,6 @@ class AsyncLLM:
         return self._host.failure if self._thread.is_alive else "the engine's thread has ended"
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether :meth:`shutdown` was called."""
-        return self._is_stopping
-
-    @property
     def num_live_requests(self) -> int:
         return self._host.num_live
 
@@ -365,7 +344,7 @@ class AsyncLLM:
     # On an event loop -------------------------------------------------------------------------
 
     def _require_running(self) -> None:
-        if self._is_stopping:
+        if self.is_stopping:
             raise EngineStoppedError("the engine is shutting down")
 
     async def _call(self, operation: Callable[[], _T]) -> _T:
@@ -375,15 +354,14 @@ class AsyncLLM:
         self,
         items: Sequence[tuple[Any, SamplingParams]],
         request_ids: Sequence[str] | None,
-        marks: Mapping[str, Any],
+        marks: Marks,
         is_scored: bool,
     ) -> list[Served]:
         """On any thread."""
         made = []
         for index, (prompt, params) in enumerate(items):
             field = "prompt" if len(items) == 1 else f"prompts[{index}]"
-            read = self._read(prompt, field, params, is_scored)
-            read = self._reader.marked(read, **{k: v for k, v in marks.items() if v is not None})
+            read = self._reader.marked(self._read(prompt, field, params, is_scored), **marks)
             requests = self._factory.make(read, params, checks_structure=False)
             name = str(next(self._numbers)) if request_ids is None else request_ids[index]
             if not isinstance(name, str) or not name:
@@ -417,14 +395,9 @@ class AsyncLLM:
         return self._reader.read(prompt, field, truncate, is_scored=is_scored)
 
 
-def _aborter(thread: EngineThread, host: RequestHost) -> Callable[[Served], None]:
-    """A function that aborts from any thread, and does not refer to the ``AsyncLLM``."""
-
-    def abort(served: Served) -> None:
-        # The result is not awaited: the thread may have ended meanwhile.
-        thread.call(lambda: host.abort(served))
-
-    return abort
+def _abort(thread: EngineThread, host: RequestHost, served: Served) -> None:
+    """Abort from any thread. The result is not awaited: the thread may have ended meanwhile."""
+    thread.call(lambda: host.abort(served))
 
 
 def _end_dropped(thread: EngineThread) -> None:

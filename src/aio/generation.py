@@ -95,7 +95,7 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
-        """Those of :class:`RequestOutput`; complete once there is a token of output."""
+        """As of :class:`RequestOutput`; complete once there is a token of output."""
         params = self._served.params
         decode = self._factory.decode_one if params.detokenize else None
         return prompt_entries(self._served.requests[0], decode)

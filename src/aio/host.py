@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ..engine.core import Engine
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestMetrics
-from ..engine.record import End
+from ..engine.record import End, Lease
 from ..engine.request import Request
 from ..engine.request_factory import RequestFactory
 from ..engine.sampling_params import SamplingParams
@@ -25,17 +24,8 @@ logger = logging.getLogger("pagespec")
 _KEPT_SHARE = 8  # of max_num_requests, one in so many is kept for owners with few requests
 
 
-class Handle(weakref.ref[Generation]):
-    """A weak reference to a caller's Generation; its callback is C code (``deque.append``)."""
-
-    __slots__ = ("served",)
-    served: Served
-
-    @classmethod
-    def of(cls, generation: Generation, served: Served, gone: deque[Handle]) -> Handle:
-        handle = cls(generation, gone.append)
-        handle.served = served
-        return handle
+Handle = Lease[Served]
+"""A weak reference to a caller's Generation."""
 
 
 class RequestHost:
@@ -76,7 +66,7 @@ class RequestHost:
         self.has_several_owners = False
         self._first_owner: str | None = None
         self._has_failed_step = False  # since it last began to check itself
-        self._last_error: EngineError | None = None  # of what is aborted as the thread ends
+        self._last_error: EngineError | None = None  # of requests aborted as the thread ends
         self._live: dict[Request, Served] = {}
         self._by_id: dict[str, Served] = {}
         # Filled by C code alone, from wherever the last reference goes.
@@ -89,7 +79,7 @@ class RequestHost:
 
     def handle(self, generation: Generation, served: Served) -> Handle:
         """A weak reference that aborts the request once its caller has dropped it."""
-        return Handle.of(generation, served, self._abandoned)
+        return Lease.of(generation, served, self._abandoned)
 
     def admit(self, made: Sequence[Served], handles: Sequence[Handle]) -> None:
         """Admit requests: all of them or, if one is refused, none.
@@ -230,7 +220,7 @@ class RequestHost:
     def after_step(self) -> None:
         """Called after each step, and after operations."""
         while self._abandoned:
-            self.abort(self._abandoned.popleft().served)
+            self.abort(self._abandoned.popleft().item)
         if self._has_failed_step:
             self._check_itself()
 

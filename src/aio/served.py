@@ -131,10 +131,6 @@ class LoopRequests:
         self._to_see: list[Served] = []
         self._is_posted = self._is_looking = False
 
-    @property
-    def is_closed(self) -> bool:
-        return self.loop.is_closed()
-
     def add(self, served: Served) -> None:
         """Called on the loop."""
         self._served[served] = None
@@ -188,7 +184,7 @@ class Loops:
         """The live prompts of ``loop``."""
         with self._lock:
             if loop not in self._loops:
-                open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}
+                open_ones = {k: v for k, v in self._loops.items() if not k.is_closed()}
                 self._loops = {**open_ones, loop: LoopRequests(loop, self._observers)}
             return self._loops[loop]
 

@@ -124,7 +124,7 @@ class Engine:
         served, or has a content segment, which the runner does not compute; see Scheduler.add.
 
         Args:
-            caller: an object that lives as long as the request is wanted. Once it is garbage
+            caller: an object that lives as long as the call for the request. Once it is garbage
                 collected, the request is aborted and forgotten. None: never.
             owner: receives the ends of the requests, whichever thread's operation ends them; the
                 engine then forgets them.
@@ -217,7 +217,7 @@ class Engine:
                     try:
                         gone = self._records.gone
                         while gone:
-                            self._drop(gone[0].request)
+                            self._drop(gone[0].item)
                             gone.popleft()  # only now: a drop may be interrupted
                         result = operation(*args)
                     except InvalidInputError:  # of add, pause and resume: nothing was changed
@@ -381,7 +381,7 @@ class Engine:
     def _settle_oldest(self) -> list[Request]:
         step = self.scheduler.in_flight[0]
         plan = step.plan
-        asked = time.perf_counter()
+        awaited = time.perf_counter()
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
         if self._pace is not None:
@@ -399,7 +399,7 @@ class Engine:
         self._handles.popleft()
         self._begun.popleft()
         if self._trace is not None:
-            self._trace.result(plan, result.token_ids, finished, asked, begin)
+            self._trace.result(plan, result.token_ids, finished, awaited, begin)
         if self.scheduler.failures:
             failed += [self._fail(*failure) for failure in self.scheduler.failures.items()]
             self.scheduler.failures = {}

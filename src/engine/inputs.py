@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ..errors import ContextLengthError, InvalidInputError
-from ..params.checks import is_int, is_list
+from ..params.checks import integer, is_int, is_list
+from ..params.declare import Check
 from .policy import MAX_PRIORITY
 from .reasoning import Reasoning
 from .sampling_params import SamplingParams
@@ -24,7 +25,6 @@ _PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
 # Where a piece may end if tokens may swallow the white space beside them: little is there.
 _CUT = re.compile(r"\S\s{0,8}(?=\S)")
 _PROMPT_FORMS = ("prompt", "prompt_token_ids", "segments")
-_PROMPT_KEYS = {*_PROMPT_FORMS, "cache_salt", "priority", "owner"}
 # Other content than tokens, as vLLM's prompts have it.
 _CONTENT_KEYS = ("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs")
 _NO_CONTENT = "is not supported: a prompt has tokens only"
@@ -42,8 +42,8 @@ class PromptInput:
     urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: has the
     share of the policy "fair". ``is_scored``: only log-probabilities of the prompt are computed;
     the one sampled token is discarded, and needs no room in the context. ``end_token_ids`` end its
-    answers beside the model's own, unless these are ignored. ``reasoning`` is what the answer may
-    begin with before its content, of a conversation. ``segments``: of a prompt with other content
+    answers beside the model's own, unless these are ignored. ``reasoning``: of a conversation, may
+    come before the content of the answer. ``segments``: of a prompt with other content
     than tokens, in whose place ``token_ids`` has placeholders; None of any other."""
 
     text: str | None
@@ -69,28 +69,36 @@ def require_unicode(field: str, text: str) -> None:
         raise InvalidInputError(field, text, f"is not Unicode text ({error.reason})") from error
 
 
-def _checked_salt(field: str, salt: Any) -> bytes:
-    if not isinstance(salt, str):
-        raise InvalidInputError(f"{field}.cache_salt", salt, "must be text")
-    require_unicode(f"{field}.cache_salt", salt)
-    return salt.encode()
+class Marks(TypedDict, total=False):
+    """Fields of a prompt's dict beside its form, each as of :class:`PromptInput`."""
+
+    cache_salt: str | None
+    priority: int | None
+    owner: str | None
 
 
-def _checked_priority(field: str, priority: Any) -> int:
-    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
-        raise InvalidInputError(
-            f"{field}.priority",
-            priority,
-            f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
-        )
-    return priority
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidInputError(field, value, "must be text")
+    require_unicode(field, value)
+    return value
 
 
-def _checked_owner(field: str, owner: Any) -> str:
-    if not isinstance(owner, str):
-        raise InvalidInputError(f"{field}.owner", owner, "must be text")
-    require_unicode(f"{field}.owner", owner)
-    return owner
+def _salt(field: str, value: Any) -> bytes:
+    return _text(field, value).encode()
+
+
+_MARKS: dict[str, Check] = {
+    "cache_salt": _salt,
+    "priority": integer(0, MAX_PRIORITY, f"from 0, the most urgent, to {MAX_PRIORITY}"),
+    "owner": _text,
+}
+
+
+def _checked_marks(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The marks among ``given``, checked."""
+    known = (name for name in _MARKS if name in given)
+    return {name: _MARKS[name](f"{field}.{name}", given[name]) for name in known}
 
 
 def _read_segments(
@@ -126,8 +134,8 @@ def _read_segments(
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One item a request, from what ``generate`` accepts: a text, a list of token ids, a dict, or
-    a list of those."""
+    """One item per request, of the argument of ``generate``: a text, a list of token ids, a dict,
+    or a list of those."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not is_list(prompts):
@@ -140,7 +148,7 @@ def split_prompts(prompts: Any) -> list[Any]:
 def pair_params(
     prompts: Sequence[Any], params: Any, default: Callable[[], SamplingParams]
 ) -> list[Any]:
-    """One set of sampling parameters a prompt; those of a list are not looked at.
+    """One set of sampling parameters per prompt; those of a list are not checked.
 
     Args:
         default: makes them where none are given.
@@ -153,13 +161,11 @@ def pair_params(
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not is_list(params):
-        raise InvalidInputError(
-            "sampling_params", params, "must be a SamplingParams, or a list with one a prompt"
-        )
+        limit = "must be a SamplingParams, or a list with one per prompt"
+        raise InvalidInputError("sampling_params", params, limit)
     if len(params) != len(prompts):
-        raise InvalidInputError(
-            "sampling_params", params, f"{len(params)} given for {len(prompts)} prompts"
-        )
+        limit = f"{len(params)} given for {len(prompts)} prompts"
+        raise InvalidInputError("sampling_params", params, limit)
     return list(params)
 
 
@@ -215,23 +221,20 @@ class PromptReader:
         Raises:
             InvalidInputError: it is refused; names ``field``, the value and the limit.
         """
-        cache_salt, priority, owner = b"", 0, ""
+        marks: dict[str, Any] = {}
         segments: tuple[Segment, ...] | None = None
         if isinstance(prompt, Mapping):
             for key in _CONTENT_KEYS:
                 if prompt.get(key) is not None:
                     raise InvalidInputError(f"{field}.{key}", prompt[key], _NO_CONTENT)
-            unknown = set(prompt) - _PROMPT_KEYS - set(_CONTENT_KEYS)
+            unknown = set(prompt).difference(_PROMPT_FORMS, _MARKS, _CONTENT_KEYS)
             if unknown or sum(form in prompt for form in _PROMPT_FORMS) != 1:
-                raise InvalidInputError(
-                    field,
-                    dict(prompt),
+                limit = (
                     "must have either 'prompt' or 'prompt_token_ids' or 'segments', "
-                    "and at most 'cache_salt', 'priority' and 'owner' besides",
+                    "and at most 'cache_salt', 'priority' and 'owner' besides"
                 )
-            cache_salt = _checked_salt(field, prompt.get("cache_salt", ""))
-            priority = _checked_priority(field, prompt.get("priority", 0))
-            owner = _checked_owner(field, prompt.get("owner", ""))
+                raise InvalidInputError(field, dict(prompt), limit)
+            marks = _checked_marks(field, prompt)
             if "prompt" in prompt:
                 prompt = prompt["prompt"]
                 if not isinstance(prompt, str):
@@ -257,9 +260,7 @@ class PromptReader:
             raise InvalidInputError(field, segments, limit)
         token_ids = self._truncated(token_ids, truncate, segments)
         token_ids = self._check(token_ids, field, is_scored=is_scored)
-        return PromptInput(
-            text, token_ids, cache_salt, priority, owner, is_scored, segments=segments
-        )
+        return PromptInput(text, token_ids, is_scored=is_scored, segments=segments, **marks)
 
     def read_all(
         self,
@@ -285,22 +286,12 @@ class PromptReader:
         token_ids = self._truncated(prompt.token_ids, truncate, prompt.segments)
         return replace(prompt, token_ids=token_ids)
 
-    def marked(
-        self,
-        prompt: PromptInput,
-        *,
-        cache_salt: str | None = None,
-        priority: int | None = None,
-        owner: str | None = None,
-    ) -> PromptInput:
+    def marked(self, prompt: PromptInput, **marks: Unpack[Marks]) -> PromptInput:
         """A prompt that was read before, with these; None leaves what it has."""
-        if cache_salt is not None:
-            prompt = replace(prompt, cache_salt=_checked_salt("prompt", cache_salt))
-        if priority is not None:
-            prompt = replace(prompt, priority=_checked_priority("prompt", priority))
-        if owner is not None:
-            prompt = replace(prompt, owner=_checked_owner("prompt", owner))
-        return prompt
+        for name in marks.keys() - _MARKS:
+            raise TypeError(f"a prompt has no {name}")
+        given = {name: value for name, value in marks.items() if value is not None}
+        return replace(prompt, **_checked_marks("prompt", given))
 
     def _truncated(
         self,
@@ -445,12 +436,9 @@ class PromptReader:
             return
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise InvalidInputError(
-                    field,
-                    token_id,
-                    f"token ids must be integers from 0 to {self._vocab_size - 1}, "
-                    f"the vocabulary has {self._vocab_size}",
-                )
+                size = self._vocab_size
+                limit = f"must be integers from 0 to {size - 1}, the vocabulary has {size}"
+                raise InvalidInputError(field, token_id, f"token ids {limit}")
 
 
 def _pieces(text: str, num_chars: int, spares_spaces: bool) -> Iterator[str]:

@@ -7,19 +7,28 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import EngineError, RequestError
 from .outputs import RequestMetrics
 from .request import Request
 
+_T = TypeVar("_T")
 
-class Lease(weakref.ref[object]):
-    """A weak reference to the caller of ``request``. Its callback should be C code
-    (``deque.append``): called wherever the caller is freed, it cannot be interrupted then."""
 
-    __slots__ = ("request",)
-    request: Request
+class Lease(weakref.ref[Any], Generic[_T]):
+    """A weak reference to the caller, or the handle, of ``item``. Its callback is C code
+    (``deque.append``): called wherever the referent is freed, it cannot be interrupted then."""
+
+    __slots__ = ("item",)
+    item: _T
+
+    @classmethod
+    def of(cls, referent: object, item: _T, gone: deque[Lease[_T]]) -> Lease[_T]:
+        """``gone``: gets the lease once the referent is freed."""
+        lease = cls(referent, gone.append)
+        lease.item = item
+        return lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class Record:
     """Times are of ``time.perf_counter``."""
 
     arrival: float
-    lease: Lease | None = None
+    lease: Lease[Request] | None = None
     owner: Owner | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -60,7 +69,7 @@ class Record:
     failed_alone: bool = False
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """Of the request whose record this is, as far as it got."""
+        """Metrics of ``request``, whose record this is, as far as it got."""
         metrics = RequestMetrics(
             num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
         )
@@ -77,7 +86,7 @@ class Record:
         return metrics
 
     def end(self, request: Request) -> End:
-        """Of the request whose record this is, which has ended."""
+        """The end of ``request``, whose record this is."""
         return End(self.metrics(request), error_of(request, self))
 
 
@@ -103,7 +112,7 @@ class Records:
     """
 
     def __init__(self) -> None:
-        self.gone: deque[Lease] = deque()
+        self.gone: deque[Lease[Request]] = deque()
         self.owned: dict[Owner, set[Request]] = {}
         self._records: dict[Request, Record] = {}
         self._awaiting_first_token: set[Request] = set()
@@ -116,24 +125,21 @@ class Records:
         return self._records.get(request)
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """Of a request that was not forgotten yet."""
+        """Metrics of a request that was not forgotten yet."""
         return self._records[request].metrics(request)
 
-    def leases(self, requests: Sequence[Request], caller: object | None) -> list[Lease | None]:
+    def leases(
+        self, requests: Sequence[Request], caller: object | None
+    ) -> list[Lease[Request] | None]:
         """A lease per request; None without a caller."""
-        leases: list[Lease | None] = []
-        for request in requests:
-            lease = None
-            if caller is not None:
-                lease = Lease(caller, self.gone.append)
-                lease.request = request
-            leases.append(lease)
-        return leases
+        if caller is None:
+            return [None] * len(requests)
+        return [Lease.of(caller, request, self.gone) for request in requests]
 
     def add(
         self,
         requests: Sequence[Request],
-        leases: Sequence[Lease | None],
+        leases: Sequence[Lease[Request] | None],
         owner: Owner | None = None,
     ) -> None:
         """Requests that have just arrived."""
@@ -145,7 +151,7 @@ class Records:
             self._records[request] = Record(now, lease, owner)
 
     def forget(self, request: Request) -> None:
-        """A no-op if it is forgotten already."""
+        """Drop the record of a request; a no-op if it is gone."""
         self._records.pop(request, None)
         self._awaiting_first_token.discard(request)
 
@@ -167,12 +173,12 @@ class Records:
                 del self.owned[owner]
 
     def deliver_all(self) -> None:
-        """The same for every request with an owner: all of them have ended."""
+        """Deliver the end of every request with an owner: all of them have ended."""
         self.deliver([request for waiting in self.owned.values() for request in waiting])
         self.owned.clear()
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
-        """They are in a step, some for the first time."""
+        """Requests are in a step, some for the first time."""
         now = time.perf_counter()
         for request in requests:
             record = self._records[request]

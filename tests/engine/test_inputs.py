@@ -139,3 +139,15 @@ def test_unequal_lists_are_refused() -> None:
 def test_parameters_of_no_prompt_are_looked_at(params: Any) -> None:
     with pytest.raises(InvalidInputError, match="must be a SamplingParams"):
         pair_params([], params, SamplingParams)
+
+
+def test_marks_of_a_read_prompt_are_checked_and_no_other_is_taken() -> None:
+    prompt = READER.read({"prompt_token_ids": [1], "owner": "a", "cache_salt": "s"})
+    marked = READER.marked(prompt, priority=3, owner=None, cache_salt="t")
+    assert (marked.priority, marked.owner, marked.cache_salt) == (3, "a", b"t")
+    for wrong in ({"priority": -1}, {"priority": True}, {"owner": 1}, {"cache_salt": "\ud800"}):
+        with pytest.raises(InvalidInputError) as refused:
+            READER.marked(prompt, **wrong)  # type: ignore[arg-type]
+        assert refused.value.field == f"prompt.{next(iter(wrong))}"
+    with pytest.raises(TypeError, match="flavour"):
+        READER.marked(prompt, flavour=1)  # type: ignore[call-arg]
