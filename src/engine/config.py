@@ -39,6 +39,21 @@ def check_device(name: object) -> None:
     device_name("device", name)
 
 
+def check_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int | None, num_state_slots: int | None
+) -> None:
+    """Raises InvalidInputError if a running request may have no token of a step, or no state."""
+    if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
+        limit = (
+            f"must be at least max_num_seqs = {max_num_seqs}, "
+            "so that every running request can decode one token per step"
+        )
+        raise InvalidInputError("max_num_batched_tokens", max_num_batched_tokens, limit)
+    if num_state_slots is not None and num_state_slots <= max_num_seqs:
+        limit = f"must be more than max_num_seqs = {max_num_seqs}"
+        raise InvalidInputError("num_state_slots", num_state_slots, limit)
+
+
 def check_model(name: str, model: Any) -> Any:
     """A path, a name, or a model in memory."""
     # A model in memory has had its class imported; a path must not wait for that import.
@@ -288,19 +303,10 @@ class EngineConfig:
         if self.num_blocks is not None and self.memory_utilization is not None:
             limit = "give it or num_blocks, not both"
             raise InvalidInputError("memory_utilization", self.memory_utilization, limit)
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs:
-            limit = (
-                f"must be at least max_num_seqs = {self.max_num_seqs}, "
-                "so that every running request can decode one token per step"
-            )
-            raise InvalidInputError("max_num_batched_tokens", budget, limit)
+        check_sizes(self.max_num_seqs, self.max_num_batched_tokens, self.num_state_slots)
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
-        if self.num_state_slots is not None and self.num_state_slots <= self.max_num_seqs:
-            limit = f"must be more than max_num_seqs = {self.max_num_seqs}"
-            raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 
@@ -333,7 +339,7 @@ class EngineConfig:
         return {known.name: getattr(self, known.name) for known in fields(EngineConfig)}
 
     def build_arguments(self) -> dict[str, Any]:
-        """Those that every rank is built from; JSON can hold them."""
+        """The arguments that every rank is built from; JSON can hold them."""
         stages = declared(EngineConfig)
         return {k: v for k, v in self.arguments().items() if stages[k].stage == "build"}
 
@@ -356,6 +362,6 @@ class EngineConfig:
         return self.state_interval or blocks
 
     def for_gpu(self) -> EngineConfig:
-        """The same with the defaults of a GPU: it takes more tokens to keep one busy."""
+        """This config with the defaults of a GPU: it takes more tokens to keep one busy."""
         budget = self.max_num_batched_tokens or max(_GPU_BUDGET, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)

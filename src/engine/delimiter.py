@@ -52,7 +52,7 @@ class Delimiter:
 
     @property
     def _parts(self) -> tuple[str, str]:
-        """What stands before a content type, and behind it; the second is empty if none may."""
+        """The parts before and behind a content type; the second is empty if there is none."""
         end = self.header_end
         if not end or not self.text.endswith(end):
             return self.text, ""

@@ -309,7 +309,7 @@ class StopStringWatcher:
 
 class GrowingText:
     """Reads what a request's settled tokens add to its text. The pieces together are a prefix of
-    the final text; what is missing is certain only at the request's end.
+    the final text; the rest is certain only at the request's end.
 
     Another thread may settle tokens meanwhile.
 
@@ -332,7 +332,7 @@ class GrowingText:
         self.num_read = 0
 
     def read(self) -> str:
-        """What is new."""
+        """The text that was added since the last call."""
         if isinstance(self._watcher, StopStringWatcher):
             # Read once: another thread may append meanwhile.
             new = self._watcher.settled_pieces[self._position :]

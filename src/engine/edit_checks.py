@@ -39,7 +39,10 @@ def _token_id(key: object) -> int | None:
 
 
 def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids; the request factory checks them against the vocabulary."""
+    """A list of token ids, or None for none; the request factory checks them against the
+    vocabulary."""
+    if value is None:
+        return ()
     if not is_list(value):
         raise InvalidInputError(name, value, "must be a list of token ids")
     if len(value) > MAX_TOKEN_IDS:
@@ -48,10 +51,6 @@ def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
         if not is_int(token_id) or token_id < 0:
             raise InvalidInputError(name, value, "every id must be an integer >= 0")
     return tuple(value)
-
-
-def checked_stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return () if value is None else checked_token_ids(name, value)
 
 
 def checked_allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ _Started = tuple[list[Request], PromptInput, _Caller]
 class GenerationLoop:
     """Makes requests, adds them to the engine, and steps it until they are done.
 
-    A call that ends early, by an error or because its iterator was closed, aborts what it added.
+    A call that ends early, by an error or because its iterator was closed, aborts its requests.
     Calls of several threads are served together: each steps the engine, or waits while another
     does, until its own requests are done. A call whose requests were ended by the failed or
     interrupted step of another raises EngineError.
@@ -140,7 +140,11 @@ class GenerationLoop:
                 else:
                     while not _have_finished(head[0]):
                         self._engine.step()
-                    yield self._output_or_error(*head[:2])
+                    try:
+                        output: RequestOutput | RequestError = self._output(*head[:2])
+                    except RequestError as error:  # it failed alone
+                        output = error
+                    yield output
                 head = None
                 pending.popleft()
         finally:
@@ -167,10 +171,9 @@ class GenerationLoop:
         if not params.detokenize:
             raise InvalidInputError("detokenize", False, "must be True: a stream is text")
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                raise InvalidInputError(
-                    name, getattr(params, name), "must be None: a stream is text"
-                )
+            value = getattr(params, name)
+            if value is not None:
+                raise InvalidInputError(name, value, "must be None: a stream is text")
         if params.num_generated > params.n:
             limit = "must be None or n: the best answers are known only at the end"
             raise InvalidInputError("best_of", params.best_of, limit)
@@ -226,15 +229,6 @@ class GenerationLoop:
         finally:
             caller = None
             self._engine.sweep()
-
-    def _output_or_error(
-        self, requests: Sequence[Request], prompt: PromptInput
-    ) -> RequestOutput | RequestError:
-        """An item of a stream: one that failed alone has its error in its place."""
-        try:
-            return self._output(requests, prompt)
-        except RequestError as error:
-            return error
 
     def _output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
         for request in requests:

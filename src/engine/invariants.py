@@ -48,11 +48,12 @@ def check_state(scheduler: Scheduler) -> None:
         _check_ledger(states, slots, "slot", is_idle, (*["S43"] * 5, "S50"))
         _check_state_tables(scheduler, states, holders)
     _check_requests(scheduler)
-    for plan, requests in scheduler.in_flight:
-        for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
-            num_blocks = scheduler.blocks.num_blocks_for(start + num_tokens)
-            holds = len(request.block_table) >= num_blocks
-            _require(holds, "S28", "{} gave back blocks that step {} writes", request, plan.step)
+    for step in scheduler.in_flight:
+        for request, start, num_tokens, _ in step.rows():
+            holds = len(request.block_table) >= blocks.num_blocks_for(start + num_tokens)
+            _require(
+                holds, "S28", "{} gave back blocks that step {} writes", request, step.plan.step
+            )
 
 
 def _check_ledger(
@@ -79,7 +80,7 @@ def _check_ledger(
         is_indexed = key is None or ledger.index.get(key) == item
         has_place = is_free == is_to_be_free and is_cached == is_to_be_cached
         if count == num_owners and has_place and is_indexed:
-            continue  # pools have thousands of blocks: what is broken is looked for where it is
+            continue  # pools have thousands of blocks; a broken one is examined below
         name = f"{what} {item}"
         _require(count >= 0, s3, "{} has count {}", name, count)
         _require(count == num_owners, s1, "{}: {} counted, {}", name, count, num_owners)
@@ -114,7 +115,7 @@ def _check_content(blocks: BlockManager, holders: Iterable[Request]) -> None:
 
 
 def _held(request: Request, begin: int, end: int) -> list[tuple[bytes, int] | None]:
-    """Of each of these positions its content's hash and its offset there; None of a token."""
+    """(content hash, offset in the content) per position; None for a token."""
     held: list[tuple[bytes, int] | None] = [None] * (end - begin)
     for content in request.contents:
         for position in range(max(begin, content.begin), min(end, content.end)):
@@ -127,11 +128,11 @@ def _check_state_tables(
 ) -> None:
     for request in holders:
         _check_state_table(states, request)
-    for plan, requests in scheduler.in_flight:
-        for request, start in zip(requests, plan.starts, strict=True):
+    for step in scheduler.in_flight:
+        for request, start, _, _ in step.rows():
             live = request.state_table[max(0, start - 1) // states.interval :]
             holds = bool(live) and NO_SLOT not in live
-            _require(holds, "S47", "{} gave back slots that step {} uses", request, plan.step)
+            _require(holds, "S47", "{} gave back slots that step {} uses", request, step.plan.step)
 
 
 def _check_state_table(states: StateSlots, request: Request) -> None:
@@ -144,7 +145,7 @@ def _check_state_table(states: StateSlots, request: Request) -> None:
         is_past = (i + 1) * interval < request.num_computed
         _require((slot == NO_SLOT) == is_past, "S44", "entry {} of the states of {}", i, request)
         key = None if is_past else states.keys[slot]
-        if key is not None:  # found at admission: the engine publishes what is past
+        if key is not None:  # found at admission: the engine publishes past entries
             own_key = request.block_keys[(i + 1) * states.blocks_per_interval - 1][0]
             is_settled = (i + 1) * interval <= request.num_computed
             _require(key == own_key and is_settled, "S46", "slot {} has another's key", slot)
@@ -220,7 +221,6 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     if not plan.requests:
         return
     blocks = scheduler.blocks
-    requests = scheduler.in_flight[-1].requests
     num_tokens = plan.total_num_tokens
     _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", "{} tokens", num_tokens)
     _require(len(plan) <= scheduler.max_num_seqs, "S18", "{} rows", len(plan))
@@ -232,8 +232,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             preempted.discard(request.request_id)
     _require(not preempted, "S20", "{} were preempted and do not wait", preempted)
     written: set[int] = set()
-    rows = zip(requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True)
-    for request, start, num_row_tokens, num_samples in rows:
+    for request, start, num_row_tokens, num_samples in scheduler.in_flight[-1].rows():
         num_drafts = max(0, num_samples - 1)
         end = start + num_row_tokens - num_drafts
         _require(end > start, "S18", "empty row of {}", request)
@@ -274,9 +273,9 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 class RunnerView:
-    """What a runner derives from the plans, in their order, and from nothing else. These are the
-    block table (S32) and the state table (S51) of each running request, and the known tokens of one
-    that needs its history (S39). Checked against the scheduler's own."""
+    """The state that a runner derives from the plans alone, in their order: the block table (S32)
+    and the state table (S51) of each running request, and the known tokens of one that needs its
+    history (S39). Checked against the scheduler's own."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
@@ -327,11 +326,8 @@ class RunnerView:
 
     @staticmethod
     def _check_token_ids(scheduler: Scheduler, plan: StepPlan) -> None:
-        requests = scheduler.in_flight[-1].requests
         ids = iter(plan.token_ids)
-        for request, start, num_tokens, num_samples in zip(
-            requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True
-        ):
+        for request, start, num_tokens, num_samples in scheduler.in_flight[-1].rows():
             sent = [next(ids) for _ in range(num_tokens)]
             if num_samples > 1:
                 num_tokens -= num_samples - 1

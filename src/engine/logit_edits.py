@@ -17,7 +17,7 @@ class LogitEdits:
 
     Attributes:
         repetition_penalty, presence_penalty, frequency_penalty: as in ``SamplingParams``.
-        bias: (token id, what is added) by id.
+        bias: (token id, added value) by id.
         allowed: the ids that can be sampled, by id; None for all.
         bad_words: sequences of ids of which the last is banned once the others were generated.
         min_tokens: how long the output is when ``stop_token_ids`` can be sampled.
@@ -67,11 +67,8 @@ class LogitEdits:
         )
         banned = {word[0] for word in edits.bad_words if len(word) == 1}
         if edits.allowed is not None and not set(edits.allowed) - banned - set(stops):
-            raise InvalidInputError(
-                "allowed_token_ids",
-                list(edits.allowed),
-                "leaves nothing to sample once bad_words and min_tokens ban their tokens",
-            )
+            limit = "leaves nothing to sample once bad_words and min_tokens ban their tokens"
+            raise InvalidInputError("allowed_token_ids", list(edits.allowed), limit)
         return edits if edits.is_active(0) else None
 
     @property

@@ -12,7 +12,7 @@ from .request import Request
 from .sampling_params import SamplingParams
 
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-"""Of a request that is only scored; its one sampled token is dropped."""
+"""Parameters of a request that is only scored; its one sampled token is dropped."""
 
 
 def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[int]) -> None:
@@ -26,9 +26,7 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[i
     plan = step.plan
     sampled_row = prompt_row = 0
     accepted = plan.accepted(token_ids) if plan.has_drafts else None
-    for row, (request, start, num_tokens, num_samples) in enumerate(
-        zip(step.requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True)
-    ):
+    for row, (request, start, num_tokens, num_samples) in enumerate(step.rows()):
         kept = request.logprobs
         if kept is None:
             continue
@@ -143,7 +141,7 @@ def add_logprobs(
 def prompt_entries(
     leader: Request, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob] | None] | None:
-    """Of the prompt's tokens as far as they are computed; None without ``prompt_logprobs``."""
+    """The entries of the prompt's tokens computed so far; None without ``prompt_logprobs``."""
     num_top = leader.sampling_params.prompt_logprobs
     if num_top is None or leader.logprobs is None:
         return None
@@ -156,7 +154,7 @@ def prompt_entries(
 def logprob_entries(
     request: Request, begin: int, end: int, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob]] | None:
-    """Of the settled outputs ``begin`` to ``end`` of a request; None without ``logprobs``."""
+    """The entries of settled outputs ``begin`` to ``end``; None without ``logprobs``."""
     num_top = request.sampling_params.logprobs
     if num_top is None or request.logprobs is None:
         return None

@@ -63,7 +63,7 @@ class KeptRows:
 
 
 class RequestLogprobs:
-    """What a request has so far.
+    """The log-probabilities of a request so far.
 
     Attributes:
         sampled: of each settled output.

@@ -21,7 +21,7 @@ from .request import Request
 MIN_PROMPT_TOKENS = 16
 """Prompt tokens that a step computes even if they take longer than the target."""
 
-_FORGETTING = 0.7  # weight of what was measured before, per step with a prompt
+_FORGETTING = 0.7  # weight of earlier measurements, per step with a prompt
 _SMOOTHING = 0.2  # weight of the latest step of answers alone
 _GROWTH, _FIRST_TOKENS = 8, 256
 _RIDGE = 1.05  # steps at one position do not separate the costs: then per_token has all of it

@@ -34,8 +34,8 @@ class StepPlan:
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
         token_ids: the ids of all positions computed, row after row. Those of a content segment are
-            placeholders: what the row computes there follows from ``RequestInfo.segments``, the
-            content's hash and the position's offset in it. A negative one, ``-(j + 1)``,
+            placeholders; the inputs there follow from ``RequestInfo.segments``, the content's
+            hash and the position's offset in it. A negative one, ``-(j + 1)``,
             is the j-th token that the step before sampled, which is on the device first: sample
             after sample, row after row. Beyond a pipeline depth of 1, j goes on into the steps
             before that, newest first. A ``range`` if each row feeds the token that the same row of
@@ -148,7 +148,7 @@ def refuse_drafts(plan: StepPlan, runner: str, *, takes_plain: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner returns for a plan.
+    """The results of a plan.
 
     Attributes:
         token_ids: the samples of the step, ``num_samples`` of each row, row after row.
@@ -168,6 +168,11 @@ class InFlightStep(NamedTuple):
     plan: StepPlan
     requests: tuple[Request, ...]
 
+    def rows(self) -> Iterator[tuple[Request, int, int, int]]:
+        """(request, start, num_tokens, num_samples) per row."""
+        plan = self.plan
+        return zip(self.requests, plan.starts, plan.num_tokens, plan.num_samples, strict=True)
+
 
 class LastTwoBatches(Generic[_T]):
     """Values derived from the requests of plans, for the two batches that steps may alternate.
@@ -182,7 +187,7 @@ class LastTwoBatches(Generic[_T]):
         self._kept: tuple[tuple[_Requests, _T], ...] = ()
 
     def get(self, requests: _Requests) -> _T | None:
-        """What was put for these requests, unless two others came since."""
+        """The value kept for these requests, unless two other batches came since."""
         for kept, value in self._kept:
             if kept is requests:
                 return value
@@ -231,7 +236,7 @@ def row_token_ids(
 
 
 def _places_in_flight(newest_first: Iterable[InFlightStep]) -> dict[Request, int]:
-    """Where the steps in flight put each request's latest token, counted from the newest. A row
+    """The place of each request's latest token among the samples in flight, newest first. A row
     with draft tokens has several samples, of which no later row names one before they are settled
     (S42); it counts for the places behind it."""
     places: dict[Request, int] = {}

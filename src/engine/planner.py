@@ -477,7 +477,7 @@ def find_source(
 
     Args:
         older: running requests older than ``request``, in rank order. Younger ones may be
-            preempted for its admission, and what they have is then gone.
+            preempted for its admission, and then have no blocks.
         request: a sibling; others have a prompt of their own.
     """
     num_shared = request.num_shared_tokens

@@ -9,6 +9,7 @@ never changes, "older" is a total order and the liveness proof is one for all po
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInputError
@@ -42,40 +43,35 @@ MAX_PRIORITY = MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
 """The least urgent priority a caller may give: any beyond it would be served as this one is."""
 
 
+@dataclass(eq=False)
 class Policy:
     """Gives each arrival its rank.
 
     Args:
         name: "fcfs", "fair", "shortest_first" or "priority".
-        max_overtakes: K, how many later arrivals may be served before a request; None takes the
-            policy's own (0, 256, 4096). Under "fair" the bound is another: see ``shares``.
+        max_overtakes: K, how many later arrivals may be served before a request; -1: the policy's
+            own (0, 256, 4096). Under "fair" the bound is another: see ``shares``.
         tokens_per_arrival: how much length is worth one place, under "shortest_first".
         arrivals_per_priority: how many places a level of priority is worth, under "priority"
             (0 is the most urgent; a caller gives it as ``"priority"`` of a prompt's dict).
         credit: ticks that a turn may start before the clock, under "fair".
-        ticks_per_token, reply_tokens: of what a turn is charged for, under "fair".
+        ticks_per_token, reply_tokens: of the charge of a turn, under "fair".
     """
 
-    def __init__(
-        self,
-        name: str = "fcfs",
-        max_overtakes: int | None = None,
-        *,
-        tokens_per_arrival: int = TOKENS_PER_ARRIVAL,
-        arrivals_per_priority: int = ARRIVALS_PER_PRIORITY,
-        credit: int = CREDIT_TOKENS * TICKS_PER_TOKEN,
-        ticks_per_token: int = TICKS_PER_TOKEN,
-        reply_tokens: int = REPLY_TOKENS,
-    ) -> None:
-        if not isinstance(name, str) or name not in MAX_OVERTAKES:
-            raise InvalidInputError("policy", name, f"must be one of {sorted(MAX_OVERTAKES)}")
-        self.name = name
-        self.max_overtakes = MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes
-        self.tokens_per_arrival = tokens_per_arrival
-        self.arrivals_per_priority = arrivals_per_priority
-        self.credit = credit
-        self.ticks_per_token = ticks_per_token
-        self.reply_tokens = reply_tokens
+    name: str = "fcfs"
+    max_overtakes: int = -1
+    tokens_per_arrival: int = TOKENS_PER_ARRIVAL
+    arrivals_per_priority: int = ARRIVALS_PER_PRIORITY
+    credit: int = CREDIT_TOKENS * TICKS_PER_TOKEN
+    ticks_per_token: int = TICKS_PER_TOKEN
+    reply_tokens: int = REPLY_TOKENS
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or self.name not in MAX_OVERTAKES:
+            limit = f"must be one of {sorted(MAX_OVERTAKES)}"
+            raise InvalidInputError("policy", self.name, limit)
+        if self.max_overtakes < 0:
+            self.max_overtakes = MAX_OVERTAKES[self.name]
 
     @property
     def is_fair(self) -> bool:

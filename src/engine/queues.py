@@ -61,10 +61,11 @@ class Queues:
             sibling.state = RequestState.PENDING
         if siblings:
             self.pending[request] = list(siblings)
-        self._join_waiting(request)
+        self.join_waiting(request)
 
-    def _join_waiting(self, request: Request) -> None:
-        """Wait at its rank, or, before its turn, behind others of its owner."""
+    def join_waiting(self, request: Request) -> None:
+        """Wait at its rank, or, before its turn, behind others of its owner. The rank of a paused
+        request is what it was (S27)."""
         shares = self.shares
         if shares is not None and request.rank >= UNRANKED:
             request.state = RequestState.QUEUED
@@ -92,7 +93,7 @@ class Queues:
         num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
             sibling.block_keys = leader.block_keys[:num_prompt_blocks]  # hashed once for all
-            self._join_waiting(sibling)
+            self.join_waiting(sibling)
 
     def admit(self, request: Request, position: int, num_tokens: int) -> None:
         """Move the head of the waiting ones to its place in rank order among the running ones.
@@ -122,10 +123,6 @@ class Queues:
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._wait(request)
-
-    def resume(self, request: Request) -> None:
-        """A paused request waits again in its place: its rank is what it was (S27)."""
-        self._join_waiting(request)
 
     def withdraw(self, request: Request, state: RequestState) -> None:
         """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the

@@ -68,7 +68,8 @@ class ReasoningTracker:
 
     White space before the opening delimiter is skipped. An answer that begins with anything else is
     content from its first token; one that begins with the closing delimiter is content behind it.
-    The content begins at a token: what a token has behind the closing delimiter is not part of it.
+    The content begins at a token: text behind the closing delimiter in the same token is no part of
+    it.
 
     Args:
         bytes_of: the bytes of a token, as :class:`.token_bytes.TokenBytes`.

@@ -11,7 +11,7 @@ from .logit_edits import LogitEdits
 from .logprobs import RequestLogprobs
 from .reasoning import Reasoning
 from .sampling_params import SamplingParams
-from .segments import Content, Segment, contents_of
+from .segments import Segment, contents_of
 
 
 class RequestState(enum.Enum):
@@ -29,7 +29,7 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestInfo:
-    """What never changes of a request, and so may stand in a plan. Compared by identity.
+    """The part of a request that never changes, and so may stand in a plan. Compared by identity.
 
     Attributes:
         request_id: no other live request has it.
@@ -39,11 +39,11 @@ class RequestInfo:
         needs_history: a runner needs all its tokens: plans have those that its rows do not
             compute (``StepPlan.prefixes``).
         prompt_token_ids: only with ``prompt_logprobs``.
-        edits: what is done to its logits; None for nothing.
-        reasoning: what may come before content that a constraint is for; None for nothing.
+        edits: of its logits; None for none.
+        reasoning: that may come before constrained content; None for none.
         end_token_ids: end content that a constraint is for, beside the model's own end tokens.
-        segments: of its prompt, in order. Those of a row's positions name what the row computes
-            where its tokens are placeholders.
+        segments: of its prompt, in order. Those of a row's positions name the content where its
+            tokens are placeholders.
     """
 
     request_id: str
@@ -94,10 +94,10 @@ class Request:
             before it samples. Always so where the parameters have a constraint.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is older), given once by the policy: at arrival, or at its turn.
-        owner: its share is charged under the policy "fair". charge: what its owner was
-            charged for it, in ticks.
+        owner: its share is charged under the policy "fair". charge: its cost on its
+            owner's account, in ticks.
         contents: the content segments of its prompt, in order; none of tokens alone.
-        block_keys: of its full blocks (chained prefix key, what the block holds as bytes: token ids
+        block_keys: of its full blocks (chained prefix key, content of the block as bytes: token ids
             and other content), computed on demand, never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
@@ -168,33 +168,24 @@ class Request:
     ) -> None:
         """``segments``: of the prompt; None: tokens alone. ``prompt_token_ids`` has placeholders
         where a segment has other content."""
-        contents: tuple[Content, ...] = ()
-        if segments is None:
-            segments = (Segment(len(prompt_token_ids)),)
-        else:
-            contents = contents_of(segments)
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
+        is_constrained = sampling_params.structured_outputs is not None
+        self.contents = () if segments is None else contents_of(segments)
         self.info = RequestInfo(
             request_id,
             len(prompt_token_ids),
             sampling_params,
             seed,
             cache_salt,
-            needs_history
-            or (edits is not None and edits.needs_history)
-            or sampling_params.structured_outputs is not None,
+            needs_history or is_constrained or (edits is not None and edits.needs_history),
             tuple(prompt_token_ids) if is_scored else None,
             edits,
             reasoning,
             end_token_ids,
-            tuple(segments),
+            (Segment(len(prompt_token_ids)),) if segments is None else tuple(segments),
         )
-        self.contents = contents
-        self.logprobs: RequestLogprobs | None = None
-        if is_scored or sampling_params.logprobs is not None:
-            self.logprobs = RequestLogprobs()
         self.reads_cache = reads_cache and not is_scored
-        self.settled_only = settled_only or sampling_params.structured_outputs is not None
+        self.settled_only = settled_only or is_constrained
         self.leader: Request | None = None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -203,24 +194,19 @@ class Request:
         self.on_token = on_token
         self.priority = priority
         self.owner = owner
-        self.charge = 0
-        self.seniority = -1
-        self.rank = -1
+        has_logprobs = is_scored or sampling_params.logprobs is not None
+        self.logprobs = RequestLogprobs() if has_logprobs else None
         self.state = RequestState.WAITING
         self.finish_reason: str | None = None
-        self.num_computed = 0
-        self.num_dispatched = 0
+        self.seniority = self.rank = -1
+        self.charge = self.next_event = 0
+        self.num_computed = self.num_dispatched = 0
         self.num_total = len(prompt_token_ids)
         self.block_table: list[int] = []
-        self.num_slots = 0
         self.block_keys: list[tuple[bytes, bytes]] = []
-        self.num_published = 0
         self.state_table: list[int] = []
-        self.num_past_states = 0
-        self.next_event = 0
-        self.num_admissions = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        self.num_slots = self.num_published = self.num_past_states = 0
+        self.num_admissions = self.num_cached_tokens = self.num_preemptions = 0
 
     def sibling(
         self, request_id: str, seed: int, on_token: Callable[[int], bool] | None

@@ -102,25 +102,23 @@ class RequestFactory:
         self._check_structured_outputs(prompt, params, checks_structure)
         if params.num_generated > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which they are ranked
-        if params.prompt_logprobs is not None and not self._can_score:
-            limit = "must be None: this model's head is not found behind its hidden states"
-            raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
-        if params.prompt_logprobs is not None and prompt.segments is not None:
-            limit = "must be None: the prompt has other content than tokens"
-            raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
+        for is_refused, reason in (
+            (not self._can_score, "this model's head is not found behind its hidden states"),
+            (prompt.segments is not None, "the prompt has other content than tokens"),
+        ):
+            if is_refused and params.prompt_logprobs is not None:
+                limit = f"must be None: {reason}"
+                raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
         # The last token is sampled and never computed, so that of a scored prompt may lie beyond.
         max_num_tokens = self._max_model_len + prompt.is_scored
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
-        stop_token_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_token_ids |= self._ends_of(prompt)
-        own_ends: frozenset[int] = frozenset()
-        if params.structured_outputs is not None and not params.ignore_eos:
-            own_ends = self._ends_of(prompt) - self._eos_token_ids
-        edits = self._edits(params, self._ends_of(prompt))
+        ends = self._ends_of(prompt)
+        stops = frozenset() if params.ignore_eos else ends
+        own_ends = frozenset() if params.structured_outputs is None else stops - self._eos_token_ids
+        edits = self._edits(params, ends)
         if prompt.is_scored:  # the sampled token is discarded, and has no place in a history
             edits = None
         number = next(self._numbers)
@@ -129,7 +127,7 @@ class RequestFactory:
             prompt.token_ids,
             params,
             max_num_tokens=max_num_tokens,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=stops.union(params.stop_token_ids or ()),
             on_token=self._watcher(prompt, params),
             seed=self._seed_of(params, 0, number),
             priority=prompt.priority,
@@ -176,7 +174,7 @@ class RequestFactory:
         return ReasoningTracker(reasoning, self._token_bytes)
 
     def _seed_of(self, params: SamplingParams, index: int, number: int) -> int:
-        """Of continuation ``index``, which is request ``number``."""
+        """The seed of continuation ``index``, which is request ``number``."""
         if params.seed is None:
             return xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
         seed = params.seed + index
@@ -215,9 +213,8 @@ class RequestFactory:
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
             if self._encode is None:
-                raise InvalidInputError(
-                    "bad_words", list(params.bad_words), "this model has no tokenizer"
-                )
+                limit = "this model has no tokenizer"
+                raise InvalidInputError("bad_words", list(params.bad_words), limit)
             bad_words = bad_word_ids(self._encode, params.bad_words)
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
         # min_tokens keeps the model's end tokens away also where they would not end the request.
@@ -227,7 +224,7 @@ class RequestFactory:
     def output(
         self, requests: Sequence[Request], prompt: PromptInput, metrics: Sequence[RequestMetrics]
     ) -> RequestOutput:
-        """What the caller gets of ``requests``, the finished continuations of a prompt."""
+        """The result of ``requests``, the finished continuations of a prompt."""
         output = RequestOutput(
             request_id=requests[0].request_id,
             prompt=prompt.text,
@@ -290,6 +287,6 @@ class RequestFactory:
 
 
 def _unlikelihood(answer: CompletionOutput) -> float:
-    """Of NaN, which has no order, infinite."""
+    """Minus the log-probability; infinite for NaN, which has no order."""
     total = answer.cumulative_logprob
     return math.inf if total is None or math.isnan(total) else -total

@@ -10,7 +10,7 @@ from .plan import StepPlan, StepResult
 from .request import Request
 
 MAX_DRAFT_TOKENS = 16
-"""Of a row, that a runner which computes draft tokens makes room for."""
+"""Draft tokens per row that a runner has room for, if it computes any."""
 
 
 class Runner(Protocol):

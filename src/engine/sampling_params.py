@@ -151,7 +151,7 @@ class SamplingParams(UnsupportedParams):
         None,
         "Token ids that end generation, besides the model's own end tokens. The one that does is "
         "in token_ids and not in text.",
-        checks.checked_stop_token_ids,
+        checks.checked_token_ids,
         takes_none=False,
         flag=None,
     )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
+from .config import check_sizes
 from .plan import InFlightStep, StepPlan
 from .planner import PlanAccount, Planner
 from .policy import Policy
@@ -55,23 +56,11 @@ class Scheduler:
     ) -> None:
         if max_num_seqs < 1:
             raise InvalidInputError("max_num_seqs", max_num_seqs, "must be 1 or more")
-        if max_num_batched_tokens < max_num_seqs:
-            raise InvalidInputError(
-                "max_num_batched_tokens",
-                max_num_batched_tokens,
-                f"must be at least max_num_seqs = {max_num_seqs}, "
-                "so that every running request can decode one token per step",
-            )
-        if blocks.states is not None and blocks.states.num_slots <= max_num_seqs:
-            raise InvalidInputError(
-                "num_state_slots",
-                blocks.states.num_slots,
-                f"must be at least max_num_seqs + 1 = {max_num_seqs + 1}",
-            )
+        num_state_slots = None if blocks.states is None else blocks.states.num_slots
+        check_sizes(max_num_seqs, max_num_batched_tokens, num_state_slots)
         if drafter is not None and blocks.states is not None:
-            raise InvalidInputError(
-                "drafter", drafter, "must be None for a model with recurrent layers"
-            )
+            limit = "must be None for a model with recurrent layers"
+            raise InvalidInputError("drafter", drafter, limit)
         self.blocks = blocks
         self.drafter = drafter
         self.max_num_seqs = max_num_seqs
@@ -95,11 +84,6 @@ class Scheduler:
         """Whether some request is waiting or running, or some step is in flight."""
         return bool(self.queues.running or self.queues.waiting or self.in_flight)
 
-    @property
-    def last_step(self) -> InFlightStep | None:
-        """The newest dispatched, settled or not."""
-        return self.last_steps[-1] if self.last_steps else None
-
     # The life of a request --------------------------------------------------------------------
 
     def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
@@ -114,30 +98,26 @@ class Scheduler:
                 leaves no room for an output; or the request exceeds the whole pool (S30). Nothing
                 was changed.
         """
-        for arrival in (request, *siblings):
+        arrivals = (request, *siblings)
+        for arrival in arrivals:
             if arrival.request_id in self.requests:
                 raise InvalidInputError("request_id", arrival.request_id, "is in use")
         if not 1 <= request.num_prompt_tokens < request.max_num_tokens:
-            raise InvalidInputError(
-                "prompt",
-                f"{request.num_prompt_tokens} tokens",
-                f"must have 1 to {request.max_num_tokens - 1} tokens",
-            )
+            limit = f"must have 1 to {request.max_num_tokens - 1} tokens"
+            raise InvalidInputError("prompt", f"{request.num_prompt_tokens} tokens", limit)
         check_segments(request.info.segments, request.num_prompt_tokens)
         # The last token is sampled but never fed back, so its KV needs no slot.
         num_blocks = self.blocks.num_blocks_for(request.max_num_tokens - 1)
         if num_blocks > self.blocks.num_blocks:
-            raise InvalidInputError(
-                "prompt + max_tokens",
-                request.max_num_tokens,
+            limit = (
                 f"needs {num_blocks} KV blocks of {self.blocks.block_size} tokens, "
-                f"the pool has num_blocks = {self.blocks.num_blocks}",
+                f"the pool has num_blocks = {self.blocks.num_blocks}"
             )
-        if self.drafter is not None:
-            for arrival in (request, *siblings):
-                if self.drafter.serves(arrival):
-                    arrival.settled_only = True  # draft tokens follow settled ones alone
-        for arrival in (request, *siblings):
+            raise InvalidInputError("prompt + max_tokens", request.max_num_tokens, limit)
+        for arrival in arrivals:
+            if self.drafter is not None and self.drafter.serves(arrival):
+                arrival.settled_only = True  # draft tokens follow settled ones alone
+        for arrival in arrivals:
             self.requests[arrival.request_id] = arrival
         self.queues.arrive(request, siblings)
 
@@ -159,7 +139,7 @@ class Scheduler:
         """Put a paused request back in its place: its rank is what it was (S27)."""
         request = self._live(request_id)
         if request.state is RequestState.PAUSED:
-            self.queues.resume(request)
+            self.queues.join_waiting(request)
 
     # Dispatch ---------------------------------------------------------------------------------
 
@@ -218,10 +198,10 @@ class Scheduler:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         if len(token_ids) != plan.num_sampled:
             raise ValueError(f"{len(token_ids)} tokens for {plan.num_sampled} samples")
-        _, requests = self.in_flight.popleft()
+        step = self.in_flight.popleft()
         finished: list[Request] = []
         if plan.is_decode_only:
-            for request, token in zip(requests, token_ids, strict=True):
+            for request, token in zip(step.requests, token_ids, strict=True):
                 num_computed = request.num_computed + 1
                 if num_computed < request.next_event and token not in request.stop_token_ids:
                     request.num_computed = num_computed
@@ -231,28 +211,20 @@ class Scheduler:
             return finished
         self.last_accepted = []
         if plan.has_drafts:
-            self._commit_drafts(plan, requests, token_ids, finished)
+            self._commit_drafts(step, token_ids, finished)
             return finished
         tokens = iter(token_ids)
-        for request, num_tokens, num_samples in zip(
-            requests, plan.num_tokens, plan.num_samples, strict=True
-        ):
+        for request, _, num_tokens, num_samples in step.rows():
             self._settle(request, num_tokens, next(tokens) if num_samples else None, finished)
         return finished
 
     def _commit_drafts(
-        self,
-        plan: StepPlan,
-        requests: Sequence[Request],
-        token_ids: Sequence[int],
-        finished: list[Request],
+        self, step: InFlightStep, token_ids: Sequence[int], finished: list[Request]
     ) -> None:
         """Draft tokens are counted nowhere before this: each that is accepted adds one to all
         three counters of its request."""
-        accepted = plan.accepted(token_ids)
-        for request, num_tokens, num_samples, tokens in zip(
-            requests, plan.num_tokens, plan.num_samples, accepted, strict=True
-        ):
+        rows = zip(step.rows(), step.plan.accepted(token_ids), strict=True)
+        for (request, _, num_tokens, num_samples), tokens in rows:
             if num_samples < 2:
                 self._settle(request, num_tokens, tokens[0] if tokens else None, finished)
                 continue
@@ -339,7 +311,7 @@ class Scheduler:
 
     def reset(self, reason: str) -> None:
         """End every live request with ``reason``, forget the steps in flight, and empty the pool
-        with its prefix cache: what a failed step wrote is never found again (S37).
+        with its prefix cache: blocks that a failed step wrote are never found again (S37).
 
         It assumes only that a request with no ``finish_reason`` is in ``requests``. So it is safe
         after an interrupt anywhere, also in ``reset``."""

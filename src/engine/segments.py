@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..errors import InvalidInputError
@@ -28,7 +29,7 @@ class Segment(NamedTuple):
         content_hash: None of a token segment: its tokens are themselves the content. Of other
             content a hash of all that decides its embeddings, their number included (such as pixels
             and settings of the processor); equal hashes stand for equal embeddings.
-        content: what a runner computes the positions from. Plans hold it, and nothing here looks at
+        content: input of the runner for these positions. Plans hold it; the engine never reads
             it.
     """
 
@@ -80,10 +81,10 @@ def refuse_contents(segments: Sequence[Segment]) -> None:
 
 
 def content_key(contents: Sequence[Content], begin: int, end: int) -> bytes:
-    """What positions ``[begin, end)`` have of content segments; empty for none. Two ranges of equal
-    length and equal tokens have equal content exactly if these are equal."""
+    """The content of positions ``[begin, end)`` as bytes; empty for tokens alone. Two ranges of
+    equal length and equal tokens have equal content exactly if their keys are equal."""
     parts = []
-    for i in range(bisect_right(contents, begin, key=_end_of), len(contents)):
+    for i in range(bisect_right(contents, begin, key=attrgetter("end")), len(contents)):
         content = contents[i]
         if content.begin >= end:
             break
@@ -92,7 +93,3 @@ def content_key(contents: Sequence[Content], begin: int, end: int) -> bytes:
         head = struct.pack("<4q", first - begin, count, offset, len(content.content_hash))
         parts.append(head + content.content_hash)
     return b"".join(parts)
-
-
-def _end_of(content: Content) -> int:
-    return content.end

@@ -79,13 +79,15 @@ class StructuredOutputs:
             _refuse("structural_tag", self.structural_tag, "is not supported")
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise InvalidInputError(
-                "structured_outputs",
-                given,
-                f"exactly one of {', '.join(_KINDS)} must be given",
-            )
+            limit = f"exactly one of {', '.join(_KINDS)} must be given"
+            raise InvalidInputError("structured_outputs", given, limit)
         kind = given[0]
-        text = getattr(self, f"_{kind}_text")()
+        makers = {
+            "json": self._json_text,
+            "json_object": self._json_object_text,
+            "choice": self._choice_text,
+        }
+        text = makers[kind]() if kind in makers else _require_text(kind, getattr(self, kind))
         _require_short(kind, text)
         kind = "json" if kind == "json_object" else kind
         constraint = Constraint(kind, text, *self._whitespace(kind == "json"))
@@ -128,12 +130,6 @@ class StructuredOutputs:
         if self.json_object is not True:
             _refuse("json_object", self.json_object, "must be True or not given")
         return '{"type": "object"}'
-
-    def _regex_text(self) -> str:
-        return _require_text("regex", self.regex)
-
-    def _grammar_text(self) -> str:
-        return _require_text("grammar", self.grammar)
 
     def _choice_text(self) -> str:
         choice = self.choice

@@ -7,19 +7,19 @@ it by one unknown token, has no bound.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .token_bytes import byte_alphabet
+from .token_bytes import byte_alphabet, parts_of
 
 # Most bytes of text per byte of its normal form. A canonical composition has at most 3 bytes per
 # byte; a compatibility character of 4 bytes may be one letter, and letters are composed.
 _SHRINKS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 8.0, "NFKD": 8.0, "Lowercase": 3.0, "ByteLevel": 1.0}
+_SHRINKS |= {"Sequence": 1.0, "Prepend": 1.0}
 # Parts that keep every byte, and parts that drop nothing but white space.
-_KEEPS = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"))
+_KEEPS = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "Sequence"))
 _DROPS_SPACES = frozenset(("Whitespace", "WhitespaceSplit", "BertPreTokenizer"))
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _NUM_CHARS_AT_ONCE = 1 << 18
@@ -64,9 +64,9 @@ def text_bound(tokenizer: Any) -> TextBound | None:
     if not is_plain(tokenizer):
         return None
     backend = tokenizer.backend_tokenizer
-    shrink = _shrink(_described(backend.normalizer))
-    drops_spaces = _drops_spaces(_described(backend.pre_tokenizer))
-    if shrink is None or drops_spaces is None:
+    shrink = math.prod(map(_shrink, parts_of(backend.normalizer)))
+    drops_spaces = list(map(_drops_spaces, parts_of(backend.pre_tokenizer)))
+    if shrink == math.inf or None in drops_spaces:
         return None
     vocab: Mapping[str, int] = backend.get_vocab(with_added_tokens=False)
     is_byte_level = _is_byte_level(backend, vocab)
@@ -77,37 +77,23 @@ def text_bound(tokenizer: Any) -> TextBound | None:
     sizes = [len(token) if is_byte_level else len(token.encode()) for token in vocab]
     sizes += [len(token.content.encode()) for token in added]
     swallows = any(token.lstrip or token.rstrip for token in added)
-    return TextBound(shrink * max(sizes, default=1), not (swallows or drops_spaces))
+    return TextBound(shrink * max(sizes, default=1), not (swallows or any(drops_spaces)))
 
 
-def _described(part: Any) -> dict[str, Any]:
-    return {} if part is None else json.loads(part.__getstate__())
-
-
-def _shrink(part: dict[str, Any]) -> float | None:
-    """Most bytes that a normaliser makes one byte of; None: any number."""
-    kind = part.get("type")
-    if kind in (None, "Prepend"):
-        return 1.0
-    if kind == "Sequence":
-        shrinks = [_shrink(one) for one in part["normalizers"]]
-        return None if None in shrinks else math.prod(shrink or 0.0 for shrink in shrinks)
+def _shrink(part: dict[str, Any]) -> float:
+    """Most bytes that a part of a normaliser makes one byte of; infinite: any number."""
+    kind = part.get("type", "")
     if kind == "Replace":
         pattern, content = part["pattern"].get("String"), part["content"]
         if not pattern or not content:
-            return None
+            return math.inf
         return max(1.0, len(pattern.encode()) / len(content.encode()))
-    return _SHRINKS.get(kind)
+    return _SHRINKS.get(kind, math.inf)
 
 
 def _drops_spaces(part: dict[str, Any]) -> bool | None:
-    """Whether a pre-tokenizer drops white space; None if it may drop other text."""
+    """Whether a part of a pre-tokenizer drops white space; None if it may drop other text."""
     kind = part.get("type")
-    if kind is None:
-        return False
-    if kind == "Sequence":
-        drops = [_drops_spaces(one) for one in part["pretokenizers"]]
-        return None if None in drops else any(drops)
     if kind in _DROPS_SPACES:
         return True
     return False if kind in _KEEPS and part.get("behavior") != "Removed" else None
@@ -115,9 +101,7 @@ def _drops_spaces(part: dict[str, Any]) -> bool | None:
 
 def _is_byte_level(backend: Any, vocab: Mapping[str, int]) -> bool:
     """Whether texts become letters for their bytes, each of which is a token."""
-    parts = [_described(backend.normalizer), _described(backend.pre_tokenizer)]
-    parts += [one for part in parts for one in part.get("pretokenizers", ())]
-    parts += [one for part in parts for one in part.get("normalizers", ())]
+    parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     is_mapped = any(part.get("type") == "ByteLevel" for part in parts)
     return (
         is_mapped

@@ -16,7 +16,7 @@ class TextOffsets:
     the place of that character.
 
     Args:
-        prompt_token_ids: what the text follows, as of :class:`.detokenizer.Detokenizer`; none for
+        prompt_token_ids: before the text, as of :class:`.detokenizer.Detokenizer`; none for
             the text of a prompt itself.
         skips_special: special tokens have no text.
         num_before: characters before the text.

@@ -110,7 +110,7 @@ class TokenBytes:
 
     @cached_property
     def _alphabet(self) -> dict[str, int] | None:
-        """Of a byte-level vocabulary; None for any other."""
+        """The letters of a byte-level vocabulary; None for any other."""
         return byte_alphabet() if "ByteLevel" in self._decoders else None
 
     @cached_property
@@ -122,14 +122,15 @@ class TokenBytes:
     def _decoders(self) -> frozenset[str]:
         """The kinds of decoders that make text of the tokens, of a fast tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        decoder = getattr(backend, "decoder", None)
-        if decoder is None:
-            return frozenset()
-        return frozenset(_kinds(json.loads(decoder.__getstate__())))
+        parts = parts_of(getattr(backend, "decoder", None))
+        return frozenset(str(part.get("type")) for part in parts)
 
 
-def _kinds(described: Any) -> list[str]:
-    found = [str(described.get("type", ""))]
-    for inner in described.get("decoders", ()):
-        found += _kinds(inner)
+def parts_of(part: Any) -> list[dict[str, Any]]:
+    """The description of a part of a tokenizer (of the ``tokenizers`` library), then those of all
+    parts inside it; none of None."""
+    found: list[dict[str, Any]] = [] if part is None else [json.loads(part.__getstate__())]
+    for one in found:
+        for name in ("normalizers", "pretokenizers", "decoders"):
+            found += one.get(name, ())
     return found

@@ -11,7 +11,7 @@ add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_stri
            content hash (hex)]`` of the prompt, null of a token segment
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
-           ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
+           ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for which
            the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
            compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``planner``) and
            times: when planning began, when it was done, when the runner's ``dispatch`` returned;
@@ -21,7 +21,7 @@ plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool;
            state_tables and new_state_slots ``[id, slots]``, as tables and new_blocks, where the
            model has recurrent layers
 result     step, token_ids (the samples, row after row), finished ``[id, reason]``, pool; since
-           version 4 times: when the result was asked for, when it was there, when it was
+           version 4 times: when the wait for the result began, when it was there, when it was
            committed; since version 8 accepted ``[id, number of draft tokens]`` of each row with
            draft tokens
 abort      id, reason
@@ -51,6 +51,7 @@ import stat
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from operator import sub
 from typing import Any
 
@@ -82,7 +83,7 @@ class TraceWriter:
         self._account = scheduler.account = PlanAccount()
         self._owners: dict[str, int] = {}  # a trace has numbers in place of names
         self._begin = time.perf_counter()
-        blocks = scheduler.blocks
+        blocks, policy = scheduler.blocks, asdict(scheduler.policy)
         self.write(
             "start",
             version=TRACE_VERSION,
@@ -92,13 +93,8 @@ class TraceWriter:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             pipeline_depth=scheduler.pipeline_depth,
-            policy=scheduler.policy.name,
-            max_overtakes=scheduler.policy.max_overtakes,
-            tokens_per_arrival=scheduler.policy.tokens_per_arrival,
-            arrivals_per_priority=scheduler.policy.arrivals_per_priority,
-            credit=scheduler.policy.credit,
-            ticks_per_token=scheduler.policy.ticks_per_token,
-            reply_tokens=scheduler.policy.reply_tokens,
+            policy=policy.pop("name"),
+            **policy,
             max_draft_tokens=0 if scheduler.drafter is None else scheduler.drafter.max_draft_tokens,
             num_state_slots=blocks.states.num_slots if blocks.states is not None else 0,
             state_interval=blocks.states.interval if blocks.states is not None else 0,
@@ -216,14 +212,14 @@ class TraceWriter:
         plan: StepPlan,
         token_ids: Sequence[int],
         finished: Sequence[Request],
-        asked: float,
+        awaited: float,
         collected: float,
     ) -> None:
         """A result was awaited and collected, at these readings of the clock, and just
         committed."""
         self.write(
             "result",
-            times=[self._since_start(asked), self._since_start(collected), self._now()],
+            times=[self._since_start(awaited), self._since_start(collected), self._now()],
             step=plan.step,
             token_ids=list(token_ids),
             accepted=self._scheduler.last_accepted if plan.has_drafts else [],

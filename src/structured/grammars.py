@@ -102,7 +102,7 @@ class Grammars:
         is_wanted = len(made.matchers) < _NUM_LEXERS and made.compile_s < _MAX_COMPILE_AGAIN_S
         if is_wanted and not is_new and self._places.acquire(blocking=False):
             try:
-                one_more = _on_deep_stack(lambda: self._compile(constraint)).result()
+                one_more = self._compile_now(constraint)
             finally:
                 self._places.release()
             with self._lock:
@@ -128,9 +128,7 @@ class Grammars:
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
         # The engine's steps call this without a time limit: the door has compiled the constraint.
-        made, _ = self._compiled(
-            outputs.constraint, lambda c: _on_deep_stack(lambda: self._compile(c)).result()
-        )
+        made, _ = self._compiled(outputs.constraint, self._compile_now)
         with self._lock:
             one = made.matchers[made.num_copied % len(made.matchers)]
             made.num_copied += 1
@@ -162,6 +160,9 @@ class Grammars:
                 self._kept.popitem(last=False)
         return made, True
 
+    def _compile_now(self, constraint: Constraint) -> Any:
+        return _on_deep_stack(lambda: self._compile(constraint)).result()
+
     def _compile_in_time(self, constraint: Constraint) -> Any:
         """Compile with a time limit; most constraints take milliseconds."""
         until = time.monotonic() + _MAX_COMPILE_S
@@ -178,17 +179,15 @@ class Grammars:
         try:
             return made.result(max(0.1, until - time.monotonic()))
         except TimeoutError:
-            field = f"structured_outputs.{constraint.kind}"
-            raise _refusal(field, constraint, "takes too long to compile") from None
+            raise _refusal(constraint, "takes too long to compile") from None
 
     def _compile(self, constraint: Constraint) -> Any:
-        field = f"structured_outputs.{constraint.kind}"
         try:
             grammar = _grammar(constraint)
         except Exception as error:  # llguidance converts GBNF in Python
-            raise _refusal(field, constraint, str(error)) from error
+            raise _refusal(constraint, str(error)) from error
         try:
-            return self._new_matcher(field, constraint, grammar, self._ll_tokenizer)
+            return self._new_matcher(constraint, grammar, self._ll_tokenizer)
         except InvalidInputError:
             if constraint.kind != "grammar":
                 raise
@@ -197,10 +196,10 @@ class Grammars:
         if self._named_tokenizer is None:
             self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
         grammar = _NOT_ENCODED + grammar
-        return self._new_matcher(field, constraint, grammar, self._named_tokenizer)
+        return self._new_matcher(constraint, grammar, self._named_tokenizer)
 
     @staticmethod
-    def _new_matcher(field: str, constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:
+    def _new_matcher(constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -214,21 +213,21 @@ class Grammars:
         )
         if is_error or messages:
             num_lines = int(grammar.startswith(_NOT_ENCODED))
-            raise _refusal(field, constraint, "; ".join(messages), num_lines)
+            raise _refusal(constraint, "; ".join(messages), num_lines)
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
         # Some limits, and texts without an end, show in the first mask only.
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            raise _refusal(field, constraint, matcher.get_error())
+            raise _refusal(constraint, matcher.get_error())
         if not mask.any():
-            raise _refusal(field, constraint, "no text can meet it")
+            raise _refusal(constraint, "no text can meet it")
         # Others show behind the first token: too many ways to go on.
         for token_id in np.flatnonzero(np.unpackbits(mask, bitorder="little"))[:_NUM_TRIED]:
             tried = matcher.deep_copy()
             if tried.consume_token(int(token_id)) and not tried.is_stopped():
                 tried.compute_bitmask()
             if tried.is_error():
-                raise _refusal(field, constraint, tried.get_error())
+                raise _refusal(constraint, tried.get_error())
         return matcher
 
 
@@ -275,9 +274,7 @@ def _grammar(constraint: Constraint) -> str:
     return grammar_from("regex" if kind == "regex" else "grammar", text)
 
 
-def _refusal(
-    field: str, constraint: Constraint, reason: str, num_lines_before: int = 0
-) -> InvalidInputError:
+def _refusal(constraint: Constraint, reason: str, num_lines_before: int = 0) -> InvalidInputError:
     has_place = constraint.kind == "grammar"
     limit = readable(reason, num_lines_before, has_place=has_place)
-    return InvalidInputError(field, constraint.text, limit)
+    return InvalidInputError(f"structured_outputs.{constraint.kind}", constraint.text, limit)

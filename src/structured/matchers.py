@@ -84,6 +84,12 @@ class _Text:
     ends: frozenset[int] = frozenset()
     end: int = 0
 
+    @property
+    def opening(self) -> Ids | None:
+        """Tokens that open the reasoning now; None once the content has begun."""
+        beginning = self.beginning
+        return None if beginning is None else beginning.tokens.opening(beginning.tracker.head)
+
     def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
         """Learn the tokens at positions ``start ..``, of which some may be known."""
         new = token_ids[self.num_known - start :]
@@ -190,8 +196,8 @@ class Matchers:
             self._release(plan)
         constrains = self._constrains.get(plan.requests)
         if constrains is None:
-            asked = (r.sampling_params.structured_outputs is not None for r in plan.requests)
-            constrains = self._constrains.put(plan.requests, any(asked))
+            constrained = (r.sampling_params.structured_outputs is not None for r in plan.requests)
+            constrains = self._constrains.put(plan.requests, any(constrained))
         if not constrains:
             return None
         is_repeatable = plan.is_decode_only and not plan.tables
@@ -314,17 +320,7 @@ class Matchers:
         for text in texts:
             if text.beginning is not None and not text.beginning.is_undecided:
                 self._write_free_mask(text, text.beginning)
-        jobs = [
-            _Job(
-                text,
-                text.unread,
-                None
-                if text.beginning is None
-                else text.beginning.tokens.opening(text.beginning.tracker.head),
-            )
-            for text in texts
-            if text.made is None
-        ]
+        jobs = [_Job(text, text.unread, text.opening) for text in texts if text.made is None]
         if not jobs:
             return
         if self._worker is None:

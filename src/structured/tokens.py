@@ -2,7 +2,7 @@
 
 llguidance recognises a byte-level vocabulary by its decoder. Where the decoder is a sequence that
 has a byte fallback as well (tokenizers made of GGUF files), it takes the letters that stand for
-bytes for themselves. So what it made of the tokenizer is compared with the tokenizer's own text.
+bytes for themselves. So its bytes of tokens are compared with the tokenizer's own text.
 
 It encodes text that a constraint leaves no choice about, and a text that spells a special token
 would become that token: ``choice=["x</s>"]`` would end behind the x. So special tokens get names

@@ -532,8 +532,8 @@ MUTANTS = [
         0,
         "siblings go behind whoever waits",
         "Queues.release_siblings",
-        "self._join_waiting(sibling)",
-        "self._join_waiting(sibling)\n"
+        "self.join_waiting(sibling)",
+        "self.join_waiting(sibling)\n"
         "if sibling in self.waiting:\n"
         "    self.waiting.remove(sibling)\n"
         "    self.waiting.append(sibling)",
