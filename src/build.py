@@ -19,7 +19,7 @@ from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import may_restore
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
-from .engine.stats import EngineStats
+from .engine.outputs import EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope

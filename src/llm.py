@@ -15,13 +15,12 @@ from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
 from .engine.generation import GenerationLoop, only_text
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts, truncation_of
-from .engine.outputs import RequestOutput, ScoreOutput
+from .engine.outputs import EngineStats, RequestOutput, ScoreOutput
 from .engine.pace import StepPace
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
 from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
-from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .model_name import check_model_name
 from .params.checks import is_int, is_list, path_of

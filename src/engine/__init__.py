@@ -5,8 +5,7 @@ Read in this order: ``request`` and ``plan`` (the decision for one step), ``queu
 service), ``core`` (the step loop, around a ``runner``), ``generation`` (what ``generate`` does). At
 the door: ``config``, ``sampling_params`` with ``edit_checks``, ``logit_edits``,
 ``structured_outputs``, ``inputs``, ``request_factory``, ``detokenizer``, ``outputs``. ``logprobs``
-and ``logprob_output`` keep log-probabilities. Beside: ``invariants``, ``trace``, ``stats``,
-``record``.
+and ``logprob_output`` keep log-probabilities. Beside: ``invariants``, ``trace``, ``record``.
 
 Imports only ``params`` and ``errors``. Imported by ``runner``, ``build``, ``chat``,
 ``llm``, ``verify`` and ``cli``.

@@ -12,7 +12,7 @@ from ..compile.model.loaded import Shard
 from ..compile.start_record import StartRecord
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
-from ..engine.stats import EngineStats
+from ..engine.outputs import EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.cpu_invariant import TILE
 from ..kernels.device import MKL_ROW_UNIT

@@ -10,7 +10,7 @@ import torch
 from ..compile.captured_model import CapturedModel, CaptureOptions
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
-from ..engine.stats import EngineStats
+from ..engine.outputs import EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
 from ..kernels.linear.cublas import forbid_split_k, without_split_k

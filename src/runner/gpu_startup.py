@@ -11,7 +11,7 @@ import torch
 from ..compile.captured_model import CapturedModel
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
-from ..engine.stats import EngineStats
+from ..engine.outputs import EngineStats
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused

@@ -12,8 +12,8 @@ from pagespec import LLM, SamplingParams
 from pagespec import llm as llm_module
 from pagespec.build import BuiltEngine
 from pagespec.engine.config import EngineConfig
+from pagespec.engine.outputs import EngineStats
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.stats import EngineStats
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
 NUM_TOKENS = 3

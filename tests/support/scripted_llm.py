@@ -12,8 +12,8 @@ from pagespec import LLM
 from pagespec import llm as llm_module
 from pagespec.build import BuiltEngine
 from pagespec.engine.config import EngineConfig
+from pagespec.engine.outputs import EngineStats
 from pagespec.engine.plan import StepPlan, StepResult
-from pagespec.engine.stats import EngineStats
 from tests.support.chat_models import END, chat_tokenizer, ids_of
 
 BLOCK_SIZE = 4
