@@ -1,13 +1,14 @@
-"""Cards for tests of several rooms of kernels."""
+"""Cards and memory for tests of several rooms of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pagespec.kernels.arch import Arch
 from pagespec.kernels.device import Gpu
+from tests.support.paged import poisoned_memory
 
 
 @pytest.fixture
@@ -19,3 +20,10 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
             monkeypatch.setattr(kind, "of", lambda _, found=found: found)
 
     return become
+
+
+@pytest.fixture
+def poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fresh tensors hold NaN, on a GPU in tests that need one: what a kernel leaves out shows."""
+    with poisoned_memory("cuda" if request.node.get_closest_marker("gpu") else "cpu"):
+        yield

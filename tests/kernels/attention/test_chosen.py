@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,6 @@ from tests.support.paged import (
     latent_batch,
     latent_shape,
     make_batch,
-    poisoned_memory,
     rescheduled,
 )
 
@@ -30,6 +28,8 @@ pytest.importorskip("triton")
 from pagespec.kernels.attention.chosen import chosen_attention
 from pagespec.kernels.mla import launch
 from tests.kernels.mla.test_kernels import SMALL, SPREADS, _ordered_dot  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 NUM_CHOSEN = 37
 ROWS: dict[str, Rows] = {
@@ -44,12 +44,6 @@ HEADS = [
 ]
 LATENTS = [latent_shape(4, 16, 8), latent_shape(20, 32, 8, dtype=torch.float16)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cpu"):
-        yield
 
 
 def attend(batch: tuple, shape: Shape, chosen: Tensor, **spread: Any) -> Tensor:

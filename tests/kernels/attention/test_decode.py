@@ -32,9 +32,10 @@ from tests.support.paged import (
     bundled,
     float64_attention,
     make_batch,
-    poisoned_memory,
     rescheduled,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned", "ordered_dot")
 
 ROWS: dict[str, Rows] = {
     # An extend, a decode, a prefill, a row of no queries: rows of one query go to another kernel.
@@ -88,12 +89,6 @@ SPREADS = {
     "one lane for all pieces": {"max_programs": 1},
     "three lanes": {"max_programs": 6},
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(ordered_dot: None) -> Iterator[None]:
-    with poisoned_memory("cpu"):
-        yield
 
 
 @contextmanager

@@ -6,7 +6,6 @@ as a decode, in chunks or in one prefill. Uninitialised memory is filled with Na
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -31,11 +30,10 @@ from tests.support.paged import (
     bundled,
     float64_attention,
     make_batch,
-    poisoned_memory,
     rescheduled,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Largest error allowed, beside an output of size about 1: a few roundings of weights and outputs.
@@ -65,12 +63,6 @@ OTHER_DTYPES = [
     replace(SHAPES[1], dtype=torch.float16),
 ]
 BITWISE = [*SHAPES[:3], OTHER_DTYPES[0]]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cuda"):
-        yield
 
 
 def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:

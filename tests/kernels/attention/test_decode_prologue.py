@@ -8,7 +8,7 @@ is not collected, and test_decode_prologue_gpu.py tests the same on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,9 @@ from tests.kernels.attention.rope_prologue import Case, same_bits
 from tests.kernels.attention.test_decode import SMALL, shuffled
 from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
 from tests.support.apart import by_day_and_night, run_apart
-from tests.support.paged import Rows, Shape, poisoned_memory
+from tests.support.paged import Rows, Shape
+
+pytestmark = pytest.mark.usefixtures("poisoned", "ordered_dot")
 
 SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
 ROWS: dict[str, Rows] = {
@@ -42,12 +44,6 @@ SHAPES = [
     Shape(hq=4, hkv=1, dk=64, dv=64, window=7, dtype=torch.float16),
     Shape(hq=5, hkv=1, dk=96, dv=32, softcap=2.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(ordered_dot: None) -> Iterator[None]:
-    with poisoned_memory("cpu"):
-        yield
 
 
 # By day every spread with the last shape, which has no window, and a third of them with each other.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,9 +9,9 @@ from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.decode_prologue import fits
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from tests.kernels.attention.rope_prologue import Case, same_bits
-from tests.support.paged import Rows, Shape, poisoned_memory
+from tests.support.paged import Rows, Shape
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 EDGES = [0, 1, 14, 15, 16, 63, 64, 127, 128, 510, 511, 512, 1023, 1024, 2047]
@@ -26,12 +24,6 @@ SHAPES = [
     Shape(hq=16, hkv=8, dk=64, dv=64, block_size=64, window=100, dtype=torch.float16),
     Shape(hq=8, hkv=4, dk=256, dv=256, window=100, softcap=5.0, dtype=BF16),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cuda"):
-        yield
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

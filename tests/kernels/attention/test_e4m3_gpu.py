@@ -17,10 +17,9 @@ from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.fused import dispatch, norm_rope_store
 from pagespec.kernels.registry import registry
 from pagespec.runner.block_copies import BlockCopier
-from tests.kernels.attention.test_decode_gpu import (  # noqa: F401 (a fixture)
+from tests.kernels.attention.test_decode_gpu import (
     BF16,
     ROWS,
-    _poisoned,
     attend,
     restricted,
     scheduled,
@@ -30,6 +29,7 @@ from tests.support.paged import Shape, bundled, float64_attention, make_batch, r
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
         reason="no instruction converts e4m3",

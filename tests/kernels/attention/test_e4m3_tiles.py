@@ -21,17 +21,18 @@ from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import e4m3_tiles, launch, reference
 from pagespec.kernels.fused import dispatch, kv_store, norm_rope_store
-from tests.kernels.attention.test_decode import (  # noqa: F401 (a fixture)
+from tests.kernels.attention.test_decode import (
     ROWS,
     SMALL,
     SPREADS,
-    _poisoned,
     attend,
     shuffled,
     stored,
 )
 from tests.support.apart import by_day_and_night, run_apart
 from tests.support.paged import Shape, bundled, float64_attention, make_batch, rescheduled
+
+pytestmark = pytest.mark.usefixtures("poisoned", "ordered_dot")
 
 SHAPES = [
     Shape(is_e4m3=True),

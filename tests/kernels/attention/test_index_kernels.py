@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,15 +18,9 @@ from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.attention.index_kernels import choose_kernel
 from tests.kernels.attention.test_indexer import NUM_CHOSEN, ROWS, SHAPES, choose
 from tests.support.apart import run_apart
-from tests.support.paged import Batch, Rows, Shape, make_batch, poisoned_memory, rescheduled
+from tests.support.paged import Batch, Rows, Shape, make_batch, rescheduled
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cpu"):
-        yield
 
 
 indexed = partial(choose, by=index_kernels.index_topk)
@@ -96,6 +90,8 @@ def lowest_of_equals(row: Tensor, num_chosen: int) -> list[int]:
     order = sorted(range(len(row)), key=lambda at: (-float(row[at]), at))
     return sorted(order[:num_chosen])
 
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 _SCORES: dict[str, Callable[[int], Tensor]] = {
     "distinct": lambda n: torch.randn(3, n),

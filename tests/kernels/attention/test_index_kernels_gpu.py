@@ -23,11 +23,10 @@ from tests.support.paged import (
     latent_batch,
     latent_shape,
     make_batch,
-    poisoned_memory,
     rescheduled,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 ROWS: Rows = [(0, 5), (700, 1), (1020, 9), (3, 1), (0, 0), (2048, 1), (440, 2), (77, 600)]
@@ -42,12 +41,6 @@ LATENTS = [
 ]
 TOLERANCE = {BF16: 1.6e-2, torch.float16: 2e-3}
 TOPK = 256
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cuda"):
-        yield
 
 
 def chosen_of(attend: tuple, key: Tensor, slots: Tensor, topk: int = TOPK, **more: Any) -> Tensor:

@@ -13,13 +13,14 @@ import triton.language as tl
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.prefill import num_leading_singles
 from pagespec.kernels.attention.tiling import choose_tiling
-from tests.kernels.attention.test_decode import (  # noqa: F401 (a fixture)
+from tests.kernels.attention.test_decode import (
     TOLERANCE,
-    _poisoned,
     attend,
     stored,
 )
 from tests.support.paged import Shape, bundled, float64_attention, rescheduled
+
+pytestmark = pytest.mark.usefixtures("poisoned", "ordered_dot")
 
 SHAPES = [
     Shape(hq=2, hkv=1),

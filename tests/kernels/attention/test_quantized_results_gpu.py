@@ -4,7 +4,6 @@ stored outputs; alone, before the matmul that reads them, and in whole engines."
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
 from tests.support.hopper import has_hopper_kernels
 from tests.support.models import tiny_model
-from tests.support.paged import Rows, Shape, bundled, poisoned_memory
+from tests.support.paged import Rows, Shape, bundled
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
         reason="no instruction converts e4m3",
@@ -47,12 +47,6 @@ SOME: dict[str, Rows] = ROWS | {
     "many": [(n, 1) for n in (0, 15, 127, 511, 2047)] * 60,
     "long": [(5000, 1)],
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cuda"):
-        yield
 
 
 def check(found: QuantizedRows, plain: Tensor, case: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -25,9 +24,10 @@ from tests.support.paged import (
     float64_heads,
     latent_batch,
     latent_shape,
-    poisoned_memory,
     rescheduled,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ROWS: dict[str, Rows] = {
     "mixed": [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)],
@@ -59,12 +59,6 @@ SPREADS = {
     "one program for all splits": {"unsplit_from": 1 << 20, "num_programs": 1},
     "three": {"unsplit_from": 1 << 20, "num_programs": 6},
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cpu"):
-        yield
 
 
 def _dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,11 +22,10 @@ from tests.support.paged import (
     float64_heads,
     latent_batch,
     latent_shape,
-    poisoned_memory,
     rescheduled,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {torch.float32: 2e-5, BF16: 1.6e-2, FP16: 2e-3}
@@ -43,12 +41,6 @@ SHAPES = [
     latent_shape(4, 16, 8),
 ]
 WHOLE, SPLIT = {"unsplit_from": 1}, {"unsplit_from": 1 << 20}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    with poisoned_memory("cuda"):
-        yield
 
 
 def attend(batch: tuple, shape: Shape, **changes: Any) -> Tensor:

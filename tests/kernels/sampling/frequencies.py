@@ -99,12 +99,14 @@ def model_logits() -> Tensor:
     return torch.randn(VOCAB, generator=generator) * 1.5
 
 
-def run(case: str, device: str = "cpu", num_draws: int = NUM_DRAWS) -> Fit:
+def run(
+    case: str, device: str = "cpu", num_draws: int = NUM_DRAWS, define: Any = edited_logits
+) -> Fit:
     given = dict(CASES[case])
     words = given.pop("words", [])
     params = SamplingParams(**{"temperature": 1.0, "max_tokens": None, **given})
     logits = model_logits()
-    edited = edited_logits(
+    edited = define(
         logits.double().numpy(),
         PROMPT,
         OUTPUT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels.sampling.frequencies import CASES, run
+from tests.support.plain_sampling import edited_logits
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -29,14 +30,10 @@ def test_draws_on_a_gpu_fit_the_definition(case: str) -> None:
     assert (found.num_impossible, found.p > 1e-3) == (0, True)
 
 
-def test_a_wrong_probability_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_probability_is_noticed() -> None:
     """That tokens of the prompt counted as output would show."""
-    from tests.kernels.sampling import frequencies
-
-    edited = frequencies.edited_logits
 
     def wrong(logits, prompt, output, *rest, **named):  # type: ignore[no-untyped-def]
-        return edited(logits, [], [*prompt, *output], *rest, **named)
+        return edited_logits(logits, [], [*prompt, *output], *rest, **named)
 
-    monkeypatch.setattr(frequencies, "edited_logits", wrong)
-    assert run("frequency_penalty", num_draws=8_000).p < 1e-6
+    assert run("frequency_penalty", num_draws=8_000, define=wrong).p < 1e-6
