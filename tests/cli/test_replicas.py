@@ -29,11 +29,6 @@ from tests.support.models import save_word_model
 NUM_ROWS = 500
 
 
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

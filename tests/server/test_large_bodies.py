@@ -19,7 +19,7 @@ from tests.support.server import serving
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 JSON = {"Content-Type": "application/json"}
-HELD_S, QUICK_S = 60.0, 20.0
+QUICK_S = 20.0
 NUM_SLOW = 12
 
 
@@ -76,19 +76,10 @@ READ: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_a_large_constraint_is_read_off_the_loop(
-    url: str, monkeypatch: pytest.MonkeyPatch, kind: str
+    url: str, hold: Callable[..., Any], kind: str
 ) -> None:
     """The loop answers while the constraint is walked, which here waits for that."""
-    require = structured_outputs._require_short
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def slow(name: str, text: str) -> None:
-        if f"slow_{kind}" in text:
-            has_begun.set()
-            assert goes_on.wait(HELD_S), "others waited for it"
-        require(name, text)
-
-    monkeypatch.setattr(structured_outputs, "_require_short", slow)
+    held = hold(structured_outputs, "_require_short", lambda _, text: f"slow_{kind}" in text)
     path, make = READ[kind]
     content = json.dumps(make(f"slow_{kind}")).encode()
     assert len(content) > bodies.MAX_INLINE_BYTES
@@ -99,12 +90,12 @@ def test_a_large_constraint_is_read_off_the_loop(
 
     thread = threading.Thread(target=post)
     thread.start()
-    assert has_begun.wait(30), "it is not read there"
+    assert held.has_begun.wait(30), "it is not read there"
     try:
         assert httpx.get(f"{url}/health", timeout=QUICK_S).status_code == 200
         assert httpx.post(f"{url}{CHAT}", json=chat(), timeout=QUICK_S).status_code == 200
     finally:
-        goes_on.set()
+        held.goes_on.set()
     thread.join()
     # Tools are a part of the prompt, too, which then is too long.
     assert answers[0].status_code == (400 if kind == "tools" else 200), answers[0].text[:300]
@@ -112,19 +103,10 @@ def test_a_large_constraint_is_read_off_the_loop(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_bodies_of_some_size_take_no_thread_of_chats(
-    url: str, monkeypatch: pytest.MonkeyPatch, path: str
+    url: str, hold: Callable[..., Any], path: str
 ) -> None:
     """Many at once wait for each other, and no chat for them."""
-    parse = bodies.parse
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def slow(body: bytes) -> Any:
-        if len(body) > bodies.MAX_INLINE_BYTES:
-            has_begun.set()
-            assert goes_on.wait(HELD_S), "a chat waited for it"
-        return parse(body)
-
-    monkeypatch.setattr(bodies, "parse", slow)
+    held = hold(bodies, "parse", lambda body: len(body) > bodies.MAX_INLINE_BYTES)
     asked = chat() if path == CHAT else {"prompt": "a", "max_tokens": 2}
     content = json.dumps(asked).encode() + b" " * (2 * bodies.MAX_INLINE_BYTES)
     statuses: list[int] = []
@@ -136,13 +118,13 @@ def test_bodies_of_some_size_take_no_thread_of_chats(
     threads = [threading.Thread(target=post) for _ in range(NUM_SLOW)]
     for thread in threads:
         thread.start()
-    assert has_begun.wait(30), "it is not parsed there"
+    assert held.has_begun.wait(30), "it is not parsed there"
     time.sleep(0.5)  # the others wait behind it
     try:
         assert httpx.post(f"{url}{CHAT}", json=chat(), timeout=QUICK_S).status_code == 200
         assert not statuses, "they were not held"
     finally:
-        goes_on.set()
+        held.goes_on.set()
     for thread in threads:
         thread.join()
     assert statuses == [200] * NUM_SLOW

@@ -124,15 +124,15 @@ def test_rates_and_quantiles_forget_what_is_old(monkeypatch: pytest.MonkeyPatch)
         app = create_app(engine)
         view = LiveView(EngineMetrics(engine))
         await (await engine.submit([0], LONG)).result()
-        now = time.monotonic
+        now, seconds = time.monotonic, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: now() + seconds)
         frame = await view.frame(app.state.context)
         assert frame["between_tokens_s"]["count"] > 0
         for has_step in (False, True):
             if has_step:
-                monkeypatch.setattr(time, "monotonic", lambda: now() + WINDOW_S)
+                seconds = WINDOW_S
                 view.on_step()  # of another request
             seconds = WINDOW_S + (3 if has_step else 1)
-            monkeypatch.setattr(time, "monotonic", lambda s=seconds: now() + s)
             frame = await view.frame(app.state.context)
             assert frame["between_tokens_s"]["count"] == 0
             assert frame["tokens"]["generated_per_s"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from tests.support.chat_models import save_chat_model
 from tests.support.server import serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELD_S, QUICK_S = 60.0, 20.0
+QUICK_S = 20.0
 NUM_SLOW = 12
 
 
@@ -37,17 +37,8 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(10, marks=pytest.mark.nightly), 6000])
-def test_slow_ones_hold_up_no_chat(url: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    compile_one = Grammars._compile
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def slow(self: Grammars, constraint: Any) -> Any:
-        if "slow" in constraint.text:
-            has_begun.set()
-            assert goes_on.wait(HELD_S), "a chat waited for it"
-        return compile_one(self, constraint)
-
-    monkeypatch.setattr(Grammars, "_compile", slow)
+def test_slow_ones_hold_up_no_chat(url: str, hold: Callable[..., Any], size: int) -> None:
+    held = hold(Grammars, "_compile", lambda _, constraint: "slow" in constraint.text)
     statuses: list[int] = []
 
     def post(number: int) -> None:
@@ -60,7 +51,7 @@ def test_slow_ones_hold_up_no_chat(url: str, monkeypatch: pytest.MonkeyPatch, si
     threads = [threading.Thread(target=post, args=(number,)) for number in range(NUM_SLOW)]
     for thread in threads:
         thread.start()
-    assert has_begun.wait(30)
+    assert held.has_begun.wait(30)
     time.sleep(0.3)  # the others wait behind it
     try:
         for _ in range(3):
@@ -72,7 +63,7 @@ def test_slow_ones_hold_up_no_chat(url: str, monkeypatch: pytest.MonkeyPatch, si
                 assert answer.status_code == 200, body
         assert 200 not in statuses, "they were not held"
     finally:
-        goes_on.set()
+        held.goes_on.set()
     for thread in threads:
         thread.join()
     assert set(statuses) <= {200, 429}

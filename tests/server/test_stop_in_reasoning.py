@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import pytest
 from pagespec import LLM, InvalidInputError, SamplingParams
 from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.scripted_llm import scripted_llm
-from tests.support.server import serving
 
 HELLO = [{"role": "user", "content": "hé?"}]
 OPENS = {"opens_thinking": True}
@@ -34,12 +32,6 @@ STOPS = ["9.8", "é", "</think>", "<", "nothing", ".8 9", "9</think>.8"]
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return scripted_llm("qwen3", [text for text, _ in ANSWERS], max_num_seqs=3)
-
-
-@pytest.fixture(scope="module")
-def http(llm: LLM) -> Iterator[httpx.Client]:
-    with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
 
 
 def expected(text: str, is_open: bool, stop: str, include: bool) -> tuple[str, str, bool]:

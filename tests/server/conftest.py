@@ -1,0 +1,48 @@
+"""A server over an engine, and calls inside it that a test holds up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pagespec import LLM
+from tests.support.server import serving
+
+HELD_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def http(llm: LLM) -> Iterator[httpx.Client]:
+    """A client of a server over the ``llm`` of the file."""
+    with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
+        yield http
+
+
+class Held:
+    """Calls that wait: ``has_begun`` is set by the first, ``goes_on`` ends the wait."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
+    """Has those calls of ``owner.name`` wait whose arguments ``is_slow``."""
+
+    def hold(owner: Any, name: str, is_slow: Callable[..., bool]) -> Held:
+        held, function = Held(), getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            if is_slow(*args):
+                held.has_begun.set()
+                assert held.goes_on.wait(HELD_S), "others waited for it"
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+        return held
+
+    return hold
