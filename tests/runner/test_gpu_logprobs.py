@@ -11,11 +11,9 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.core import Engine
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.engine.scheduler import Scheduler
-from tests.runner.test_gpu_runner import Recomputed
+from tests.runner.test_gpu_runner import Recomputed, make_engine, make_runner
 from tests.support.captures import graph_cache
 from tests.support.driving import hf_logits
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -39,23 +37,9 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
-    runner = gpu_runner.GpuRunner(
-        captured,
-        block_size=BLOCK_SIZE,
-        num_blocks=18,
-        max_num_tokens=24,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=20,
-        overlap=overlap,
-    )
+    runner = make_runner(captured, 18, overlap=overlap)
     runner._graphs = Recomputed(runner.run_staged)
-    scheduler = Scheduler(
-        BlockManager(18, BLOCK_SIZE, enable_prefix_caching=False),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=24,
-        pipeline_depth=runner.pipeline_depth,
-    )
-    engine = Engine(scheduler, runner, check_invariants=True)
+    engine = make_engine(runner, BlockManager(18, BLOCK_SIZE, enable_prefix_caching=False))
     rng = random.Random(4)
 
     def request(name: str, prompt: list[int], num_tokens: int, **asked: int) -> Request:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile.captured_model import capture_model
+from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.step_inputs import INPUT_NAMES
@@ -32,6 +32,28 @@ gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
 pytestmark = pytest.mark.usefixtures("passed_events")
 
 BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
+
+
+def make_runner(captured: CapturedModel, num_blocks: int, **settings: Any) -> Any:
+    return gpu_runner.GpuRunner(
+        captured,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+        **settings,
+    )
+
+
+def make_engine(runner: Any, blocks: BlockManager) -> Engine:
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        pipeline_depth=runner.pipeline_depth,
+    )
+    return Engine(scheduler, runner, check_invariants=True)
 
 
 class Recomputed:
@@ -63,26 +85,14 @@ def test_tokens_are_those_of_hugging_face(
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
-    runner = gpu_runner.GpuRunner(
-        captured,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_tokens=24,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=20,
-        overlap=overlap,
-    )
+    runner = make_runner(captured, num_blocks, overlap=overlap)
     for caches in runner.kv_caches:
         for cache in caches:
             cache.fill_(float("nan"))
     runner._graphs = graphs = Recomputed(runner.run_staged)
-    scheduler = Scheduler(
-        BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=24,
-        pipeline_depth=runner.pipeline_depth,
+    engine = make_engine(
+        runner, BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching)
     )
-    engine = Engine(scheduler, runner, check_invariants=True)
     rng = random.Random(4)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(12)]
     requests = []
@@ -101,9 +111,8 @@ def test_tokens_are_those_of_hugging_face(
         siblings = [request.sibling(f"r{i}.{j}", j, None) for j in range(2 if i in (0, 3) else 0)]
         requests += [request, *siblings]
         engine.add(request, siblings=siblings)
-    copies = []
-    copy = runner._copier.copy
-    monkeypatch.setattr(runner._copier, "copy", lambda told: (copies.extend(told), copy(told)))
+    copies, copy = [], runner._copier.copy
+    runner._copier.copy = lambda told: (copies.extend(told), copy(told))
     while engine.has_work:
         engine.step()
     assert copies
@@ -140,24 +149,14 @@ def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None
         for (request, _), token in zip(rows, sample(logits, inputs).tolist(), strict=True):
             expected.setdefault(request.request_id, []).append(token)
 
-    runner = gpu_runner.GpuRunner(
+    runner = make_runner(
         capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()),
-        block_size=BLOCK_SIZE,
-        num_blocks=60,
-        max_num_tokens=24,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=20,
+        60,
         overlap=overlap,
         on_logits=see,
     )
     runner._graphs = graphs = Recomputed(runner.run_staged)
-    scheduler = Scheduler(
-        BlockManager(60, BLOCK_SIZE),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=24,
-        pipeline_depth=runner.pipeline_depth,
-    )
-    engine = Engine(scheduler, runner, check_invariants=True)
+    engine = make_engine(runner, BlockManager(60, BLOCK_SIZE))
     rng = random.Random(7)
     requests = []
     # Greedy and plain rows stand before and between those that truncate, so that places count.
@@ -198,14 +197,7 @@ def test_draft_tokens_are_refused_by_name_and_disturb_nothing() -> None:
         return StepPlan(number, (request,), (number,), *sizes, token_ids, tables or {})
 
     def tokens(*, refuses: bool) -> list[int]:
-        runner = gpu_runner.GpuRunner(
-            captured,
-            block_size=BLOCK_SIZE,
-            num_blocks=2,
-            max_num_tokens=24,
-            max_num_rows=MAX_NUM_SEQS,
-            max_num_blocks=20,
-        )
+        runner = make_runner(captured, 2)
         first = runner.dispatch(plan(0, 1, tables={0: (1,)}))
         for send in (runner.dispatch, runner.stage) * 3 if refuses else ():
             with pytest.raises(EngineError, match=r"runner on a GPU .* draft tokens.* step 1"):
@@ -219,14 +211,7 @@ def test_draft_tokens_are_refused_by_name_and_disturb_nothing() -> None:
 def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are being built are not launched, the one that unpacks the inputs among them."""
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
-    runner = gpu_runner.GpuRunner(
-        capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()),
-        block_size=BLOCK_SIZE,
-        num_blocks=2,
-        max_num_tokens=24,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=20,
-    )
+    runner = make_runner(capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()), 2)
     seen = []
 
     def run(shape: StepShape) -> None:
@@ -238,7 +223,7 @@ def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.Monk
                 tensor.fill_(9)  # as of a larger step
         seen.append(shape)
 
-    monkeypatch.setattr(runner, "run_staged", run)
+    runner.run_staged = run
     shapes = [StepShape.mixed(8, 2), StepShape.decode(4), StepShape.mixed(8, 2)]
     for shape in shapes:
         runner.run_blank(shape)

@@ -16,15 +16,13 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.config import EngineConfig
-from pagespec.engine.core import Engine
 from pagespec.engine.request import Request
-from pagespec.engine.scheduler import Scheduler
 from pagespec.runner.kv_budget import state_slots_in
 from tests.support.captures import graph_cache
 from tests.support.driving import hf_greedy
 from tests.support.models import VOCAB_SIZE, tiny_model
 
-from .test_gpu_runner import BLOCK_SIZE, MAX_NUM_SEQS, Recomputed
+from .test_gpu_runner import BLOCK_SIZE, MAX_NUM_SEQS, Recomputed, make_engine, make_runner
 
 pytest.importorskip("triton")
 gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
@@ -45,16 +43,8 @@ def test_tokens_are_those_of_hugging_face(arch: str, overlap: bool) -> None:
     """Under preemption, prefix hits and chunks, and where slots run short."""
     model, captured = captured_model(arch)
     num_blocks, num_slots = 18, MAX_NUM_SEQS + 3
-    runner = gpu_runner.GpuRunner(
-        captured,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_tokens=24,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=20,
-        num_state_slots=num_slots,
-        state_interval=INTERVAL,
-        overlap=overlap,
+    runner = make_runner(
+        captured, num_blocks, num_state_slots=num_slots, state_interval=INTERVAL, overlap=overlap
     )
     for tensor in runner.states.tensors:
         tensor.fill_(float("nan"))
@@ -62,13 +52,7 @@ def test_tokens_are_those_of_hugging_face(arch: str, overlap: bool) -> None:
     blocks = BlockManager(
         num_blocks, BLOCK_SIZE, num_state_slots=num_slots, state_interval=INTERVAL
     )
-    scheduler = Scheduler(
-        blocks,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=24,
-        pipeline_depth=runner.pipeline_depth,
-    )
-    engine = Engine(scheduler, runner, check_invariants=True)
+    engine = make_engine(runner, blocks)
     rng = random.Random(4)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(20)]
     requests = []
