@@ -19,6 +19,7 @@ from pagespec import (
 )
 from pagespec.engine.invariants import check_state
 from tests.support.cli_fakes import FakeTokenizer, chat_reader
+from tests.support.content_llm import content_llm
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -270,11 +271,10 @@ def test_a_bad_window_is_refused_before_anything_is_read(llm: LLM, window: Any) 
 
 @pytest.mark.parametrize("params", [{}, 0, [], False])
 def test_a_stream_takes_nothing_for_its_default_but_none(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Any
+    params: Any,
 ) -> None:
-    monkeypatch.setattr(llm, "tokenizer", FakeTokenizer())
     with pytest.raises(InvalidInputError, match="must be a SamplingParams"):
-        llm.stream([1], params)
+        content_llm().stream([1], params)
 
 
 def test_a_conversation_among_several_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,7 +12,6 @@ import pytest
 
 from pagespec import LLM, SamplingParams, StructuredOutputs
 from tests.support.chat_models import save_chat_model
-from tests.support.server import serving
 
 OPENS, OFF = {"opens_thinking": True}, {"enable_thinking": False}
 SCHEMA = {
@@ -55,12 +54,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(folder, max_num_seqs=8, num_blocks=400)
 
 
-@pytest.fixture(scope="module")
-def http(llm: LLM) -> Iterator[httpx.Client]:
-    with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
-
-
 def bias(llm: LLM, **tokens: float) -> dict[str, float]:
     """Make delimiters likely: the model is a random one."""
     names = {"opening": "<think>", "closing": "</think>", "end": "<|im_end|>"}
@@ -68,15 +61,18 @@ def bias(llm: LLM, **tokens: float) -> dict[str, float]:
     return {str(ids(names[name])): value for name, value in tokens.items()}
 
 
-def ask(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> dict[str, Any]:
-    body = {
+def body_of(template: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    return {
         "messages": [{"role": "user", "content": "hé?"}],
         "chat_template_kwargs": template,
         "seed": 1,
         "max_tokens": 300,
         "temperature": 1,
-    } | body
-    answer = http.post("/v1/chat/completions", json=body)
+    } | changes
+
+
+def ask(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/chat/completions", json=body_of(template, **body))
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return dict(choice)
@@ -84,14 +80,7 @@ def ask(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> dic
 
 def streamed(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> tuple[str, str]:
     """Reasoning and content, put together."""
-    body = {
-        "messages": [{"role": "user", "content": "hé?"}],
-        "chat_template_kwargs": template,
-        "seed": 1,
-        "max_tokens": 300,
-        "temperature": 1,
-        "stream": True,
-    } | body
+    body = body_of(template, stream=True, **body)
     texts = {"reasoning_content": "", "content": ""}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         for line in answer.iter_lines():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -26,12 +26,6 @@ PROMPT = [5, 40, 41, 90, 7, 12]
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = save_chat_model(tmp_path_factory.mktemp("model"))
     return LLM(folder, max_num_seqs=8, num_blocks=200)
-
-
-@pytest.fixture(scope="module")
-def http(llm: LLM) -> Iterator[httpx.Client]:
-    with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
