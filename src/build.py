@@ -134,7 +134,7 @@ def build(
             described = None
             if record is not None and graph_cache is not None:
                 described = record.describe(loaded, specs)
-                graph_cache.code = described and described["code"]
+                graph_cache.code = described["code"] if described else None
             captured = capture_model(
                 loaded,
                 specs,

@@ -75,10 +75,10 @@ class _Repetition:
             if form != form_2 or not all(map(self._are_linked, read, read_2)):
                 raise LayersDiffer(f"{self.nodes[one][1:4]} and {self.nodes[two][1:4]}")
         for number in range(self.segments[1].stop, len(self.nodes)):
-            for read, _ in self._form(number)[1]:
-                place = self.inputs.get(read)
+            for node, _ in self._form(number)[1]:
+                place = self.inputs.get(node)
                 is_last = place is None or place[0] == self.groups.compared[2]
-                if read in self.segments[0] or not is_last:
+                if node in self.segments[0] or not is_last:
                     raise LayersDiffer(f"{self.nodes[number][1]} reads a layer before the last")
 
     def _form(self, number: int) -> tuple[str, list[tuple[int, int]]]:
@@ -140,7 +140,8 @@ class _Repetition:
         kind, place, which = key
         if kind == "parameter":
             parameter = f"{self.prefix}{self.groups.layer(group, place)}.{which}"
-            rest, value = ["constant", parameter], [["constant", parameter]]
+            rest: list[Any] = ["constant", parameter]
+            value = [[*rest]]
         else:
             rest = [kind, self.calls.call(kind, group, place), *([which] * (kind == "cache"))]
         name = f"{target}_of_{group}"
