@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import gc
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from pagespec import LLM
@@ -79,6 +81,21 @@ RECURRENT_CONDITIONS = [_with_states(condition) for condition in TINY_CONDITIONS
 # The logits of `generate` itself, on a CPU in float32, are 4.1e-4 from those in float64 at one
 # position of zamba2's; those of mamba2, of the same kind, 1.5e-6.
 MAX_RELATIVE_ERRORS = dict.fromkeys(RECURRENT, MAX_RELATIVE_ERROR) | {"zamba2": 1e-3}
+
+
+def tiny_runs(archs: Iterable[str], by_day: str) -> list[Any]:
+    """Parameters (architecture, condition); by day two conditions of one architecture."""
+    names = ("tiny pool+cache", "budget 16")
+    return [
+        pytest.param(
+            arch,
+            condition,
+            id=f"{arch}-{condition.name.replace(' ', '-')}",
+            marks=() if arch == by_day and condition.name in names else pytest.mark.nightly,
+        )
+        for arch in archs
+        for condition in TINY_CONDITIONS
+    ]
 
 
 @functools.cache

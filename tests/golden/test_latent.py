@@ -18,22 +18,11 @@ from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.lowering.invariant_calls import InvariantCalls
 from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
-from tests.golden.subjects import GATE_SIZE, TINY_CONDITIONS, tiny
+from tests.golden.subjects import GATE_SIZE, tiny, tiny_runs
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.tiny_configs import LATENT
 
-_BY_DAY = ("tiny pool+cache", "budget 16")
-_RUNS = [
-    pytest.param(
-        arch,
-        condition,
-        id=f"{arch}-{condition.name.replace(' ', '-')}",
-        marks=() if arch == "deepseek_v2" and condition.name in _BY_DAY else pytest.mark.nightly,
-    )
-    for arch in LATENT
-    for condition in TINY_CONDITIONS
-]
 _Captured = list[CapturedModel]
 
 
@@ -43,7 +32,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> _Captured:
     return capture_once(monkeypatch)
 
 
-@pytest.mark.parametrize(("arch", "condition"), _RUNS)
+@pytest.mark.parametrize(("arch", "condition"), tiny_runs(LATENT, by_day="deepseek_v2"))
 def test_latent_models_equal_generate(arch: str, condition: Condition, captured: _Captured) -> None:
     subject, reference = tiny(arch)
     check(subject.run(condition, reference), condition)

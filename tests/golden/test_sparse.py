@@ -31,29 +31,19 @@ from tests.golden.subjects import (
     beyond,
     lengths_beyond,
     tiny,
+    tiny_runs,
 )
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.tiny_configs import SPARSE, TOPK
 
-_BY_DAY = ("tiny pool+cache", "budget 16")
-_RUNS = [
-    pytest.param(
-        arch,
-        condition,
-        id=f"{arch}-{condition.name.replace(' ', '-')}",
-        marks=() if arch == "deepseek_v32" and condition.name in _BY_DAY else pytest.mark.nightly,
-    )
-    for arch in SPARSE
-    for condition in TINY_CONDITIONS
-]
 _GATE: dict[str, Any] = {"vocabulary": VOCAB_SIZE, "block_size": 8, "size": GATE_SIZE}
 # So few index heads that many scores are 0, and equal.
 _TIES: dict[str, Any] = {"index_n_heads": 2}
 _indexer = import_module("pagespec.kernels.attention.indexer")
 
 
-@pytest.mark.parametrize(("arch", "condition"), _RUNS)
+@pytest.mark.parametrize(("arch", "condition"), tiny_runs(SPARSE, by_day="deepseek_v32"))
 def test_sparse_models_equal_generate(arch: str, condition: Condition) -> None:
     subject, reference = tiny(arch)
     assert sum(len(prompt) > 2 * TOPK for prompt in reference.prompts) >= 6

@@ -133,9 +133,7 @@ def test_what_is_missing_is_built_and_not_launched(fake: FakeDriver) -> None:
     assert fake.loaded == ["_copy"] * 3
 
 
-def test_launchers_are_made_one_at_a_time(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_are_made_one_at_a_time(fake: FakeDriver) -> None:
     """As Triton 3.6 makes them: each is read from a module that all share, once it is loaded."""
     module: dict[str, Any] = {}
 
@@ -145,7 +143,7 @@ def test_launchers_are_made_one_at_a_time(
         launch = module["launch"]
         return lambda *_: fake.launched.append("its own" if launch == size else "another's")
 
-    monkeypatch.setattr(fake, "launcher_cls", make)
+    fake.launcher_cls = make  # type: ignore[method-assign]
     kernel = JITFunction(_copy)
     with parallel_build(DEVICE):
         _launch_copies(kernel)
@@ -204,19 +202,20 @@ def test_other_threads_compile_as_ever(fake: FakeDriver) -> None:
         assert fake.launched == ["_copy"] * 5
 
 
-def test_the_hook_of_someone_else_stays(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_hook_stays(fake: FakeDriver) -> None:
     seen: list[str] = []
 
     def hook(*, fn: Any, **_: Any) -> bool:
         seen.append(fn.name)
         return False
 
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
-    with parallel_build(DEVICE):
-        _launch_copies(JITFunction(_copy))
-        assert fake.launched == ["_copy"] * 5
-    assert len(seen) == 3
-    assert knobs.runtime.jit_cache_hook is hook
+    with knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = hook
+        with parallel_build(DEVICE):
+            _launch_copies(JITFunction(_copy))
+            assert fake.launched == ["_copy"] * 5
+        assert len(seen) == 3
+        assert knobs.runtime.jit_cache_hook is hook
 
 
 def test_another_process_compiles(
