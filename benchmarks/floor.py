@@ -75,7 +75,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
         for length, n in zip(lengths, workload.num_outputs, strict=True)
     )
     num_visible_pairs = sum(n * (n + 1) // 2 for n in lengths)
-    kv_bytes = num_read * size.kv_bytes_a_token
+    kv_bytes = num_read * size.kv_bytes_per_token
     state_bytes = sum(2 * n - 1 for n in workload.num_outputs) * size.state_bytes
     weights_s, num_steps = _weights_seconds(workload.num_outputs, size, card)
     return Floor(
@@ -84,7 +84,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
         num_steps=num_steps,
         kv_s=kv_bytes / card.read_bandwidth,
         weights_s=weights_s,
-        prefill_s=2 * size.num_layer_weights_a_token * sum(lengths) / card.matrix_rate,
+        prefill_s=2 * size.num_layer_weights_per_token * sum(lengths) / card.matrix_rate,
         attention_s=size.pair_operations * num_visible_pairs / card.matrix_rate,
         states_s=state_bytes / card.read_bandwidth,
     )
@@ -95,7 +95,7 @@ def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -
     num_ending = Counter(num_outputs)
     num_running = len(num_outputs)
     num_steps = max(num_outputs)
-    num_multiplied = size.num_layer_weights_a_token + size.num_head_weights
+    num_multiplied = size.num_layer_weights_per_token + size.num_head_weights
     seconds = 0.0
     for step in range(num_steps):
         num_running -= num_ending[step]
@@ -124,7 +124,7 @@ def latency_floor(workload: Workload, size: ModelSize, card: CardRates) -> Laten
     mean_context = len(workload.prompts[0]) + num_outputs / 2
     return LatencyFloor(
         weights_s=size.num_weights_read(1) * NUM_BYTES / card.read_bandwidth,
-        kv_s=(mean_context * size.kv_bytes_a_token + 2 * size.state_bytes) / card.read_bandwidth,
+        kv_s=(mean_context * size.kv_bytes_per_token + 2 * size.state_bytes) / card.read_bandwidth,
     )
 
 

@@ -113,7 +113,7 @@ def show(job: Job, result: dict[str, Any], their: PeerResult | None, card: CardR
     first_ms = [s * 1e3 for s in result["one_token_s"]]
     typer.echo(f"{'1 token':<10} {spread(first_ms):>24}")
     typer.echo(f"\nfloor, at {card}: {floor}")
-    typer.echo(host_line(result["host_ms_a_step"]))
+    typer.echo(host_line(result["host_ms_per_step"]))
     show_profile(result)
 
 

@@ -22,7 +22,7 @@ class ModelSize:
     Attributes:
         num_layer_weights: elements of the matrices of all layers that every token meets.
         num_head_weights: elements of the LM head.
-        kv_bytes_a_token: of all layers; windows are not counted, but as if there were none.
+        kv_bytes_per_token: of all layers; windows are not counted, but as if there were none.
         pair_operations: multiplications and additions for one pair of positions, all layers.
         num_expert_weights: elements of one expert of each layer, all layers together.
         num_experts: of a layer, 0 for none. top_k: those of a token.
@@ -31,7 +31,7 @@ class ModelSize:
 
     num_layer_weights: int
     num_head_weights: int
-    kv_bytes_a_token: int
+    kv_bytes_per_token: int
     pair_operations: int
     num_expert_weights: int = 0
     num_experts: int = 0
@@ -69,7 +69,7 @@ class ModelSize:
         )
 
     @property
-    def num_layer_weights_a_token(self) -> int:
+    def num_layer_weights_per_token(self) -> int:
         """Elements of the layers' matrices that one token is multiplied by."""
         return self.num_layer_weights + self.top_k * self.num_expert_weights
 

@@ -75,9 +75,9 @@ class StepProfile:
     def summary(self) -> dict[str, float]:
         span = max(i.end for i in self.intervals) - min(i.begin for i in self.intervals)
         return {
-            "kernel_us_a_step": busy_time(self.intervals) / self.num_steps,
-            "span_us_a_step": span / self.num_steps,
-            "wall_us_a_step": self.wall_s * 1e6 / self.num_steps,
+            "kernel_us_per_step": busy_time(self.intervals) / self.num_steps,
+            "span_us_per_step": span / self.num_steps,
+            "wall_us_per_step": self.wall_s * 1e6 / self.num_steps,
             "idle_fraction": idle_fraction(self.intervals),
         }
 
@@ -91,7 +91,7 @@ class StepProfile:
 
     def __str__(self) -> str:
         rows, figures = self.by_name(), self.summary()
-        total = figures["kernel_us_a_step"]
+        total = figures["kernel_us_per_step"]
         rest = rows[_NUM_ROWS:]
         shown = rows[:_NUM_ROWS]
         if rest:
@@ -105,8 +105,8 @@ class StepProfile:
         ]
         lines.append(
             f"{self.num_steps} steps: {total:,.1f} us of kernels a step in "
-            f"{figures['span_us_a_step']:,.1f} us from the first to the last, idle "
-            f"{figures['idle_fraction']:.2%}; {figures['wall_us_a_step']:,.1f} us on the host's "
+            f"{figures['span_us_per_step']:,.1f} us from the first to the last, idle "
+            f"{figures['idle_fraction']:.2%}; {figures['wall_us_per_step']:,.1f} us on the host's "
             "clock"
         )
         return "\n".join(lines)

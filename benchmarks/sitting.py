@@ -96,7 +96,7 @@ def main(
         if "orders" in result:
             typer.echo(f"{name}, the first workload in two orders of arrival: {result['orders']}")
         for load, measured in result["workloads"].items():
-            typer.echo(f"{name}, {load}: {host_line(measured['host_ms_a_step'])}")
+            typer.echo(f"{name}, {load}: {host_line(measured['host_ms_per_step'])}")
     show_profile(ours["pagespec"])
     if peer is not None and len(theirs) < 1 + peer_batch_invariant:
         raise typer.Exit(1)

@@ -128,7 +128,7 @@ def show(model: str, result: dict[str, Any], their: PeerResult | None, card: Car
     for name, floor_of_load in floors.items():
         typer.echo(f"  {name}: {floor_of_load}")
     for name, measured in result["workloads"].items():
-        typer.echo(f"  {name}: {host_line(measured['host_ms_a_step'])}")
+        typer.echo(f"  {name}: {host_line(measured['host_ms_per_step'])}")
     show_profile(result)
 
 

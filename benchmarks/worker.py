@@ -102,7 +102,7 @@ def throughput(job: Job, folder: Path) -> dict[str, Any]:
         seconds = [timed(llm, workload, 0.6, workload.num_outputs) for _ in range(job.repeat)]
         result["workloads"][workload.name] = {
             "seconds": seconds,
-            "host_ms_a_step": host_times(llm, before),
+            "host_ms_per_step": host_times(llm, before),
         }
         print(f"{workload.name}: {[round(s, 3) for s in seconds]} s", file=sys.stderr, flush=True)
     if job.with_latency:
@@ -138,7 +138,7 @@ def batch_1(llm: Any, workload: Workload, job: Job) -> dict[str, Any]:
     return {
         "one_token_s": [timed(llm, workload, 0.0, [1]) for _ in range(job.repeat)],
         "total_s": [timed(llm, workload, 0.0, workload.num_outputs) for _ in range(job.repeat)],
-        "host_ms_a_step": host_times(llm, before),
+        "host_ms_per_step": host_times(llm, before),
     }
 
 

@@ -98,7 +98,7 @@ def test_latency_floors_are_those_of_the_design(model: str, milliseconds: float)
 
 
 def test_a_floor_counts_what_a_small_run_reads() -> None:
-    size = ModelSize(1000, 100, kv_bytes_a_token=128, pair_operations=256, state_bytes=40)
+    size = ModelSize(1000, 100, kv_bytes_per_token=128, pair_operations=256, state_bytes=40)
     # The step that makes token 2 of 3 reads a context of 5 + 1, the next one 5 + 2.
     floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size, H100)
     assert floor.kv_bytes == (6 + 7) * 128
@@ -119,18 +119,18 @@ def test_a_floor_counts_the_experts_that_have_a_row() -> None:
     assert floor.prefill_s == pytest.approx(2 * 1020 * 5 / 798e12)
     assert floor.weights_s == pytest.approx(1120 * 2 / 3.05e12)
     active = size_of("30b-a3b")
-    assert active.num_layer_weights_a_token == pytest.approx(2.74e9, rel=0.01)
+    assert active.num_layer_weights_per_token == pytest.approx(2.74e9, rel=0.01)
 
 
 def test_sizes_are_counted_in_a_models_modules() -> None:
-    assert (size_of("8b").kv_bytes_a_token, size_of("8b").pair_operations) == (147_456, 589_824)
+    assert (size_of("8b").kv_bytes_per_token, size_of("8b").pair_operations) == (147_456, 589_824)
     latent = size_of("deepseek-v2-lite")
-    assert latent.kv_bytes_a_token == 27 * (512 + 64) * 2
+    assert latent.kv_bytes_per_token == 27 * (512 + 64) * 2
     assert latent.pair_operations == 27 * 2 * 16 * (192 + 128)
     assert (latent.num_experts, latent.top_k) == (64, 6)
     assert latent.num_expert_weights == 26 * 3 * 2048 * 1408
     recurrent = size_of("qwen3-next-8")
-    assert recurrent.kv_bytes_a_token == 2 * 2 * 2 * 256 * 2
+    assert recurrent.kv_bytes_per_token == 2 * 2 * 2 * 256 * 2
     assert recurrent.state_bytes == 6 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 
 
@@ -245,9 +245,9 @@ def test_a_trace_is_read_and_its_profile_adds_up(tmp_path: Path) -> None:
     assert profile.by_name() == [("attention", 25, 0.5), ("gemm", 10, 1), ("Memcpy HtoD", 2.5, 0.5)]
     assert profile.summary() == pytest.approx(
         {
-            "kernel_us_a_step": 37.5,
-            "span_us_a_step": 50,
-            "wall_us_a_step": 50,
+            "kernel_us_per_step": 37.5,
+            "span_us_per_step": 50,
+            "wall_us_per_step": 50,
             "idle_fraction": 0.25,
         }
     )
@@ -260,7 +260,7 @@ def test_a_kernel_that_waits_counts_from_the_end_of_the_last() -> None:
     assert list(advances(ran)) == [("gemm", 10), ("norm", 4), ("short", 0), ("gemm", 1)]
     profile = StepProfile(ran, num_steps=1, wall_s=2.1e-5)
     assert profile.by_name() == [("gemm", 11, 2), ("norm", 4, 1), ("short", 0, 1)]
-    assert profile.summary()["kernel_us_a_step"] == 15
+    assert profile.summary()["kernel_us_per_step"] == 15
 
 
 def test_a_decode_token_leaves_the_prompt_out() -> None:
