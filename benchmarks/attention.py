@@ -51,7 +51,7 @@ class Case:
         is_fp8: whether the caches hold planes of e4m3 numbers.
 
     Its other attributes are those of an attention call of a model, as
-    :class:`pagespec.kernels.attention.spec.AttentionSpec` has them.
+    :class:`pagespec.kernels.attention.attention_spec.AttentionSpec` has them.
     """
 
     name: str

@@ -25,14 +25,14 @@ from benchmarks.card import rates_of_this_process
 from benchmarks.experts import _DRY, _QWEN3_30B_A3B, Shape
 from benchmarks.plain_read import seconds_of
 from pagespec.kernels.device import Gpu
-from pagespec.kernels.experts import expert_rows, grouped_mm, route_rows
-from pagespec.kernels.experts.expert_rows import combine_experts, spread_rows
-from pagespec.kernels.experts.route import route
-from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.fused.dispatch import add_rms_norm
-from pagespec.kernels.linear.dispatch import linear
-from pagespec.kernels.linear.matmul import matmul
-from pagespec.kernels.linear.tiles import choose_tile
+from pagespec.kernels.matmul.dispatch import linear
+from pagespec.kernels.matmul.matmul import matmul
+from pagespec.kernels.matmul.tiles import choose_tile
+from pagespec.kernels.moe import expert_rows, grouped_mm, route_rows
+from pagespec.kernels.moe.expert_rows import combine_experts, spread_rows
+from pagespec.kernels.moe.route import route
+from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 
 _MIN_TOKENS = 2  # of a step
 _MAX_CUSTOM_ROWS = 64

@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.card import rates_of_this_process
 from benchmarks.experts import _CALLS, _DRY, _QWEN3_30B_A3B, Shape, draw_calls
 from benchmarks.plain_read import seconds_of
-from pagespec.kernels.experts.expert_rows import combine_experts, spread_rows
-from pagespec.kernels.experts.route import route
-from pagespec.kernels.experts.sort_by_expert import sort_by_expert
+from pagespec.kernels.moe.expert_rows import combine_experts, spread_rows
+from pagespec.kernels.moe.route import route
+from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 
 Calls = list[Callable[[], object]]
 

@@ -25,12 +25,12 @@ from torch import Tensor
 from benchmarks.card import CardRates, rates_of_this_process
 from benchmarks.plain_read import seconds_of
 from pagespec.kernels.device import Gpu
-from pagespec.kernels.experts.grouped_mm import choose_grouped_tile, grouped_mm
-from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.fused.activation import act_mul
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
-from pagespec.kernels.linear.matmul import Tile
+from pagespec.kernels.matmul.matmul import Tile
+from pagespec.kernels.moe.grouped_mm import choose_grouped_tile, grouped_mm
+from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 
 _GATED = "gate, up"  # with the activation
 _CALLS = 4  # of a graph, each with other experts: a small batch's fit the L2 cache

@@ -24,12 +24,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from pagespec import LLM, SamplingParams
-from pagespec.aio.async_llm import AsyncLLM
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+from pagespec.serving.async_llm import AsyncLLM
 
 from .bad_clients import request, send
 from .crowd import Server

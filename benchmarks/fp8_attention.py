@@ -29,7 +29,7 @@ BlockSize = Annotated[int, typer.Option()]
 
 def measure(case: Case, block_size: int) -> tuple[float, float]:
     """(apart, joined), of a layer."""
-    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     backend = backend_of("triton", case, block_size)
     if isinstance(backend, str):

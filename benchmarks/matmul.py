@@ -63,8 +63,8 @@ def random_rows(num_rows: int, width: int) -> Tensor:
 
 def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
     """A weight as the kernels take it."""
-    from pagespec.kernels.quantized import dispatch_fp8
-    from pagespec.kernels.quantized.quantized_weight import quantize_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
 
     weight = torch.randn(num_outs, width, device=_DEVICE) * width**-0.5
     return dispatch_fp8.pack(quantize_fp8(weight))
@@ -72,8 +72,8 @@ def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
 
 def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.linear import dispatch
-    from pagespec.kernels.linear.tiles import fastest_custom_rows
+    from pagespec.kernels.matmul import dispatch
+    from pagespec.kernels.matmul.tiles import fastest_custom_rows
 
     limit = fastest_custom_rows(num_outs, width, False, Gpu.of(torch.device(_DEVICE)))
     x = random_rows(num_rows, width)
@@ -87,7 +87,7 @@ def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
 def measure_fp8(num_rows: int, num_outs: int, width: int) -> tuple[float, float]:
     """Of the matmul, and of quantising its rows."""
     from pagespec.kernels.fused.quantize_rows import quantize_rows
-    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     x = random_rows(num_rows, width)
     rows = quantize_rows(x)

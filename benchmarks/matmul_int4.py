@@ -22,13 +22,13 @@ import typer
 from torch import Tensor
 
 from pagespec.kernels.jit.parallel_build import parallel_build
-from pagespec.kernels.linear import dispatch
-from pagespec.kernels.linear.cublas import without_split_k
-from pagespec.kernels.linear.matmul import Tile
-from pagespec.kernels.linear.plan_cache import LinearPlans
-from pagespec.kernels.quantized import dispatch_int4
-from pagespec.kernels.quantized.int4_packing import PackedWeight, pack_numbers
-from pagespec.kernels.quantized.matmul_int4 import matmul
+from pagespec.kernels.matmul import dispatch
+from pagespec.kernels.matmul.cublas import without_split_k
+from pagespec.kernels.matmul.matmul import Tile
+from pagespec.kernels.matmul.plan_cache import LinearPlans
+from pagespec.kernels.matmul.quantized import dispatch_int4
+from pagespec.kernels.matmul.quantized.int4_packing import PackedWeight, pack_numbers
+from pagespec.kernels.matmul.quantized.matmul_int4 import matmul
 
 READ_BANDWIDTH = 4.5e12  # bytes/s
 MATRIX_RATE = 790e12  # operations/s

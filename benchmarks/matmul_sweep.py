@@ -28,11 +28,11 @@ from benchmarks.gpu_timing import median_seconds
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
-from pagespec.kernels.linear import dispatch, matmul
-from pagespec.kernels.linear.cublas import without_split_k
-from pagespec.kernels.linear.matmul import Tile
-from pagespec.kernels.linear.plan import REFERENCE_ROWS, rows_worth_it
-from pagespec.kernels.linear.tuned_tiles import PrefetchTile, _swapped, _tile
+from pagespec.kernels.matmul import dispatch, matmul
+from pagespec.kernels.matmul.cublas import without_split_k
+from pagespec.kernels.matmul.matmul import Tile
+from pagespec.kernels.matmul.plan import REFERENCE_ROWS, rows_worth_it
+from pagespec.kernels.matmul.tuned_tiles import PrefetchTile, _swapped, _tile
 
 # Per model and number of ranks: (name, N, K, whether N is that of gate and up, each).
 WEIGHTS: dict[str, list[tuple[str, int, int, bool]]] = {
@@ -165,7 +165,7 @@ class Sweep:
     def tiled(self, tile: PrefetchTile | Tile, x: Tensor, weight: Tensor) -> Tensor:
         if isinstance(tile, Tile):
             return matmul.matmul(x, weight, tile=tile, has_gate=self.has_gate)
-        from pagespec.kernels.linear import matmul_sm90
+        from pagespec.kernels.matmul.sm90 import matmul_sm90
 
         return matmul_sm90.matmul(x, weight, tile=tile, has_gate=self.has_gate)
 

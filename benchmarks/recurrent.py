@@ -32,7 +32,8 @@ from benchmarks.attention import environment
 from benchmarks.card import rates_of_this_process
 from benchmarks.gpu_timing import median_seconds
 from benchmarks.other_models import qwen3_next
-from pagespec.kernels.recurrent import ops, spec
+from pagespec.kernels.recurrent import ops
+from pagespec.kernels.recurrent import recurrent_spec as spec
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.mla import BF16, PAGE, RANK, WIDTH, Rows, seconds_of
 from pagespec.kernels.arguments import LatentKV
-from pagespec.kernels.attention import index_kernels
 from pagespec.kernels.mla import launch
+from pagespec.kernels.sparse import index_kernels
 
 HEADS, INDEX_HEADS, INDEX_DIM, TOPK = 128, 64, 128, 2048
 CASES = [(1, 8192, 1), (64, 8192, 1), (1, 65536, 1), (1, 4096, 4096)]

@@ -13,7 +13,7 @@ __version__ = "0.1.0.dev0"
 
 _MODULES = {
     "llm": "LLM",
-    "aio.async_llm": "AsyncLLM",
+    "serving.async_llm": "AsyncLLM",
     "engine.sampling_params": "SamplingParams",
     "engine.structured_outputs": "StructuredOutputs StructuredOutputsParams",
     "engine.outputs": "RequestOutput CompletionOutput RequestMetrics Logprob ScoreOutput",
@@ -26,7 +26,6 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names.sp
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from .aio.async_llm import AsyncLLM
     from .engine.outputs import (
         CompletionOutput,
         Logprob,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     )
     from .llm import LLM
     from .model_name import embedded_model_path
+    from .serving.async_llm import AsyncLLM
 
 
 def __getattr__(name: str) -> Any:

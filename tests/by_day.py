@@ -154,7 +154,7 @@ NUM_BY_DAY = {
     "golden/test_sparse.py": {
         "test_sparse_models_equal_generate": 1,
     },
-    "kernels/attention/test_chosen.py": {
+    "kernels/sparse/test_chosen.py": {
         "test_schedules_give_the_same_bits": 1,
         "test_sees_what_was_chosen_and_no_more": 6,
     },
@@ -170,7 +170,7 @@ NUM_BY_DAY = {
         "test_compiled_for_hopper": 0,
         "test_matches_float64": 10,
     },
-    "kernels/attention/test_index_kernels.py": {
+    "kernels/sparse/test_index_kernels.py": {
         "test_schedules_choose_alike": 1,
     },
     "kernels/attention/test_prefill.py": {
@@ -179,17 +179,17 @@ NUM_BY_DAY = {
     "kernels/attention/test_quantized_results.py": {
         "test_are_those_of_stored_outputs": 4,
     },
-    "kernels/experts/test_combine_norm.py": {
+    "kernels/moe/test_combine_norm.py": {
         "test_a_shared_expert_is_added_as_by_operations_in_turn": 8,
         "test_bits_are_those_of_two_kernels": 12,
     },
-    "kernels/experts/test_route_rows.py": {
+    "kernels/moe/test_route_rows.py": {
         "test_results_are_those_of_three_kernels": 6,
     },
-    "kernels/linear/test_matmul.py": {
+    "kernels/matmul/test_matmul.py": {
         "test_counts_every_summand_once": 20,
     },
-    "kernels/linear_cpu/test_invariant.py": {
+    "kernels/matmul/cpu/test_invariant.py": {
         "test_a_row_has_the_same_bits_among_any_others": 6,
     },
     "kernels/mla/test_kernels.py": {

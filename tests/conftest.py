@@ -34,8 +34,8 @@ collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     collect_ignore += ["kernels/attention/test_decode.py", "kernels/attention/test_prefill.py"]
     collect_ignore += ["kernels/attention/test_decode_prologue.py", "kernels/mla/test_kernels.py"]
-    collect_ignore += ["kernels/attention/test_e4m3_tiles.py", "kernels/attention/test_chosen.py"]
-    collect_ignore += ["kernels/attention/test_index_kernels.py"]
+    collect_ignore += ["kernels/attention/test_e4m3_tiles.py", "kernels/sparse/test_chosen.py"]
+    collect_ignore += ["kernels/sparse/test_index_kernels.py"]
     collect_ignore += ["compile/passes/test_index_gpu_passes.py"]
 else:
     from tests.support.interpreter import hasten, mend

@@ -13,7 +13,7 @@ from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
 from pagespec.engine.config import EngineConfig
 from pagespec.errors import InvalidInputError
 from pagespec.kernels import e4m3
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from pagespec.kernels.fused.dispatch import kv_store
 from tests.support.models import save_word_model
 

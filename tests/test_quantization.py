@@ -13,14 +13,14 @@ import torch
 from pagespec import LLM, SamplingParams
 from pagespec.compile import captured_model
 from pagespec.compile.captured_model import CaptureOptions, capture_model
-from pagespec.compile.fx.spec import Bindings, verify_graph
+from pagespec.compile.fx.check_graph import Bindings, verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError
+from pagespec.kernels.matmul.cpu import quantized as cpu_quantized
 from pagespec.kernels.native import calls
 from pagespec.kernels.native.library import library
 from pagespec.kernels.native.replay import Stretch
-from pagespec.kernels.quantized import cpu_quantized
 from tests.support.captures import graph_cache
 from tests.support.gguf_files import gguf_model
 from tests.support.models import save_word_model

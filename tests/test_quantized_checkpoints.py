@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.fx.spec import Bindings, verify_graph
+from pagespec.compile.fx.check_graph import Bindings, verify_graph
 from pagespec.compile.load import quantization_schemes
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import Shard
 from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from pagespec.kernels.quantized.quantized_weight import Int4Weight
+from pagespec.kernels.matmul.quantized.quantized_weight import Int4Weight
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model

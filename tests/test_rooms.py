@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = (
     ("cli",),
     ("server",),
-    ("aio",),
+    ("serving",),
     ("verify", "viewer", "distributed.ray"),
     ("llm",),
     ("chat",),
@@ -42,11 +42,12 @@ COMPILE = (
     ("fusions",),
     ("lowering",),
     ("fx", "step_inputs"),
-    ("step_fields",),
+    ("step_fields", "weights"),
 )
 KERNELS = (
-    ("ops", "mla", "experts", "quantized"),
-    ("attention", "linear", "linear_cpu", "recurrent"),
+    ("ops", "mla", "moe"),
+    ("sparse",),
+    ("attention", "matmul", "recurrent"),
     ("sampling",),
     ("collectives",),
     ("fused", "native", "row_trial"),
@@ -66,7 +67,7 @@ BESIDE_ROOMS = {"benchmarks", "clients", "coverage", "golden", "mutants", "prope
 ABOVE_ENGINE = (
     "cli",
     "server",
-    "aio",
+    "serving",
     "verify",
     "distributed.ray",
     "llm",
@@ -333,11 +334,11 @@ def test_a_planted_import_is_noticed(
 
 
 PLANTED_AMONG_KERNELS = [
-    ("kernels.sampling.sampler", "kernels.linear.plan", "sampling stands below linear"),
-    ("kernels.linear.dispatch", "kernels.experts.grouped_mm", "linear stands below experts"),
-    ("kernels.linear_cpu.products", "kernels.quantized.fp8", "linear_cpu stands below quantized"),
-    ("kernels.linear_cpu.invariant", "kernels.linear.plan", "linear_cpu stands beside linear"),
-    ("kernels.experts.route", "kernels.quantized.fp8", "experts stands beside quantized"),
+    ("kernels.sampling.sampler", "kernels.matmul.plan", "sampling stands below matmul"),
+    ("kernels.matmul.dispatch", "kernels.moe.grouped_mm", "matmul stands below moe"),
+    ("kernels.sparse.chosen", "kernels.mla.decode", "sparse stands below mla"),
+    ("kernels.attention.decode", "kernels.matmul.plan", "attention stands beside matmul"),
+    ("kernels.moe.route", "kernels.mla.decode", "moe stands beside mla"),
 ]
 
 

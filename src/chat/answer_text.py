@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ..engine.detokenizer import Detokenizer, StopStringWatcher
-from ..engine.reasoning import Phase, Reasoning, ReasoningTracker
 from ..engine.sampling_params import SamplingParams
+from ..engine.text.detokenizer import Detokenizer, StopStringWatcher
+from ..engine.text.reasoning import Phase, Reasoning, ReasoningTracker
 
 
 class Kind(Enum):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.inputs import PromptInput, PromptReader
 from ..engine.sampling_params import SamplingParams
-from ..engine.token_bytes import TokenBytes
+from ..engine.text.token_bytes import TokenBytes
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
 from .formats import AUTO, AnswerFormat

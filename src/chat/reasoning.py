@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..engine.delimiter import Delimiter
-from ..engine.reasoning import Reasoning
+from ..engine.text.delimiter import Delimiter
+from ..engine.text.reasoning import Reasoning
 from .answer_text import Kind, Piece
 from .deltas import ContentDelta, Delta, ReasoningDelta
 from .formats import AnswerFormat

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from ..engine.delimiter import Delimiter
+from ..engine.text.delimiter import Delimiter
 from .answer_text import Kind, Piece
 from .call_syntax import Call, Found, NoCall, Waiting
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id, is_short_id

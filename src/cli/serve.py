@@ -51,9 +51,9 @@ def serve_model(engine: EngineOptions, server: ServerOptions) -> None:
         PagespecError, OSError: an option, the model or the address is refused.
     """
     config = server_config(engine, server)
-    from ..aio.async_llm import AsyncLLM
     from ..server.requests import set_up_logs
     from ..server.run import listen, serve
+    from ..serving.async_llm import AsyncLLM
 
     set_up_logs(config.log_json)
     with listen(config) as listener:

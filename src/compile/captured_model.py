@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..errors import InvalidInputError
+from ..kernels.attention.attention_spec import AttentionSpec
 from ..kernels.attention.backend import AttentionBackend
-from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from ..kernels.native.library import library
 from ..kernels.sampling.sampler import VocabShard
 from .capture.graph_json import Source, Traced
 from .fx.products import library_matmuls
-from .fx.weights import ModuleNames, WeightMap, WeightRecord
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
 from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
+from .weights import ModuleNames, WeightMap, WeightRecord
 
 # What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
 # that restores a model needs neither.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..kernels import e4m3
-from ..kernels.attention.spec import AttentionSpec
-from ..kernels.recurrent.spec import RecurrentSpec
+from ..kernels.attention.attention_spec import AttentionSpec
+from ..kernels.recurrent.recurrent_spec import RecurrentSpec
 from .model.loaded import LoadedModel
 from .step_inputs import RecurrentStates
 

@@ -27,8 +27,8 @@ import torch
 import transformers
 
 from ..disk_cache import read_json, write_json
-from ..kernels.attention.spec import AttentionSpec
-from ..kernels.recurrent.spec import RecurrentSpec
+from ..kernels.attention.attention_spec import AttentionSpec
+from ..kernels.recurrent.recurrent_spec import RecurrentSpec
 from .capture.graph_json import Traced, decode
 from .capture.process_key import (
     NoName,

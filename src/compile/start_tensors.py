@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.quantized.quantized_weight import QuantizedWeight
-from .fx.stand_in import is_stand_in, stand_in
+from ..kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from .load.checkpoint import Checkpoint
 from .load.gguf_blocks import saved_blocks
 from .load.quantization_schemes import saved_layers
 from .model.loaded import named_tensors, same_bits
+from .weights import is_stand_in, stand_in
 
 _MAX_COMPUTED_BYTES = 1 << 20
 

@@ -17,13 +17,13 @@ from ..errors import (
     RequestError,
 )
 from .core import Engine
-from .detokenizer import GrowingText
 from .inputs import PromptInput
 from .logprob_output import SCORE_PARAMS, score_of
 from .outputs import RequestOutput, ScoreOutput
 from .request import Request
 from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
+from .text.detokenizer import GrowingText
 
 _SHOW_EVERY_S = 0.1
 _END = object()  # of a stream: None may be one of its items, which is then refused

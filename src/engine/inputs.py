@@ -14,10 +14,10 @@ from ..errors import ContextLengthError, InvalidInputError
 from ..params.checks import integer, is_int, is_list
 from ..params.declare import Check
 from .policy import MAX_PRIORITY
-from .reasoning import Reasoning
 from .sampling_params import SamplingParams
 from .segments import Segment
-from .text_bounds import TextBound, is_plain, text_bound
+from .text.reasoning import Reasoning
+from .text.text_bounds import TextBound, is_plain, text_bound
 
 # A text of more characters per token of the context is counted piece by piece first.
 _MAX_CHARS_PER_TOKEN = 8

@@ -71,7 +71,7 @@ class CompletionOutput:
     Attributes:
         index: position among the request's continuations, from 0.
         text: decoded text, cut before a stop string, without special tokens and without the stop
-            token that ended it (as in vLLM; see ``engine.detokenizer`` for incomplete characters);
+            token that ended it (as in vLLM); incomplete characters: see :mod:`.text.detokenizer`;
             "" if the model has no tokenizer.
         token_ids: every generated id, the end or stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from .logit_edits import LogitEdits
 from .logprobs import RequestLogprobs
-from .reasoning import Reasoning
 from .sampling_params import SamplingParams
 from .segments import Segment, contents_of
+from .text.reasoning import Reasoning
 
 
 class RequestState(enum.Enum):

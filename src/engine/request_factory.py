@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import xxhash
 
 from ..errors import InvalidInputError
-from .detokenizer import Detokenizer, StopStringWatcher, decode_output
 from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
 from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
-from .reasoning import Reasoning, ReasoningTracker
 from .request import Request
 from .sampling_params import SamplingParams
 from .structured_outputs import StructuredOutputs
-from .token_bytes import TokenBytes
+from .text.detokenizer import Detokenizer, StopStringWatcher, decode_output
+from .text.reasoning import Reasoning, ReasoningTracker
+from .text.token_bytes import TokenBytes
 
 _SEED_SPAN = 1 << 64
 

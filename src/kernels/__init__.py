@@ -2,8 +2,8 @@
 
 Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes), ``arguments``
 (what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
-activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``linear_cpu`` (a CPU's),
-``experts`` (matmuls of a mixture), ``quantized`` (matmuls with weights that stay quantised),
+activations, RoPE with KV store), ``matmul`` (batch-invariant matmuls, on a GPU with cuBLAS's bits),
+``moe`` (mixtures of experts), ``sparse`` (indexers, and attention to chosen positions),
 ``native`` (a CPU's own kernels in C++, for such models), ``recurrent`` (states of recurrent
 layers), ``mla`` (latent attention), ``sampling``, ``collectives`` (sums over several GPUs), ``jit``
 (how Triton's kernels are compiled ahead), ``device`` (facts of the GPU), ``e4m3`` (8-bit floats on

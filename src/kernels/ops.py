@@ -26,11 +26,12 @@ from torch import Tensor
 
 from . import e4m3
 from .arguments import AttentionParams, PagedKV
-from .attention import cpu_invariant, indexer, reference
+from .attention import cpu_invariant, reference
 from .attention.backend import triton_limit
 from .collectives.communicator import current_communicator
 from .custom_op import custom_op
 from .fused import dispatch as fused
+from .sparse import indexer
 
 
 @custom_op(mutates=("k_cache", "v_cache"), fake=lambda *_: None)
@@ -68,7 +69,7 @@ def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tens
         by = reference if params.indices is None else cpu_invariant
         return by.paged_attention(query, kv, params)
     if params.indices is not None:
-        from .attention.chosen import chosen_attention
+        from .sparse.chosen import chosen_attention
 
         return chosen_attention(query, kv, params)
     widest = max(query.shape[2], e4m3.head_dim(kv.v_cache))
@@ -111,7 +112,7 @@ def index_topk(
     """
     rows = (query_starts, context_lens, block_tables, table_rows)
     if query.is_cuda:
-        from .attention.index_kernels import index_topk as kernel
+        from .sparse.index_kernels import index_topk as kernel
 
         return kernel(query, key, weights, cache, slot_mapping, *rows, scale, num_chosen)
     layout = cpu_invariant.build_layout(cache, *rows)

@@ -25,7 +25,7 @@ from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
-from .logprobs import LogprobInputs, prompt_fields, sampled_fields
+from .logprob_rows import LogprobInputs, prompt_fields, sampled_fields
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from .cpu_edits import CpuEdits
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
 from .layout import StepShape
-from .logprobs import step_logprobs
+from .logprob_rows import step_logprobs
 
 
 @dataclass(slots=True, eq=False)

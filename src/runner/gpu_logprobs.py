@@ -15,7 +15,7 @@ from ..engine.logprobs import StepLogprobs
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS
 from ..kernels.sampling.logprobs import write_logprobs
 from ..kernels.sampling.top_k_top_p import processed_scores
-from .logprobs import CHUNK_ROWS, HostLogprobRows
+from .logprob_rows import CHUNK_ROWS, HostLogprobRows
 from .pinned import IntArray
 
 _PROCESSED_ROWS = 64

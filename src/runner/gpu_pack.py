@@ -14,7 +14,7 @@ from .block_tables import BlockTableStore
 from .device_buffers import StepBuffers
 from .gpu_logprobs import pad_positions
 from .layout import LAYOUT, Layout, PlanArrays, StepShape
-from .logprobs import prompt_fields
+from .logprob_rows import prompt_fields
 from .pinned import IntArray, PinnedRing
 from .row_params import RowParams
 from .unpack_kernels import update_tables

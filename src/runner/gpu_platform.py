@@ -13,7 +13,7 @@ from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
-from ..kernels.linear.cublas import forbid_split_k, without_split_k
+from ..kernels.matmul.cublas import forbid_split_k, without_split_k
 from .bases import LocalRunner, OnLogits, Platform
 
 

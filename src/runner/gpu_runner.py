@@ -20,7 +20,7 @@ from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import check_interval
 from ..compile.step_inputs import StepOutputs
 from ..engine.plan import StepPlan, StepResult, refuse_drafts
-from ..kernels.linear.cublas import fp32_accumulation
+from ..kernels.matmul.cublas import fp32_accumulation
 from .bases import LocalRunner
 from .block_copies import BlockCopier
 from .cuda_graphs import StepGraphs

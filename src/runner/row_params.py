@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from ..params.declare import declared, defaults
-from .logprobs import sampled_fields
+from .logprob_rows import sampled_fields
 from .pinned import IntArray
 
 _MAX_INT32 = 2**31 - 1

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
-from ..aio.async_llm import AsyncLLM
+from ..serving.async_llm import AsyncLLM
 from . import admin, basic, chat, completions, generate, tokenization
 from .config import ServerConfig
 from .connection import WRITE_TIMEOUT

@@ -23,8 +23,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..aio.lanes import lane_of
 from ..errors import InvalidInputError
+from ..serving.lanes import lane_of
 from .context import ServerContext
 from .errors import ApiError
 

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
-from ..aio.generation import AnswerDelta, Generation
 from ..engine.outputs import CompletionOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
+from ..serving.generation import AnswerDelta, Generation
 from .basic import check_model
 from .context import ServerContext, owner_of, request_id_of, salt_of
 from .errors import context_errors

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.lanes import lane_of
 from ..chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, message_of
 from ..chat.messages import read_tools
 from ..chat.response import ResponseReader
@@ -16,11 +15,12 @@ from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
+from ..serving.lanes import lane_of
 from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import Answer, read_call
 from .context import Context, ServerContext
 from .errors import context_errors
-from .logprobs import content_logprobs, prompt_logprobs
+from .logprob_fields import content_logprobs, prompt_logprobs
 from .protocol.endpoints import ChatRequest, client_names
 from .sampling import chat_params
 from .sse import Choices, Extra, respond

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..aio.lanes import Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
+from ..serving.lanes import Lane, lane_of
 from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import Answer, read_call
 from .context import Context, ServerContext
-from .logprobs import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
+from .logprob_fields import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
 from .protocol.endpoints import CompletionRequest, client_names
 from .sampling import completion_params, is_echo_alone
 from .sse import Choices, respond

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from ..aio.async_llm import AsyncLLM
+from ..serving.async_llm import AsyncLLM
 from .config import ServerConfig
 from .sampling import SamplingDefaults
 

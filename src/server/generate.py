@@ -13,7 +13,7 @@ from ..errors import InvalidInputError
 from .bodies import BodyRoute, run_for_body
 from .call import Answer, read_call
 from .context import Context
-from .logprobs import content_logprobs, id_entry, prompt_logprobs
+from .logprob_fields import content_logprobs, id_entry, prompt_logprobs
 from .protocol.endpoints import GenerateRequest
 from .sampling import generate_params
 from .sse import Choices, Extra, respond

@@ -6,9 +6,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-from ..aio.async_llm import AsyncLLM
-from ..aio.served import End, Served
 from ..engine.request import Request
+from ..serving.async_llm import AsyncLLM
+from ..serving.served import End, Served
 
 _INF = float("inf")
 

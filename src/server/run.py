@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from ..aio.async_llm import AsyncLLM
+from ..serving.async_llm import AsyncLLM
 from .app import create_app
 from .config import ServerConfig
 from .connection import HttpConnection

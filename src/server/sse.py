@@ -18,13 +18,13 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..aio.generation import AnswerDelta, Generation
-from ..aio.lanes import SHORT
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
+from ..serving.generation import AnswerDelta, Generation
+from ..serving.lanes import SHORT
 from .call import Call
 from .errors import api_error
-from .logprobs import TokenTexts
+from .logprob_fields import TokenTexts
 from .protocol.fields import EngineFields, GeneratingBody
 
 DONE = b"data: [DONE]\n\n"

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from ..aio.lanes import lane_of
 from ..errors import InvalidInputError
 from ..llm import LLM
+from ..serving.lanes import lane_of
 from .basic import check_model
 from .bodies import BodyRoute, require_bounded
 from .context import Context

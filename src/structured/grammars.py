@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.reasoning import Reasoning
 from ..engine.structured_outputs import Constraint, StructuredOutputs
-from ..engine.token_bytes import TokenBytes
+from ..engine.text.reasoning import Reasoning
+from ..engine.text.token_bytes import TokenBytes
 from ..errors import EngineBusyError, InvalidInputError
 from .reasoning import ReasoningTokens
 from .reasons import readable

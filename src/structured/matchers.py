@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.plan import LastTwoBatches, StepPlan
-from ..engine.reasoning import Phase, ReasoningTracker
 from ..engine.request import RequestInfo
+from ..engine.text.reasoning import Phase, ReasoningTracker
 from .grammars import Grammars
 from .reasoning import Ids, ReasoningTokens
 from .reasons import readable

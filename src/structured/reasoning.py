@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.delimiter import CONSTRAIN
-from ..engine.reasoning import Reasoning, delimiter_patterns
-from ..engine.token_bytes import TokenBytes
+from ..engine.text.delimiter import CONSTRAIN
+from ..engine.text.reasoning import Reasoning, delimiter_patterns
+from ..engine.text.token_bytes import TokenBytes
 
 Ids = NDArray[np.int64]
 

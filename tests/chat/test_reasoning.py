@@ -16,8 +16,8 @@ from pagespec.chat.deltas import joined
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
 from pagespec.engine.inputs import PromptReader
-from pagespec.engine.reasoning import Phase, Reasoning, ReasoningTracker
 from pagespec.engine.request_factory import RequestFactory, Structures
+from pagespec.engine.text.reasoning import Phase, Reasoning, ReasoningTracker
 from tests.chat.test_response import answers
 from tests.support.chat_families import FAMILIES
 from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of

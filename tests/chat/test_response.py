@@ -15,7 +15,7 @@ from pagespec import SamplingParams
 from pagespec.chat.deltas import ContentDelta, Delta, ReasoningDelta, joined, message_of
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
-from pagespec.engine.detokenizer import decode_output
+from pagespec.engine.text.detokenizer import decode_output
 from tests.support.chat_models import (
     END,
     STYLES,

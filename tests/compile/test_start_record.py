@@ -25,7 +25,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.load.source import find_source
 from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.start_record import Restored, StartRecord
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from tests.compile.capture.test_graph_cache import tokens_and_logits
 from tests.support.apart import run_apart
 from tests.support.captures import OVERRIDES, graph_cache

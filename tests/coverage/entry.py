@@ -16,7 +16,7 @@ from pagespec.compile.load.build_module import auto_class
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, longest_context
 from pagespec.compile.probe.probe import probe_with_reach
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from tests.coverage.tiny_config import MAX_POSITIONS, tiny_config
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.models import random_model

@@ -89,7 +89,7 @@ class Recorder:
 
 def calls_kernels(model: PreTrainedModel, weights: dict[str, Any]) -> PreTrainedModel:
     """A copy whose quantised layers are calls of the kernel for any dtype."""
-    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     model = copy.deepcopy(model)
     for name, weight in weights.items():

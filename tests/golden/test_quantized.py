@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.quantized import cpu_quantized
+from pagespec.kernels.matmul.cpu import quantized as cpu_quantized
 from pagespec.verify import run_gate
 from tests.golden.harness import (
     Condition,

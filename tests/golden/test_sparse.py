@@ -40,7 +40,7 @@ from tests.support.tiny_configs import SPARSE, TOPK
 _GATE: dict[str, Any] = {"vocabulary": VOCAB_SIZE, "block_size": 8, "size": GATE_SIZE}
 # So few index heads that many scores are 0, and equal.
 _TIES: dict[str, Any] = {"index_n_heads": 2}
-_indexer = import_module("pagespec.kernels.attention.indexer")
+_indexer = import_module("pagespec.kernels.sparse.indexer")
 
 
 @pytest.mark.parametrize(("arch", "condition"), tiny_runs(SPARSE, by_day="deepseek_v32"))

@@ -9,7 +9,7 @@ import torch
 
 from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant as invariant_attention
-from pagespec.kernels.linear_cpu import invariant as invariant_linear
+from pagespec.kernels.matmul.cpu import invariant as invariant_linear
 
 
 @pytest.fixture(params=[2, 8, 16])

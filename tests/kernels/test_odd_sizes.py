@@ -17,7 +17,7 @@ from pagespec.kernels import fixed_order
 from pagespec.kernels.arguments import AttentionParams
 from pagespec.kernels.attention import cpu_invariant, cpu_trial
 from pagespec.kernels.attention.cpu_invariant import AttentionRecipe
-from pagespec.kernels.linear_cpu import invariant
+from pagespec.kernels.matmul.cpu import invariant
 from pagespec.kernels.mla import head_matmul
 from tests.support.paged import Shape, check_positions
 

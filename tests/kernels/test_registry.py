@@ -20,7 +20,7 @@ from pagespec.kernels.arguments import PagedKV
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.device import Gpu
-from pagespec.kernels.linear import dispatch
+from pagespec.kernels.matmul import dispatch
 from pagespec.kernels.registry import registry
 from tests.support.paged import Shape, bundled, make_batch
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pagespec.kernels import row_trial
 from pagespec.kernels.attention import cpu_trial
-from pagespec.kernels.linear_cpu import invariant
+from pagespec.kernels.matmul.cpu import invariant
+from pagespec.kernels.matmul.cpu import quantized as cpu_quantized
+from pagespec.kernels.matmul.cpu.expanded import choose_expanded_recipe
 from pagespec.kernels.mla import head_matmul
-from pagespec.kernels.quantized import cpu_quantized
-from pagespec.kernels.quantized.cpu_expanded import choose_expanded_recipe
 
 NUMBERS = (4, 2, 1)
 

@@ -22,7 +22,7 @@ from pagespec import LLM, InvalidInputError, SamplingParams
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.recurrent.spec import RecurrentSpec
+from pagespec.kernels.recurrent.recurrent_spec import RecurrentSpec
 from pagespec.runner import cpu_platform, cpu_threads
 from pagespec.runner.cpu_platform import steady
 from pagespec.runner.cpu_runner import ModelRunner

@@ -12,7 +12,7 @@ import torch
 
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.sampling.logprob_rows import ROW_WORDS
-from pagespec.runner.logprobs import HostLogprobRows
+from pagespec.runner.logprob_rows import HostLogprobRows
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pagespec import StructuredOutputs
-from pagespec.engine.reasoning import Reasoning
 from pagespec.engine.request import Request
-from pagespec.engine.token_bytes import TokenBytes
+from pagespec.engine.text.reasoning import Reasoning
+from pagespec.engine.text.token_bytes import TokenBytes
 from tests.runner.both_runners import RUNNERS
 from tests.runner.test_structured import run_out, serve
 from tests.support.structured import END, make_request, random_outputs, tokenizer

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagespec import LLM, AsyncLLM, SamplingParams
-from pagespec.aio.generation import AnswerDelta, Generation
 from pagespec.server import chat, completions
 from pagespec.server.call import read_call
 from pagespec.server.config import ServerConfig
@@ -23,6 +22,7 @@ from pagespec.server.context import ServerContext
 from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
 from pagespec.server.sampling import SamplingDefaults, chat_params, completion_params
 from pagespec.server.sse import EventStream
+from pagespec.serving.generation import AnswerDelta, Generation
 from tests.server.chunks import alike, joined_answer, read_events
 from tests.support.chat_models import WEATHER, save_chat_model
 from tests.support.scripted_llm import scripted_llm

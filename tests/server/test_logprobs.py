@@ -12,7 +12,12 @@ import pytest
 from pagespec import LLM
 from pagespec.engine.outputs import Logprob
 from pagespec.engine.request_factory import RequestFactory
-from pagespec.server.logprobs import CompletionLogprobs, TokenTexts, content_logprobs, id_entry
+from pagespec.server.logprob_fields import (
+    CompletionLogprobs,
+    TokenTexts,
+    content_logprobs,
+    id_entry,
+)
 from tests.server.chunks import read_events
 from tests.support.chat_models import save_chat_model
 from tests.support.models import tiny_model

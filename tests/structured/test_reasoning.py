@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pagespec import SamplingParams, StructuredOutputs
-from pagespec.engine.reasoning import Reasoning
 from pagespec.engine.request import RequestInfo
+from pagespec.engine.text.reasoning import Reasoning
 from pagespec.structured.grammars import Grammars
 from pagespec.structured.matchers import Matchers
 from tests.structured.test_matchers import allowed, plan

@@ -24,11 +24,11 @@ _LONGEST_FIRST = (
     "tests/distributed",
     "tests/property",
     "tests/kernels/mla",
-    "tests/kernels/linear/test_dispatch",
-    "tests/kernels/quantized",
-    "tests/kernels/linear/test_matmul",
+    "tests/kernels/matmul/test_dispatch",
+    "tests/kernels/matmul/quantized",
+    "tests/kernels/matmul/test_matmul",
     "tests/kernels/recurrent",
-    "tests/kernels/experts/test_grouped",
+    "tests/kernels/moe/test_grouped",
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ...errors import UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import example, recurrent_interval
 from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation

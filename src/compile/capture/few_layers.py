@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Interpreter
 
 from ...errors import UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation
 from ..model.current_step import ModelStep

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...disk_cache import read_json, write_json
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import PLAIN
 from ..model.loaded import LoadedModel, named_tensors
 from ..step_fields import FIELDS, Field, input_keys

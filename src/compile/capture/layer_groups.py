@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...kernels.recurrent.spec import RecurrentSpec
+from ...kernels.recurrent.recurrent_spec import RecurrentSpec
 from ..fx.nodes import RECURRENT_KINDS
 from .graph_json import Traced
 

@@ -30,7 +30,7 @@ DYNAMO_SETTINGS = {
 # Of this package, what loads, probes and traces; below ``compile``.
 OWN_CODE = (
     *("capture/*.py", "fx/*.py", "load/*.py", "model/*.py", "probe/*.py"),
-    *("start_record.py", "start_tensors.py", "step_inputs.py"),
+    *("start_record.py", "start_tensors.py", "step_inputs.py", "weights.py"),
     *("../kernels/arguments.py", "../kernels/custom_op.py"),
     *("../kernels/ops.py", "../kernels/recurrent/ops.py", "../kernels/recurrent/walk.py"),
 )

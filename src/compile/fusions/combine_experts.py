@@ -14,8 +14,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from ...kernels.experts import expert_rows
-from ...kernels.experts.sort_by_expert import sort_by_expert
+from ...kernels.moe import expert_rows
+from ...kernels.moe.sort_by_expert import sort_by_expert
 from ..fx.nodes import calls_function, dtype_of, last_size, shape_of, tensor_of
 from ..fx.pass_context import PassContext
 from ..fx.rules import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels.experts.sort_by_expert import sort_by_expert
+from ...kernels.moe.sort_by_expert import sort_by_expert
 from ..fx.nodes import (
     calls,
     calls_function,

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from ...kernels.experts.expert_rows import spread_rows
-from ...kernels.experts.route import route
-from ...kernels.experts.route_rows import route_rows
-from ...kernels.experts.sort_by_expert import sort_by_expert
+from ...kernels.moe.expert_rows import spread_rows
+from ...kernels.moe.route import route
+from ...kernels.moe.route_rows import route_rows
+from ...kernels.moe.sort_by_expert import sort_by_expert
 from ..fx.nodes import calls, calls_function, last_size, tensor_of
 from ..fx.rules import Chain, Match, Rest, Rule, Value, call
 

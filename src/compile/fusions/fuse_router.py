@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels.experts import route as kernel
-from ...kernels.linear import wide_matmul
+from ...kernels.matmul import wide_matmul
+from ...kernels.moe import route as kernel
 from ..fx.nodes import (
     LINEAR,
     calls,

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ...kernels.experts.expert_rows import combine_add_rms_norm, combine_experts
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear import dispatch as gpu_linear
-from ...kernels.linear.dispatch import RowParallel
+from ...kernels.matmul import dispatch as gpu_linear
+from ...kernels.matmul.dispatch import RowParallel
+from ...kernels.moe.expert_rows import combine_add_rms_norm, combine_experts
 from ..fx.nodes import dtype_of, example, last_size, shape_of
 from ..fx.pass_context import PassContext
 from ..fx.rules import (

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
 from ...kernels.fused.e4m3_groups import GROUP
-from ...kernels.quantized import dispatch_fp8
+from ...kernels.matmul.quantized import dispatch_fp8
 from ..fx.nodes import example, shape_of
 from ..fx.pass_context import PassContext
 from ..fx.rules import Chain, Match, Rest, Rule, Value, call, values

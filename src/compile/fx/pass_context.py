@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from ...kernels.attention.attention_spec import AttentionSpec
 from ...kernels.attention.backend import AttentionBackend
-from ...kernels.attention.spec import AttentionSpec
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.quantized.cpu_quantized import fits_int4
-from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ...kernels.matmul.cpu.quantized import fits_int4
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ..step_fields import FIELDS, TORCH_DTYPES, Field, graph_inputs
+from ..weights import WeightRecord, is_stand_in
 from .nodes import example
-from .stand_in import is_stand_in
-from .weights import WeightRecord
 
 
 @dataclass(slots=True)

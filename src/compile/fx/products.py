@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...kernels.linear_cpu.products import ProductForm
+from ...kernels.matmul.cpu.products import ProductForm
 from .nodes import (
     calls,
     grouped_operands,

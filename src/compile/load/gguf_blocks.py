@@ -25,9 +25,14 @@ from torch import Tensor, nn
 
 from ...disk_cache import write_whole
 from ...errors import InvalidInputError
+from ...kernels.matmul.cpu.quantized import reason_against
+from ...kernels.matmul.quantized.quantized_weight import (
+    GROUP,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 from ...kernels.native.library import begin_build
-from ...kernels.quantized.cpu_quantized import reason_against
-from ...kernels.quantized.quantized_weight import GROUP, Int4Weight, Int8Weight, QuantizedWeight
 from ...params.checks import path_of
 
 _HALF_BYTES = 2

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.quantized.quantized_weight import GROUP, Int4Weight
+from ...kernels.matmul.quantized.quantized_weight import GROUP, Int4Weight
 from .checkpoint import check_float, form_of
 
 _PER_WORD = 8

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.weights import Cut
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
+from ..weights import Cut
 from .build_module import build_module
 from .checkpoint import as_input_error, cause, code_not_run, needs_own_code
 from .generation_config import default_sampling, end_tokens, ignored_settings, warn_of_dropped

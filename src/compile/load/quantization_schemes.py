@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels import e4m3
-from ...kernels.quantized.quantized_weight import (
+from ...kernels.matmul.quantized.quantized_weight import (
     BLOCK,
     Fp8Weight,
     QuantizedWeight,

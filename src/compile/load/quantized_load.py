@@ -24,11 +24,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.arch import Arch
-from ...kernels.quantized.quantized_weight import QuantizedWeight
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ...kernels.registry import registry
-from ..fx.stand_in import is_stand_in, stand_in
 from ..model.linear_weights import check_readers
 from ..model.loaded import Shard
+from ..weights import is_stand_in, stand_in
 from .build_module import read_weights, skeleton_of
 from .checkpoint import Checkpoint, files_of
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of

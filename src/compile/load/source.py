@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...errors import InvalidInputError
 from ...model_name import check_model_path
 from ...params.checks import path_of
-from ..fx.weights import WeightNames
+from ..weights import WeightNames
 from .gguf import converted_folder
 
 

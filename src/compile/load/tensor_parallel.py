@@ -29,8 +29,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels import ops
 from ...kernels.sampling.sampler import GROUP
-from ..fx.weights import Cut
 from ..model.loaded import Shard
+from ..weights import Cut
 
 
 class Reduced:

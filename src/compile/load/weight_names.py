@@ -26,9 +26,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
-from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.weights import Changes, Cut, Region, check_value, refused
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ..model.loaded import named_tensors
+from ..weights import Changes, Cut, Region, check_value, refused
 from .checkpoint import Checkpoint, files_of
 from .quantized_load import (
     CheckpointNames,

@@ -22,8 +22,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.weights import Changes, Region, check_value, refused
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
+from ..weights import Changes, Region, check_value, refused
 from .build_module import skeleton_of
 from .gguf_blocks import blocks_of, in_order
 from .gguf_check import processor_of

@@ -1,9 +1,9 @@
 """Batch-invariant calls on a CPU, in place of matmuls and of activations whose bits depend on where
 an element lies.
 
-``linear`` and experts become calls of :mod:`.linear_cpu.invariant`, any other product with a
+``linear`` and experts become calls of :mod:`.matmul.cpu.invariant`, any other product with a
 constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of
-:mod:`.linear_cpu.products`; weights are packed once, as far as the context has room for them.
+:mod:`.matmul.cpu.products`; weights are packed once, as far as the context has room for them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ...kernels import e4m3
 from ...kernels.attention import cpu_trial
 from ...kernels.attention.cpu_invariant import AttentionRecipe
 from ...kernels.fused import cpu_activation
-from ...kernels.linear_cpu import invariant, products
-from ...kernels.linear_cpu.invariant import MatmulRecipe
-from ...kernels.linear_cpu.recipe_cache import Recipes
+from ...kernels.matmul.cpu import invariant, products
+from ...kernels.matmul.cpu.invariant import MatmulRecipe
+from ...kernels.matmul.cpu.recipe_cache import Recipes
 from ...kernels.mla import dispatch as mla
 from ...kernels.mla import head_matmul
 from ...kernels.mla.head_matmul import HeadMatmulRecipe
@@ -36,7 +36,7 @@ from ..fx.nodes import (
 )
 from ..fx.pass_context import PassContext
 from ..fx.products import Product, computation_of, constant_nodes, product_of, value_of
-from ..fx.stand_in import is_stand_in
+from ..weights import is_stand_in
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

@@ -24,11 +24,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
-from ...kernels.attention import indexer, reference, reference_layout
+from ...kernels.attention import reference, reference_layout
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear_cpu.few_rows import linear_few_rows
+from ...kernels.matmul.cpu.few_rows import linear_few_rows
 from ...kernels.mla import dispatch as mla
 from ...kernels.native import calls as native
+from ...kernels.sparse import indexer
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, tensor_of
 from ..fx.pass_context import PassContext
 from .invariant_calls import InvariantCalls

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV
-from ...kernels.attention import chosen, index_kernels
-from ...kernels.experts import grouped_mm
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear import dispatch as gpu_linear
-from ...kernels.linear.plan_cache import LinearPlans
-from ...kernels.quantized import dispatch_fp8, dispatch_int4
-from ...kernels.quantized.int4_packing import pack
-from ...kernels.quantized.plan_int4 import RowLimits
-from ...kernels.quantized.quantized_weight import GROUP
+from ...kernels.matmul import dispatch as gpu_linear
+from ...kernels.matmul.plan_cache import LinearPlans
+from ...kernels.matmul.quantized import dispatch_fp8, dispatch_int4
+from ...kernels.matmul.quantized.int4_packing import pack
+from ...kernels.matmul.quantized.plan_int4 import RowLimits
+from ...kernels.matmul.quantized.quantized_weight import GROUP
+from ...kernels.moe import grouped_mm
+from ...kernels.sparse import chosen, index_kernels
 from ..fx.nodes import (
     calls,
     calls_op,

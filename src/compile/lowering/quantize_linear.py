@@ -17,14 +17,14 @@ from torch.fx import Graph, Node
 
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
+from ...kernels.matmul.cpu import expanded as cpu_expanded
+from ...kernels.matmul.cpu import quantized as cpu_quantized
+from ...kernels.matmul.quantized.quantized_weight import Int4Weight, Int8Weight, QuantizedWeight
 from ...kernels.native import calls as native
-from ...kernels.quantized import cpu_expanded, cpu_quantized
-from ...kernels.quantized.quantized_weight import Int4Weight, Int8Weight, QuantizedWeight
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
 from ..fx.pass_context import PassContext
-from ..fx.stand_in import is_stand_in
-from ..fx.weights import Pack
+from ..weights import Pack, is_stand_in
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

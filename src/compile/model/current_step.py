@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import ops
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ...kernels.recurrent import ops as _recurrent_ops  # noqa: F401 - called by name
 from ..step_inputs import KVCaches, RecurrentStates, StepInputs
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import PLAIN
 
 # With fewer there is nothing to gain.

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...errors import InvalidInputError, PagespecError, UnsupportedModelError
-from ...kernels.quantized.quantized_weight import QuantizedWeight
-from ..fx.stand_in import is_stand_in
+from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
+from ..weights import is_stand_in
 from .attention import attention_implementation
 from .forward import PackedForward
 from .loaded import LoadedModel

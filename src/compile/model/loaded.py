@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...kernels.quantized.quantized_weight import QuantizedWeight
-    from ...kernels.recurrent.spec import RecurrentSpec
-    from ..fx.weights import Cut, WeightNames
+    from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
+    from ...kernels.recurrent.recurrent_spec import RecurrentSpec
+    from ..weights import Cut, WeightNames
 
 
 @dataclass(frozen=True, slots=True)

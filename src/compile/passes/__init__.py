@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from torch.fx import GraphModule
 
+from ..fx.check_graph import Bindings, SpecError, Stage, verify_graph
 from ..fx.pass_context import PassContext
-from ..fx.spec import Bindings, SpecError, Stage, verify_graph
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 

@@ -62,7 +62,7 @@ from ..fx.rules import (
     shared,
     values,
 )
-from ..fx.stand_in import is_stand_in
+from ..weights import is_stand_in
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

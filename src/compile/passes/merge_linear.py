@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ...kernels.quantized.quantized_weight import merged as merged_weights
+from ...kernels.matmul.quantized.quantized_weight import merged as merged_weights
 from ..fx.fake_tensors import fake_of, memory_of
 from ..fx.nodes import (
     calls,
@@ -38,12 +38,12 @@ from ..fx.nodes import (
 )
 from ..fx.pass_context import PassContext
 from ..fx.recorder import Recorder, recording
-from ..fx.stand_in import is_stand_in, stand_in
+from ..weights import is_stand_in, stand_in
 
 _UNIT_BYTES = 16
 _PADDED_TO = 16
 """Padding fills outputs up to a multiple of this. Units of 16 bytes would need less, but Triton
-specialises strides on multiples of 16. Some matmuls of a CPU (:mod:`.linear_cpu.invariant`) would
+specialises strides on multiples of 16. Some matmuls of a CPU (:mod:`.matmul.cpu.invariant`) would
 otherwise pad outputs to 16 in every call."""
 
 

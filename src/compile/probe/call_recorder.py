@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ...kernels.recurrent.ops import ACTIVATIONS
-from ...kernels.recurrent.spec import RecurrentSpec
+from ...kernels.recurrent.recurrent_spec import RecurrentSpec
 from ..model.current_step import Functions, IndexCall, RecurrentCall, RunningCall, Scope
 from ..model.local_calls import local_attention, local_recurrence, no_choice, per_token
 from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask

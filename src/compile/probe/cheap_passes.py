@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
 from ..model.current_step import Scope
 from ..model.layers import find_layers, layer_forms

@@ -33,12 +33,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
-from ..fx.stand_in import is_stand_in
+from ...kernels.attention.attention_spec import AttentionSpec
 from ..model.attention import attention_implementation
 from ..model.current_step import Scope
 from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel
+from ..weights import is_stand_in
 from .call_recorder import CallRecorder
 from .probe_pass import ProbePass, all_same
 from .reach_probe import check_reach

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedModelError
-from ...kernels.attention.spec import AttentionSpec
+from ...kernels.attention.attention_spec import AttentionSpec
 from .cheap_passes import cheap_passes
 from .probe_pass import ProbePass, all_same
 from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of

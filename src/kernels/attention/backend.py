@@ -19,8 +19,8 @@ from ...errors import InvalidInputError
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..fused import dispatch as fused
 from . import flash, reference
+from .attention_spec import AttentionSpec, reference_only
 from .flash import Library
-from .spec import AttentionSpec, reference_only
 
 Attend = Callable[[Tensor, PagedKV, AttentionParams], Tensor]
 """``pagespec::paged_attention`` of a query, its other arguments bundled."""

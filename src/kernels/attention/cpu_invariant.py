@@ -8,7 +8,7 @@ probability 0 and adds an exact zero, so neither padding nor grouping shows in t
 position gets the same from a long prompt as from a decode.
 
 Matmuls are batched ones with a multiple of four rows: MKL has one order of summation for all of
-those (see :mod:`..linear_cpu.invariant`), and others where a thread gets one to three. Values of
+those (see :mod:`..matmul.cpu.invariant`), and others where a thread gets one to three. Values of
 few elements (1, 5, 7 ...) have other orders still; :mod:`.cpu_trial` chooses an
 :class:`AttentionRecipe` for the sizes of a model.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV
-from .spec import AttentionSpec, reference_only
+from .attention_spec import AttentionSpec, reference_only
 
 Library = Literal["flash-attn-4", "flash-attn"]
 LIBRARIES: tuple[Library, ...] = ("flash-attn-4", "flash-attn")

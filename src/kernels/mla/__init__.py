@@ -5,5 +5,5 @@ heads. On a CPU that is :mod:`..attention` with one KV head, and ``head_matmul``
 ``head_matmul_kernel``, and ``launch`` with ``decode``, ``prefill`` and ``tiles``, on Hopper
 ``decode_sm90`` and ``prefill_sm90`` with its ``_warpgroups``.
 
-Imports ``attention``, ``linear``, ``arguments``, ``device``. Imported by ``compile``.
+Imports ``attention``, ``sparse``, ``matmul``, ``arguments``, ``device``. Imported by ``compile``.
 """

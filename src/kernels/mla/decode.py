@@ -17,8 +17,8 @@ import triton.language as tl
 
 from ..attention.combine import combine
 from ..attention.decode import token_of
-from ..attention.index_kernels import row_of_token
 from ..attention.online_softmax import Splits, dot_precision, dot_size, split_begin, split_of
+from ..sparse.index_kernels import row_of_token
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 

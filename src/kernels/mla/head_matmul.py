@@ -1,7 +1,7 @@
 """Matmul of each head's rows with a matrix of the head's own, on a CPU: a row has the same bits
 whatever the number of rows.
 
-Batched matmuls are MKL's as in :mod:`..linear_cpu.invariant`, with rows of zeros up to a multiple
+Batched matmuls are MKL's as in :mod:`..matmul.cpu.invariant`, with rows of zeros up to a multiple
 of 4. Which recipe serves a shape is tried out there and here alike. With few outputs (7 values per
 head, say) the first ones follow the number of rows, or the place of a row among them; then outputs
 of zeros are added up to a multiple of 16, and last the order of summation is written out.
@@ -91,7 +91,7 @@ def choose_recipe(
 
     Args:
         is_transposed: whether the weight lies as ``[H, O, I]``.
-        threads: as of :func:`..linear_cpu.invariant.choose_recipe`.
+        threads: as of :func:`..matmul.cpu.invariant.choose_recipe`.
 
     Raises:
         UnsupportedModelError: no recipe passes its trial.

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.index_kernels import chosen_slots
 from ..attention.online_softmax import (
     add_tile,
     block_ids,
@@ -24,6 +23,7 @@ from ..attention.online_softmax import (
     fold,
     slot_pointers,
 )
+from ..sparse.index_kernels import chosen_slots
 
 
 class Vectors(NamedTuple):

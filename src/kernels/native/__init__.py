@@ -6,5 +6,5 @@ Read in this order: ``library`` (compiles the sources once, keeps the result, lo
 ``replay.cpp`` (calls that are recorded and made again). Without a C++ compiler, or a processor
 that has AVX2 with FMA and F16C, a graph is lowered to torch's operations.
 
-Imports ``arguments``. Imported by ``quantized`` and ``compile``.
+Imports ``arguments``. Imported by ``matmul`` and ``compile``.
 """

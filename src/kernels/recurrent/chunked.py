@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import DeltaInputs, SsdInputs
-from . import spec
+from . import recurrent_spec as spec
 from .chunk_kernels import chunk_decode_kernel, chunk_inner_kernel, chunk_prompt_kernel
 from .walk import StepRows
 

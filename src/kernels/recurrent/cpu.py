@@ -8,7 +8,7 @@ v``; the delta rule writes the difference, ``d = beta (v - k a S)``. Both reads 
 before it changes, ``q S = (a q) S_before + (q . k) d``: one matmul for both, and one pass that
 changes S. All that is independent of S is computed for many tokens at once: elementwise operations,
 sums along the last dimension, and batched matmuls of four rows, for which MKL has one order of
-summation (:mod:`..linear_cpu.invariant`).
+summation (:mod:`..matmul.cpu.invariant`).
 """
 
 from __future__ import annotations

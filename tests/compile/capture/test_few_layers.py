@@ -25,7 +25,7 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from tests.support.models import tiny_model
 
 NUM_LAYERS = 7

@@ -26,7 +26,7 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.captures import OVERRIDES

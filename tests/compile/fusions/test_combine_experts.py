@@ -16,8 +16,8 @@ from pagespec.compile.fusions.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.fusions.fuse_router import fuse_router
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
-from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.route import route
+from pagespec.kernels.moe import expert_rows
+from pagespec.kernels.moe.route import route
 from tests.support.captures import capture_plain, first, generate
 
 Change = Callable[[GraphModule], None]

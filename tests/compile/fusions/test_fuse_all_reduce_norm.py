@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.fusions.joined_norms import fuse_all_reduce_norm
+from pagespec.compile.fx.check_graph import verify_graph
 from pagespec.compile.fx.pass_context import PassContext
-from pagespec.compile.fx.spec import verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.load.tensor_parallel import shard_model
 from pagespec.compile.model.loaded import Shard

@@ -26,7 +26,7 @@ from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
-from pagespec.kernels.quantized import dispatch_fp8
+from pagespec.kernels.matmul.quantized import dispatch_fp8
 from tests.compile.lowering.test_gpu_quantized import captured_from
 from tests.support.captures import generate, use_gpu_passes
 from tests.support.quantized_files import write_quantized

@@ -16,8 +16,8 @@ from pagespec.compile.fx.nodes import calls
 from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.experts.grouped_mm import grouped_mm
-from pagespec.kernels.experts.sort_by_expert import sort_by_expert
+from pagespec.kernels.moe.grouped_mm import grouped_mm
+from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 from tests.support.captures import capture_plain, first, generate, use_gpu_passes
 from tests.support.models import tiny_model
 

@@ -19,13 +19,13 @@ from pagespec.compile.fusions.fuse_router import fuse_router
 from pagespec.compile.fusions.joined_norms import fuse_combine_norm
 from pagespec.compile.fx.nodes import calls_function
 from pagespec.compile.passes import PassContext
-from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
-from pagespec.kernels.experts.route import route
-from pagespec.kernels.experts.route_rows import route_rows
-from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused import rms_norm
+from pagespec.kernels.moe import expert_rows
+from pagespec.kernels.moe.expert_rows import combine_add_rms_norm
+from pagespec.kernels.moe.route import route
+from pagespec.kernels.moe.route_rows import route_rows
+from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 from tests.support.captures import capture_plain, generate
 
 Change = Callable[[GraphModule], None]

@@ -27,7 +27,7 @@ K = 64
 
 def graph_of(has_gate: bool, *, biased: bool = False, num_readers: int = 1) -> GraphModule:
     """out, hidden + 1 and, with more readers, the norm: of x, residual, two weights and a bias."""
-    from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.matmul import dispatch as gpu_linear
 
     graph = Graph()
     names = ("x", "residual", "norm_weight", "weight", "bias")
@@ -52,7 +52,7 @@ def operands(has_gate: bool) -> list[torch.Tensor]:
 @pytest.fixture
 def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """As on a card that has the launch for all weights."""
-    from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.matmul import dispatch as gpu_linear
 
     asked: list[Any] = []
     monkeypatch.setattr(gpu_linear, "has_joined_norm", lambda *args: asked.append(args) or True)
@@ -62,7 +62,7 @@ def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]) -> None:
     from pagespec.compile.fusions.joined_norms import fuse_norm_linear
-    from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.matmul import dispatch as gpu_linear
 
     gm, arguments = graph_of(has_gate), operands(has_gate)
     expected = gm(*arguments)

@@ -15,10 +15,10 @@ from pagespec import LLM, SamplingParams
 from pagespec.compile.fusions.fuse_router import fuse_router
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
-from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
-from pagespec.kernels.experts.route import route
-from pagespec.kernels.experts.route_rows import route_rows
+from pagespec.kernels.moe import expert_rows
+from pagespec.kernels.moe.expert_rows import combine_add_rms_norm
+from pagespec.kernels.moe.route import route
+from pagespec.kernels.moe.route_rows import route_rows
 from tests.support.captures import capture_plain, first, use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model

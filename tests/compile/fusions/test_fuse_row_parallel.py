@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from pagespec.compile.fusions.joined_norms import fuse_row_parallel
 from pagespec.compile.fx.pass_context import PassContext
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.matmul import dispatch as gpu_linear
 
 K, N = 48, 64
 

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from pagespec import LLM, SamplingParams
 from pagespec.compile.fusions.joined_norms import fuse_combine_norm
 from pagespec.compile.fx.nodes import calls
-from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
+from pagespec.kernels.moe import expert_rows
+from pagespec.kernels.moe.expert_rows import combine_add_rms_norm
 from tests.compile.fusions.test_fuse_few_tokens_of_experts import (
     count,
     first,

@@ -16,10 +16,10 @@ from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fusions.fuse_router import fuse_wide_linear
 from pagespec.compile.fx.nodes import calls, calls_function, dtype_of
 from pagespec.compile.passes import PassContext, gpu_passes
-from pagespec.kernels.experts import expert_rows
-from pagespec.kernels.experts.expert_rows import combine_add_rms_norm
-from pagespec.kernels.experts.route_rows import route_rows
-from pagespec.kernels.linear.wide_matmul import wide_linear
+from pagespec.kernels.matmul.wide_matmul import wide_linear
+from pagespec.kernels.moe import expert_rows
+from pagespec.kernels.moe.expert_rows import combine_add_rms_norm
+from pagespec.kernels.moe.route_rows import route_rows
 from tests.support.captures import capture_plain, generate, use_gpu_passes, use_passes
 from tests.support.models import tiny_model
 

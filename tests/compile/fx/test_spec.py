@@ -10,9 +10,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
+from pagespec.compile.fx.check_graph import RULES, Bindings, SpecError, Stage, verify_graph
 from pagespec.compile.fx.nodes import example, is_ours
 from pagespec.compile.fx.products import library_matmuls
-from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext, run_passes
 from pagespec.compile.probe.probe import probe_model

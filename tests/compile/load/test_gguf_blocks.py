@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from pagespec.compile.load import gguf_blocks
-from pagespec.kernels.quantized.quantized_weight import Int4Weight, Int8Weight
+from pagespec.kernels.matmul.quantized.quantized_weight import Int4Weight, Int8Weight
 from tests.support.gguf_files import write_model
 
 

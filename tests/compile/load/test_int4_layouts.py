@@ -22,11 +22,11 @@ from torch import Tensor
 
 from pagespec.compile.load.gguf_blocks import read_blocks
 from pagespec.compile.load.quantization_schemes import scheme_of
+from pagespec.kernels.matmul.cpu import quantized as cpu_quantized
+from pagespec.kernels.matmul.quantized.int4_packing import PackedWeight, pack
+from pagespec.kernels.matmul.quantized.quantized_weight import Int4Weight, QuantizedWeight
 from pagespec.kernels.native import calls as native
 from pagespec.kernels.native.library import library
-from pagespec.kernels.quantized import cpu_quantized
-from pagespec.kernels.quantized.int4_packing import PackedWeight, pack
-from pagespec.kernels.quantized.quantized_weight import Int4Weight, QuantizedWeight
 
 Rows = list[list[int]]
 PER_WORD = 8

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from pagespec import LLM
-from pagespec.compile.fx import weights as weights_module
+from pagespec.compile import weights as weights_module
 from pagespec.compile.load.weight_names import regions_of
 from pagespec.errors import InvalidInputError
 from tests.compile.load import gguf_models

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile.fx.weights import Place, WeightMap
+from pagespec.compile.weights import Place, WeightMap
 from tests.support.models import VOCAB_SIZE
 
 ENGINE: dict[str, Any] = {

@@ -19,7 +19,7 @@ from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.quantized import cpu_expanded
+from pagespec.kernels.matmul.cpu import expanded as cpu_expanded
 from tests.support.captures import generate, graph_cache, use_gpu_passes
 from tests.support.quantized_files import write_quantized
 
@@ -46,7 +46,7 @@ def captured_from(folder: Path, **settings: Any) -> CapturedModel:
 @pytest.mark.parametrize("layout", ["fp8 blocks", "fp8 channels"])
 def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers; the last one's down projection is not quantised."""
-    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     write_quantized(tmp_path, layout)
     linear = cpu_expanded.linear_fp8
@@ -90,7 +90,7 @@ def test_a_stand_in_that_something_else_reads_is_refused(
 
 def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
     """Those of the plain dummy model, all but the head's."""
-    from pagespec.kernels.quantized.quantized_weight import quantize_fp8
+    from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
     from tests.support.models import tiny_model
 
     tiny_model("llama").config.save_pretrained(tmp_path)
@@ -112,7 +112,7 @@ def test_integers_are_lowered_for_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_capability: Callable[[str], None]
 ) -> None:
     """In float32, where nothing is rounded."""
-    from pagespec.kernels.quantized import dispatch_int4
+    from pagespec.kernels.matmul.quantized import dispatch_int4
 
     write_quantized(tmp_path, "gptq asymmetric", num_hidden_layers=1)
     cpu_capability("DEFAULT")

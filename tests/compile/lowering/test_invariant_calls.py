@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 
 from pagespec.compile.captured_model import CaptureOptions, capture_model
+from pagespec.compile.fx.check_graph import Bindings, verify_graph
 from pagespec.compile.fx.nodes import is_ours
-from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.lowering.lower_cpu import lower_cpu
 from pagespec.compile.passes import PassContext, run_passes

@@ -18,7 +18,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.cache_latents import cache_latents
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from pagespec.kernels.mla import dispatch as mla
 from tests.support.captures import generate, graph_cache
 from tests.support.models import tiny_model

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.attention import chosen, index_kernels
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
+from pagespec.kernels.sparse import chosen, index_kernels
 from tests.support.captures import use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model

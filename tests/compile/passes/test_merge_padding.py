@@ -15,12 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.nodes import calls, is_linear, tensor_of
 from pagespec.compile.fx.recorder import recording
-from pagespec.compile.fx.stand_in import is_stand_in, stand_in
 from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.compile.probe.probe import probe_model
-from pagespec.kernels.quantized.quantized_weight import Int8Weight
+from pagespec.compile.weights import is_stand_in, stand_in
+from pagespec.kernels.matmul.quantized.quantized_weight import Int8Weight
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.linear import dispatch
+from pagespec.kernels.matmul import dispatch
 from tests.support.captures import use_gpu_passes
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model

@@ -15,8 +15,8 @@ from pagespec.errors import InvalidInputError
 from pagespec.kernels import ops  # noqa: F401 - it registers them
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import flash, reference
+from pagespec.kernels.attention.attention_spec import AttentionSpec
 from pagespec.kernels.attention.backend import AttentionBackend, select_backend
-from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.kernels.fused import dispatch as fused
 from tests.kernels.attention.test_flash import fake_2, fake_4, install
 

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 from benchmarks import attention as benchmark
 from pagespec.kernels import device
 from pagespec.kernels.attention import launch, reference, triton_backend
-from pagespec.kernels.attention.spec import reference_only
+from pagespec.kernels.attention.attention_spec import reference_only
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store

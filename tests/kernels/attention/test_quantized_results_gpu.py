@@ -15,7 +15,7 @@ from pagespec import LLM, SamplingParams
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
-from pagespec.kernels.quantized.quantized_weight import quantize_fp8
+from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
 from pagespec.kernels.registry import registry
 from tests.kernels.attention.rope_prologue import Case
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
@@ -121,7 +121,7 @@ def test_norms_add_up_their_squares_in_one_order(is_e4m3: bool, quantizes: bool)
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
 def test_a_captured_chain_waits_for_its_rows(num_rows: int) -> None:
     """The matmul behind starts before attention has ended."""
-    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     backend = TritonBackend()
     rows: Rows = [(700 + 3 * n, 1) for n in range(num_rows)]

@@ -24,9 +24,9 @@ from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel, few
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
-from pagespec.kernels.linear import dispatch
-from pagespec.kernels.linear.matmul_sm90 import skinny_kernel
-from pagespec.kernels.linear.tuned_tiles import PrefetchTile
+from pagespec.kernels.matmul import dispatch
+from pagespec.kernels.matmul.sm90.matmul_sm90 import skinny_kernel
+from pagespec.kernels.matmul.tuned_tiles import PrefetchTile
 from pagespec.kernels.registry import registry
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 

@@ -18,8 +18,8 @@ from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.jit.parallel_build import parallel_build
-from pagespec.kernels.linear import dispatch as gpu_linear
-from pagespec.kernels.linear.dispatch import RowParallel
+from pagespec.kernels.matmul import dispatch as gpu_linear
+from pagespec.kernels.matmul.dispatch import RowParallel
 
 _NUM_RANKS = 2
 _ROWS = (1, 2, 7, 33, 256)

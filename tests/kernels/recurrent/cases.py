@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.recurrent import ops, spec
-from pagespec.kernels.recurrent.spec import CHUNK
+from pagespec.kernels.recurrent import ops
+from pagespec.kernels.recurrent import recurrent_spec as spec
+from pagespec.kernels.recurrent.recurrent_spec import CHUNK
 
 
 @dataclass

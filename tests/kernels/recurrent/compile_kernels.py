@@ -19,7 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pagespec.kernels.recurrent import chunk_kernels, chunked, short_conv, spec, walked
+from pagespec.kernels.recurrent import chunk_kernels, chunked, short_conv, walked
+from pagespec.kernels.recurrent import recurrent_spec as spec
 
 CONV_KERNEL = short_conv._short_conv_kernel
 ROWS = dict.fromkeys(("starts", "contexts", "tables", "table_rows"), "*i32")

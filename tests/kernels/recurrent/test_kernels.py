@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.arguments import DeltaInputs, ScanInputs, SsdInputs
-from pagespec.kernels.recurrent.spec import CHUNK
+from pagespec.kernels.recurrent.recurrent_spec import CHUNK
 from pagespec.kernels.recurrent.walk import StepRows
 from tests.support.apart import run_apart
 

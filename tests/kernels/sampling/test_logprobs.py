@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagespec.engine.sampling_params import MAX_LOGPROBS
 from pagespec.kernels.sampling.logprob_rows import MAX_TOP, ROW_WORDS, logprob_rows
-from pagespec.runner.logprobs import HostLogprobRows
+from pagespec.runner.logprob_rows import HostLogprobRows
 
 VOCAB = 5000  # two stretches, the last group in part
 INF, NAN = math.inf, math.nan

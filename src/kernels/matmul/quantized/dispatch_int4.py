@@ -1,0 +1,81 @@
+"""Linear layers with weights in 4 or 8 bits on a GPU: unpacked in the matmul, or before it.
+
+Few rows take the time of reading the weight, and :mod:`.matmul_int4` reads it quantised. For many
+rows it is dequantised into memory once per call and multiplied as any weight
+(:mod:`..linear.dispatch`). Both compute with the same weights in the same order, so the bits are
+equal, and equal to those of a model that holds the weight dequantised in the dtype of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..matmul import Tile
+from ..tuned_tiles import _tile
+from .int4_packing import PackedWeight
+from .matmul_int4 import dequantize, matmul
+
+MAX_FUSED_ROWS = 64
+"""Up to this row count, unpacking in the matmul was measured to be faster."""
+
+
+def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
+    """The fastest of the tiles tried on an H200 (docs/notes/int4.md). No bits depend on it."""
+    if num_rows <= 16:
+        # What is under way of a long row is enough in smaller steps.
+        return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
+    if has_gate and num_outs >= 8192:
+        return _tile(64, 128, 128, 4, 8)
+    return _tile(64, 32, 256, 3, 4)
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    numbers: Tensor,
+    bias: Tensor | None,
+    num_bits: int,
+    group: int,
+    dtype: str,
+    has_minima: bool,
+    max_fused_rows: int = MAX_FUSED_ROWS,
+    max_custom_rows: int = dispatch.ALL_ROWS,
+    *,
+    has_gate: bool = False,
+) -> Tensor:
+    """``F.linear(x, weight, bias)``, x ``[..., K]``, the weight by the fields of its
+    :class:`.PackedWeight`.
+
+    Args:
+        max_fused_rows: up to how many rows it is unpacked in the matmul.
+        max_custom_rows: as of :func:`..linear.dispatch.linear`, above that.
+        has_gate: as of :func:`linear_silu_mul`.
+    """
+    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
+    width = x.shape[-1]
+    if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
+        rows = x.reshape(-1, width)
+        num_outs = len(weight.words) // (2 if has_gate else 1)
+        tile = choose_tile(len(rows), num_outs, width, has_gate)
+        out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
+        return out.view(*x.shape[:-1], num_outs)
+    plain = dequantize(weight, width, x.dtype)
+    # The plan is of a matmul without a bias.
+    if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
+        # By cuBLAS or :mod:`..linear.matmul_sm90_many`, which reads the weight behind its wait.
+        many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
+        return many(x, plain, bias, 0)
+    # The previous kernel has just written the weight.
+    return dispatch._ours(x, plain, bias, has_gate, prefetches=False)
+
+
+def linear_silu_mul(
+    x: Tensor, words: Tensor, numbers: Tensor, bias: Tensor | None, *data: Any
+) -> Tensor:
+    """``silu(gate) * up`` of the halves of :func:`linear`, which gets ``data`` too."""
+    return linear(x, words, numbers, bias, *data, has_gate=True)

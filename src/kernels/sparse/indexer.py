@@ -1,0 +1,113 @@
+"""Top-k indexers on a CPU: which positions a query attends to (DeepSeek-V3.2's sparse attention).
+
+An indexer has heads of its own over one small key per token, and scores position j for a query t by
+
+    score[t, j] = sum_h weights[t, h] * relu(scale * query[t, h] . key[j])
+
+Attention sees the K positions of the highest scores among those in view, all where there are no
+more. Among equal scores at the threshold the choice is that of ``torch.topk`` over the positions in
+view, as transformers decodes the query's token; in a longer prompt it calls ``topk`` on the
+hidden positions behind them as well, and that may break such a tie otherwise.
+
+As in :mod:`.cpu_invariant` every matmul has the shape of a tile of keys from a fixed position on,
+so a score has the same bits in any step, and with them the choice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention.cpu_invariant import TILE, AlignedLayout, QueryGroup, gathered
+from ..device import MKL_ROW_UNIT
+
+# What the products of all heads may take before they are weighed.
+_PRODUCT_ELEMENTS = 1 << 22
+_NEG_INF = float("-inf")
+
+
+def index_topk(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    layout: AlignedLayout,
+    scale: float,
+    num_chosen: int,
+) -> Tensor:
+    """Write new keys into the cache, in place, and choose for each query.
+
+    Args:
+        query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
+        cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
+        layout: of the step, without window, chunk and slopes.
+        scale: factor on the products. num_chosen: K.
+
+    Returns:
+        int32 ``[T, K]``, in no order; -1 behind the last of a query that sees fewer.
+    """
+    cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, key)
+    chosen = torch.full((len(query), num_chosen), -1, dtype=torch.int32)
+    for gather in layout.gathers:
+        keys: Tensor | None = None
+        for group in gather.groups:
+            visible = _num_visible(group)
+            if int(visible.max()) <= num_chosen:  # nothing to choose
+                at = torch.arange(min(num_chosen, group.num_tiles * TILE))
+            else:
+                if keys is None:
+                    keys = gathered("index keys", cache, gather)
+                scores = _scores(query[group.tokens], weights[group.tokens], keys, group, scale)
+                at = _topk(scores, visible, num_chosen)
+            at = torch.where(torch.arange(at.shape[-1]) < visible[:, None], at, -1)
+            padded = F.pad(at, (0, num_chosen - at.shape[-1]), value=-1)
+            chosen[group.tokens] = padded.to(torch.int32)
+    return chosen
+
+
+def _num_visible(group: QueryGroup) -> Tensor:
+    """``[R * n]``, how many positions from 0 on each query has in view."""
+    return (group.first_hidden * TILE + (~group.hidden).sum((0, 3, 4))).reshape(-1)
+
+
+def _scores(
+    query: Tensor, weights: Tensor, keys: Tensor, group: QueryGroup, scale: float
+) -> Tensor:
+    """One group: ``[R * n, num_tiles * 64]`` of ``query [R * n, H, D]`` and keys
+    ``[num_tiles or more * R, 64, 1, D]``."""
+    num_rows, num_tiles = group.num_rows, group.num_tiles
+    total, num_heads, dim = query.shape
+    used = total // num_rows * num_heads
+    q = query.reshape(num_rows, used, dim).float()
+    q = F.pad(q, (0, 0, 0, -used % MKL_ROW_UNIT))
+    # One row of weights a query, and rows of zeros.
+    w = F.pad(weights.float().unsqueeze(1), (0, 0, 0, MKL_ROW_UNIT - 1))
+    columns = keys[: num_tiles * num_rows, :, 0].transpose(1, 2)
+    scores = q.new_empty(num_tiles, total, TILE)
+    at_once = max(1, _PRODUCT_ELEMENTS // (q.shape[0] * q.shape[1] * TILE))
+    for first in range(0, num_tiles, at_once):
+        num = min(at_once, num_tiles - first)
+        part = columns[first * num_rows : (first + num) * num_rows]
+        products = torch.bmm(q.repeat(num, 1, 1), part)
+        products = products.mul_(scale).relu_()[:, :used]
+        products = products.reshape(num * total, num_heads, TILE)
+        weighed = torch.bmm(w.repeat(num, 1, 1), products)
+        scores[first : first + num] = weighed[:, 0].view(num, total, TILE)
+    return scores.transpose(0, 1).reshape(total, -1)
+
+
+def _topk(scores: Tensor, visible: Tensor, num_chosen: int) -> Tensor:
+    """The chosen positions of each row of scores ``[N, L]``; those of a row that sees no more than
+    ``num_chosen`` come first."""
+    hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+    scores = scores.masked_fill(hidden, _NEG_INF)
+    values, at = scores.topk(num_chosen)
+    # Which of equal scores are taken follows what else is in the row, so that is what is in view.
+    is_tied = (scores >= values[:, -1:]).sum(1) > num_chosen
+    for row in (is_tied & (visible > num_chosen)).nonzero()[:, 0].tolist():
+        at[row] = scores[row, : int(visible[row])].topk(num_chosen).indices
+    few = visible <= num_chosen
+    at[few] = torch.arange(num_chosen)
+    return at

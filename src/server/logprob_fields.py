@@ -1,0 +1,212 @@
+"""Log-probabilities in the forms of the three endpoints.
+
+JSON has neither infinities nor NaN: minus infinity is -9999.0, as in vLLM, and NaN is null. Every
+other number is the engine's float, the same wherever it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..engine.outputs import Logprob
+from ..engine.request_factory import RequestFactory
+from ..engine.text.text_offsets import TextOffsets
+
+_MINUS_INFINITY = -9999.0
+Entries = Mapping[int, Logprob]
+
+
+class TokenTexts:
+    """The texts and bytes of single tokens of one model.
+
+    Args:
+        as_ids: as "token_id:NN" in place of their texts, as without a tokenizer.
+        skips_special: special tokens are not part of the text.
+    """
+
+    def __init__(self, factory: RequestFactory, *, as_ids: bool, skips_special: bool) -> None:
+        self._bytes_of, self._decode = factory.token_bytes, factory.decode_one
+        self._as_ids, self._skips_special = as_ids, skips_special
+
+    def text(self, token_id: int, *, is_beginning: bool = False) -> str:
+        """
+        Args:
+            is_beginning: of the text, where decoders may strip a space.
+        """
+        if self._as_ids or self._decode is None or self._bytes_of is None:
+            return by_id(token_id)
+        if is_beginning:
+            return self._bytes_of.at_beginning(token_id).decode("utf-8", "replace")
+        return self._decode(token_id)
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """The bytes of one token, perhaps a part of a character; None without a tokenizer."""
+        return None if self._bytes_of is None else list(self._bytes_of(token_id))
+
+    def entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        """A token and its log-probability, in OpenAI's form."""
+        text, own_bytes = self.text(token_id), self.bytes(token_id)
+        return {"token": text, "logprob": number_of(entry.logprob), "bytes": own_bytes}
+
+    def is_textless(self, token_id: int) -> bool:
+        is_special = self._bytes_of is not None and token_id in self._bytes_of.special_ids
+        return is_special and self._skips_special
+
+    def offsets(self, prompt_token_ids: Sequence[int], num_before: int) -> TextOffsets | None:
+        """The offsets of tokens in a text behind a prompt; None without a tokenizer."""
+        if self._bytes_of is None:
+            return None
+        return TextOffsets(
+            self._bytes_of,
+            prompt_token_ids,
+            skips_special=self._skips_special,
+            num_before=num_before,
+        )
+
+
+def by_id(token_id: int) -> str:
+    """The name of a token without a distinct or known text."""
+    return f"token_id:{token_id}"
+
+
+def number_of(logprob: float) -> float | None:
+    """A log-probability in JSON: None for NaN."""
+    if math.isnan(logprob):
+        return None
+    return max(logprob, _MINUS_INFINITY)
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of one choice of ``/v1/completions``. Reading in pieces gives the same as
+    reading at once.
+
+    ``text_offset`` counts characters of the choice's text. Keys of ``top_logprobs`` are texts; the
+    token of the place has its own value there, and of other tokens with one text the likeliest.
+    Those that are left are "token_id:NN".
+
+    Args:
+        num_top: ``logprobs`` of the request.
+        prompt_token_ids: of the prompt before the answer.
+        num_before: characters of the echoed prompt.
+    """
+
+    def __init__(
+        self,
+        num_top: int,
+        texts: TokenTexts,
+        prompt_token_ids: Sequence[int] = (),
+        num_before: int = 0,
+    ) -> None:
+        self._num_top, self._texts = num_top, texts
+        self._is_beginning = all(map(texts.is_textless, prompt_token_ids))
+        self._of_answer = texts.offsets(prompt_token_ids, num_before)
+
+    def read_prompt(
+        self, token_ids: Sequence[int], entries: Sequence[Entries | None]
+    ) -> dict[str, list[Any]]:
+        """The log-probabilities of an echoed prompt, as :meth:`read`."""
+        return self._read(token_ids, entries, self._texts.offsets((), 0), is_beginning=True)
+
+    def read(
+        self, token_ids: Sequence[int], entries: Sequence[Entries | None]
+    ) -> dict[str, list[Any]]:
+        """
+        Args:
+            entries: of each token; None for the first token of a prompt.
+        """
+        is_beginning = self._is_beginning
+        self._is_beginning = is_beginning and all(map(self._texts.is_textless, token_ids))
+        return self._read(token_ids, entries, self._of_answer, is_beginning=is_beginning)
+
+    def _read(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Entries | None],
+        places: TextOffsets | None,
+        *,
+        is_beginning: bool,
+    ) -> dict[str, list[Any]]:
+        tokens: list[str] = []
+        offsets: list[int] = []
+        own: list[float | None] = []
+        top: list[dict[str, float | None] | None] = []
+        for token_id, found in zip(token_ids, entries, strict=True):
+            text = self._texts.text(token_id, is_beginning=is_beginning)
+            is_beginning = is_beginning and self._texts.is_textless(token_id)
+            tokens.append(text)
+            offsets.append(0 if places is None else places.push(token_id))
+            own.append(None if found is None else number_of(found[token_id].logprob))
+            top.append(None if found is None else self._top(token_id, text, found))
+        return {
+            "text_offset": offsets,
+            "token_logprobs": own,
+            "tokens": tokens,
+            "top_logprobs": top,
+        }
+
+    def _top(self, token_id: int, own_text: str, found: Entries) -> dict[str, float | None]:
+        """The entry of the token, and of the likeliest others by rank, with distinct keys."""
+        top = {own_text: number_of(found[token_id].logprob)}
+        for other, entry in top_of(found, self._num_top):
+            if other != token_id:
+                text = self._texts.text(other)
+                top[by_id(other) if text in top else text] = number_of(entry.logprob)
+        return top
+
+
+def joined_logprobs(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The ``logprobs`` of two adjacent parts of a choice."""
+    return {name: [*values, *other[name]] for name, values in one.items()}
+
+
+def content_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[Entries],
+    num_top: int,
+    shown: Callable[[int, Logprob], dict[str, Any]],
+) -> dict[str, list[dict[str, Any]]]:
+    """The ``logprobs`` of a choice of ``/v1/chat/completions`` or ``/inference/v1/generate``.
+
+    Args:
+        shown: the form of one token: :meth:`TokenTexts.entry`, or :func:`id_entry`.
+    """
+    content = [
+        {
+            **shown(token_id, found[token_id]),
+            "top_logprobs": [shown(*item) for item in top_of(found, num_top)],
+        }
+        for token_id, found in zip(token_ids, entries, strict=True)
+    ]
+    return {"content": content}
+
+
+def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's ``prompt_logprobs``: the engine's own form, by token id."""
+    if entries is None:
+        return None
+    return [
+        None
+        if found is None
+        else {
+            str(token_id): {
+                "logprob": number_of(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in found.items()
+        }
+        for found in entries
+    ]
+
+
+def top_of(found: Entries, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens, the likeliest first."""
+    chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= num_top]
+    return sorted(chosen, key=lambda item: item[1].rank or 0)
+
+
+def id_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
+    """A token by its id."""
+    return {"token_id": token_id, "logprob": number_of(entry.logprob), "rank": entry.rank}

@@ -1,0 +1,254 @@
+"""A submitted prompt: its answers as deltas, or when complete."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from ..engine.inputs import PromptInput
+from ..engine.logprob_output import logprob_entries, prompt_entries
+from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
+from ..engine.request import Request
+from ..engine.request_factory import RequestFactory
+from ..engine.text.detokenizer import GrowingText
+from ..errors import InvalidInputError
+from .served import Served
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """The new part of an answer.
+
+    Attributes:
+        index: of the answer, from 0.
+        text: may be empty while characters or stop strings are incomplete, and "" with
+            ``detokenize=False``. The pieces together are the answer's text.
+        token_ids: together they are the answer's.
+        logprobs: of ``token_ids``, as of :class:`CompletionOutput`; None without ``logprobs``.
+        finish_reason: of its last delta; None before.
+        stop_reason: as of :class:`CompletionOutput`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """A prompt that was submitted; made by :meth:`AsyncLLM.submit`.
+
+    Use it as ``async with``, or call :meth:`abort` in the end, so that unread answers are not
+    computed. Garbage collection also aborts it.
+
+    Attributes:
+        request_id: the caller's name, or a number.
+        prompt: with its token ids.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        factory: RequestFactory,
+        tokenizer: Any,
+        abort: Callable[[Served], None],
+    ) -> None:
+        self._served, self._factory, self._tokenizer = served, factory, tokenizer
+        self._abort = abort
+
+    @property
+    def request_id(self) -> str:
+        return self._served.request_id
+
+    @property
+    def prompt(self) -> PromptInput:
+        return self._served.prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._served.prompt.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Settled so far, of all answers."""
+        return self._served.num_output_tokens
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether :meth:`deltas` can be read: not with ``best_of`` above ``n``."""
+        params = self._served.params
+        return params.num_generated == params.n
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all answers are done, and :meth:`result` returns at once."""
+        return self._served.has_ended
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; known once there is a token of output."""
+        return self._served.requests[0].num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
+        """As of :class:`RequestOutput`; complete once there is a token of output."""
+        params = self._served.params
+        decode = self._factory.decode_one if params.detokenize else None
+        return prompt_entries(self._served.requests[0], decode)
+
+    async def result(self) -> RequestOutput:
+        """The complete answers, as of ``LLM.generate``.
+
+        Raises:
+            RequestError, EngineError: the request failed.
+        """
+        while not self._served.has_ended:
+            await self._news()
+        error = self._served.error()
+        if error is not None:
+            raise error
+        served = self._served
+        metrics = [served.ends[request].metrics for request in served.requests]
+        output = self._factory.output(served.requests, served.prompt, metrics)
+        output.request_id = served.request_id
+        return output
+
+    async def deltas(self) -> AsyncIterator[list[AnswerDelta]]:
+        """New deltas, at most one per answer. A slow reader gets fewer and longer ones. Can be read
+        once.
+
+        Raises:
+            InvalidInputError: ``best_of`` is above ``n``: the best are known only at the end.
+            RequestError, EngineError: the request failed before its end.
+        """
+        params = self._served.params
+        if not self.has_parts:
+            limit = "must be None or n: the best answers are known only at the end"
+            raise InvalidInputError("best_of", params.best_of, limit)
+        answers = [
+            _GrowingAnswer(index, request, self._served.prompt, self._factory, self._tokenizer)
+            for index, request in enumerate(self._served.requests)
+        ]
+        while answers:
+            # An answer that ended before its tokens are read is read to its end.
+            ended = set(self._served.ends)
+            error = self._served.error()
+            if error is not None:
+                raise error
+            deltas = [delta for a in answers if (delta := a.read(a.request in ended)) is not None]
+            answers = [answer for answer in answers if answer.request not in ended]
+            if deltas:
+                yield deltas
+            if answers:
+                # News since then has set the event: nothing is missed.
+                await self._news()
+
+    def abort(self) -> None:
+        """End it now, with reason "abort", from any thread; no effect after its end."""
+        if not self._served.has_ended:
+            self._abort(self._served)
+
+    async def _news(self) -> None:
+        await self._served.news.wait()
+        self._served.news.clear()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
+class _GrowingAnswer:
+    """One answer, read delta by delta."""
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        prompt: PromptInput,
+        factory: RequestFactory,
+        tokenizer: Any,
+    ) -> None:
+        self.request = request
+        self._index, self._prompt, self._factory = index, prompt, factory
+        is_text = request.sampling_params.detokenize and tokenizer is not None
+        self._text = GrowingText(request, prompt, tokenizer) if is_text else None
+        self._decode = factory.decode_one if request.sampling_params.detokenize else None
+        self._num_tokens = 0
+
+    def read(self, has_ended: bool) -> AnswerDelta | None:
+        """The new delta; None without news."""
+        request = self.request
+        if has_ended:
+            answer = self._factory.completion(self._index, request, self._prompt)
+            begin = 0 if self._text is None else self._text.num_read
+            return self._delta(answer.text[begin:], answer.token_ids, answer)
+        # A character that tokens complete is in the delta of the last of them, or a later one's.
+        token_ids = request.output_token_ids
+        text = "" if self._text is None else self._text.read()
+        if not text and len(token_ids) == self._num_tokens:
+            return None
+        return self._delta(text, token_ids, None)
+
+    def _delta(
+        self, text: str, token_ids: list[int], answer: CompletionOutput | None
+    ) -> AnswerDelta:
+        begin, self._num_tokens = self._num_tokens, len(token_ids)
+        return AnswerDelta(
+            self._index,
+            text,
+            token_ids[begin:],
+            logprob_entries(self.request, begin, len(token_ids), self._decode),
+            None if answer is None else answer.finish_reason,
+            None if answer is None else answer.stop_reason,
+        )
+
+
+async def cumulative(generation: Generation) -> AsyncIterator[RequestOutput]:
+    """The growing answers, each time from their beginning; the last time as :meth:`result`."""
+    so_far: dict[int, CompletionOutput] = {}
+    async for deltas in generation.deltas():
+        for delta in deltas:
+            _extend(
+                so_far.setdefault(delta.index, CompletionOutput(delta.index, "", [], None)), delta
+            )
+        if generation.has_ended:
+            break
+        yield RequestOutput(
+            request_id=generation.request_id,
+            prompt=generation.prompt.text,
+            prompt_token_ids=generation.prompt.token_ids,
+            outputs=[_copied(so_far[index]) for index in sorted(so_far)],
+            finished=False,
+        )
+    yield await generation.result()
+
+
+def _extend(answer: CompletionOutput, delta: AnswerDelta) -> None:
+    answer.text += delta.text
+    answer.token_ids += delta.token_ids
+    if delta.logprobs is not None:
+        answer.logprobs = [*(answer.logprobs or ()), *delta.logprobs]
+        total = answer.cumulative_logprob or 0.0
+        for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
+            total += entries[token].logprob  # one by one, as the engine adds them up
+        answer.cumulative_logprob = total
+    answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _copied(answer: CompletionOutput) -> CompletionOutput:
+    return replace(
+        answer,
+        token_ids=list(answer.token_ids),
+        logprobs=None if answer.logprobs is None else list(answer.logprobs),
+    )
