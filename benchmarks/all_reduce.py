@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagespec.kernels.collectives.boxes import LaunchShape
-from pagespec.kernels.collectives.communicator import sum_then_norm
+from pagespec.kernels.collectives.communicator import Communicator
 from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 
@@ -163,7 +163,7 @@ def _compare(
             total = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group)
             return F.rms_norm(residual + total.view(residual.shape), weight.shape, weight, _EPS)
 
-        apart = sum_then_norm(ours, x, *norm)
+        apart = Communicator.all_reduce_norm(ours, x, *norm)
         is_alike = all(
             torch.equal(one, two)
             for each in (ours, flagged, flagless)
@@ -174,7 +174,7 @@ def _compare(
             lambda x=library: dist.all_reduce(x),
             lambda x=shared: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group),
             lambda x=shared: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group),
-            partial(sum_then_norm, ours, x, *norm),
+            partial(Communicator.all_reduce_norm, ours, x, *norm),
             *(partial(each.all_reduce_norm, x, *norm) for each in (ours, flagged, flagless)),
             of_torch,
         ]

@@ -20,7 +20,7 @@ from pagespec.kernels.arch import is_gluon_known
 kernels = [decode.decode_kernel]
 if is_gluon_known():
     from pagespec.kernels.attention import prefill_sm90
-    from pagespec.kernels.matmul import matmul_sm90
+    from pagespec.kernels.matmul.sm90 import matmul_sm90
     kernels += [matmul_sm90.skinny_kernel, prefill_sm90.prefill_kernel]
 counts = [count_triton_variants()]
 for device, kernel in enumerate(kernels):
