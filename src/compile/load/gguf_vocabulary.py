@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ..model.current_step import Scope
 
 logger = logging.getLogger("pagespec")
 
+_QUICK = threading.RLock()
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 # Of special tokens, by what transformers calls them; the first key that a file has counts.
@@ -134,11 +136,14 @@ def open_gguf(path: Path) -> Any:
 @contextmanager
 def quick_gguf() -> Iterator[None]:
     """In the block, transformers reads GGUF files by :func:`_reader`, and makes the table of
-    tensors' names once per model in place of once per module of it."""
+    tensors' names once per model in place of once per module of it.
+
+    Names of the package are replaced, so one thread at a time is in such a block.
+    """
     import gguf
 
     reader, table = _reader(), cache(gguf.get_tensor_name_map)
-    with Scope() as scope:
+    with _QUICK, Scope() as scope:
         scope.set(gguf, "GGUFReader", reader)
         scope.set(gguf, "get_tensor_name_map", table)
         yield
