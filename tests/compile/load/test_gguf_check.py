@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf as library
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,24 @@ def test_a_file_that_is_read_whole_is_that_model(tmp_path: Path, arch: str) -> N
     assert state.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_conversion_makes_one_table_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would make one per module of the model."""
+    reader, table = library.GGUFReader, library.get_tensor_name_map
+    made: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        made.append(args)
+        return table(*args)
+
+    monkeypatch.setattr(library, "get_tensor_name_map", noted)
+    write_whole(tmp_path / "a.gguf", "llama")
+    load_model(tmp_path / "a.gguf", cache_dir=tmp_path)
+    assert len(made) == 1
+    assert (library.GGUFReader, library.get_tensor_name_map) == (reader, noted)
 
 
 @pytest.mark.parametrize(
