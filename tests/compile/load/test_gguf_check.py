@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from gguf import GGUFEndian, GGUFReader, GGUFWriter
 
 from pagespec.compile.load import gguf
-from pagespec.compile.load.gguf_vocabulary import open_gguf, read_values
+from pagespec.compile.load.gguf_vocabulary import open_gguf, quick_gguf, read_values
 from pagespec.compile.load.load import load_model
 from pagespec.errors import UnsupportedModelError
 from tests.compile.load.gguf_models import MODELS, write_whole
@@ -133,3 +134,21 @@ def test_keys_are_those_that_the_library_reads(tmp_path: Path, endian: GGUFEndia
         value = field.contents()
         assert read_values(own, key) == (value if isinstance(value, list) else [value])
     assert read_values(own, "missing") == []
+
+
+def test_conversions_in_two_threads_leave_the_package_as_it_is() -> None:
+    names = library.GGUFReader, library.get_tensor_name_map
+    begun = threading.Event()
+
+    def other() -> None:
+        with quick_gguf():
+            begun.set()
+
+    thread = threading.Thread(target=other)
+    with quick_gguf():
+        assert library.GGUFReader is not names[0]
+        thread.start()
+        assert not begun.wait(0.2)  # it saves the names that this block has set otherwise
+    thread.join(10)
+    assert begun.is_set()
+    assert (library.GGUFReader, library.get_tensor_name_map) == names
