@@ -114,9 +114,12 @@ def vllm(
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
+    batch_invariant: Annotated[bool, typer.Option(help="In its batch-invariant mode.")] = False,
 ) -> None:
     """Measure vLLM, which has to be in PYTHONPATH."""
     runs = parsed(load)
+    if batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     # Its engine in this process, no look-ups, no kernels that are not there; read when imported.
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
@@ -157,7 +160,8 @@ def vllm(
         start_s = time.perf_counter() - begin
         config = llm.llm_engine.vllm_config
         about = {
-            "engine": f"vLLM {engine.__version__}, torch {torch.__version__}",
+            "engine": f"vLLM {engine.__version__}{', batch-invariant' * batch_invariant}, "
+            f"torch {torch.__version__}",
             "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
