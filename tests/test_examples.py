@@ -12,14 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pagespec.engine.policy import MAX_OVERTAKES
 from spec.replay import check
 from tests.support.models import save_word_model
 from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BY_HAND, STRUCTURED, ADAPTER = "step_by_hand.py", "structured.py", "lm_eval_adapter.py"
-RAY_SERVE = "ray_serve.py"
-APART = {BY_HAND, STRUCTURED, ADAPTER, RAY_SERVE}
+RAY_SERVE, POLICIES, IN_300_LINES = "ray_serve.py", "policies.py", "engine_in_300_lines.py"
+APART = {BY_HAND, STRUCTURED, ADAPTER, RAY_SERVE, POLICIES, IN_300_LINES}
 WITH_MODEL = sorted({path.name for path in EXAMPLES.glob("*.py")} - APART)
 
 
@@ -113,13 +114,26 @@ def test_the_steps_by_hand_show_chunks_hits_and_preemption(
 ) -> None:
     run(BY_HAND, monkeypatch)
     output = capsys.readouterr().out
-    assert "row b: positions 0..2\n" in output  # a chunk, which samples nothing
-    assert "row c: positions 4..4, samples\n  tables {2: (0, 5)}" in output  # block 0 is shared
-    assert "preempted ['c']" in output
+    assert re.search(r"^  b    0\.\.2 .* -$", output, re.M)  # a chunk samples no token
+    assert "c is admitted; prefix hit of 4 tokens in block 0." in output
+    assert re.search(r"^  c    4  .* 0 \+5 ", output, re.M)  # block 0 is shared with a
+    assert "c is younger and is preempted for a" in output
+    assert "c is admitted again" in output
+    assert "placeholder" in output
     prompts = {"a": [1, 2, 3, 4, 5], "b": list(range(10, 19)), "c": [1, 2, 3, 4, 6]}
     answers = {}
     for name, tokens in prompts.items():
         for _ in range(6):
             tokens.append(sum(tokens) % 1000)
         answers[name] = str(tokens[-6:])
-    assert dict(re.findall(r"finished (\w): (\[.*?\])", output)) == answers
+    assert dict(re.findall(r"(\w) finished: (\[.*?\])", output)) == answers
+
+
+def test_policies_order_the_same_workload_differently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(POLICIES, monkeypatch)
+    output = capsys.readouterr().out
+    waits = {name: float(wait) for name, wait in re.findall(r"^(\w+) +([\d.]+) +\d", output, re.M)}
+    assert waits.keys() == MAX_OVERTAKES.keys()
+    assert all(waits[name] < waits["fcfs"] / 2 for name in waits.keys() - {"fcfs"})
