@@ -1,6 +1,6 @@
 // What the pointer is over, in words, and the panel of a chosen step.
 
-const KIND_NAMES = ["waiting", "preempted, waits again", "paused", "pending", "prefill", "decode"];
+const KIND_NAMES = ["waiting", "preempted, waiting again", "paused", "pending", "prefill", "decode"];
 const KIND_COLOURS = ["waiting", "preempted", "paused", "waiting", "prefill", "decode"];
 
 function milliseconds(microseconds) {
@@ -30,7 +30,7 @@ function stepLines(trace, step) {
     ["tokens: prefill, decode", s.prefill[step] + ", " + s.decode[step]],
     ["running, waiting", s.running[step] + ", " + s.waiting[step]],
     ["blocks: owned, cached, free", [s.owned[step], s.cached[step], s.free[step]].join(", ")],
-    ["hit tokens, evicted blocks", s.hit[step] + ", " + s.evicted[step]],
+    ["tokens from the prefix cache, evicted blocks", s.hit[step] + ", " + s.evicted[step]],
   ];
 }
 
@@ -65,7 +65,7 @@ function describeLane(view, lane, place, step) {
     return { title: `${title}: ${KIND_NAMES[segments.kind[i]]}`, lines, note, violation, step };
   }
   if (i < end && trace.isRow(i) && view.isByTime && trace.steps.planned[segments.step[i]] <= place) {
-    const note = "In flight: dispatched, while the device computes the step before.";
+    const note = "In flight: dispatched while the device computes the previous step.";
     return { ...describeRow(trace, lane, segments.step[i]), note, violation };
   }
   const time = view.isByTime ? place : trace.deviceEnd[Math.max(step, 0)];
@@ -78,7 +78,7 @@ function describeLane(view, lane, place, step) {
     return { title: `${title}: finished (${lanes.reason[lane]})`, lines, step };
   }
   const why = step >= 0 && time >= lanes.added[lane] ? trace.reason(lane, step) : "";
-  return why ? { title: `${title}: no row in step ${trace.steps.number[step]}`, lines: [],
+  return why ? { title: `${title}: not scheduled in step ${trace.steps.number[step]}`, lines: [],
     note: why, violation, step } : null;
 }
 
@@ -96,13 +96,13 @@ function describeRow(trace, lane, step) {
   if (row.drafts) lines.push(["draft tokens", draftsText(row.drafts)]);
   const contents = trace.contentsIn(lane, row.start, row.start + row.numTokens);
   for (const content of contents) lines.push(["content", contentText(content)]);
-  if (row.hit) lines.push(["not computed: hit", row.hit + " tokens"]);
+  if (row.hit) lines.push(["from the prefix cache", row.hit + " tokens"]);
   for (const content of trace.contentsIn(lane, 0, row.hit)) {
     lines.push(["hit content", contentText(content)]);
   }
   let note = "";
   if (trace.steps.collected[step] < 0) note = "In flight: the trace has no result of this step.";
-  else if (isAgain) note = "It computes again what its preemption gave away.";
+  else if (isAgain) note = "Preempted earlier: its KV is computed again.";
   else if (row.kind === PREFILL && !row.numSamples) note = "A chunk: the rest of the prompt follows.";
   return { title: `${trace.nameOf(lane)}: ${KIND_NAMES[row.kind]}`, lines, note, step };
 }
@@ -171,7 +171,7 @@ function showPanel(panel, view, step, onClose) {
   const rows = trace.rowsOf(step);
   panel.append(element("h3", "", `Rows: ${rows.length}`));
   panel.append(table(["request", "positions", "tokens"], rows.slice(0, 400).map((row) => [
-    trace.lanes.name[row.lane] + (row.hit ? `  (hit ${row.hit})` : "")
+    trace.lanes.name[row.lane] + (row.hit ? `  (${row.hit} tokens cached)` : "")
       + (row.drafts ? `  (drafts ${draftsText(row.drafts)})` : "")
       + trace.contentsIn(row.lane, row.start, row.start + row.numTokens)
         .map((content) => `  (${contentText(content)})`).join(""),

@@ -8,8 +8,9 @@ const HOST_LEGEND = [
 const LEGEND = [
   ["waiting", "waiting", "thin"], ["prefill", "prefill chunk"], ["decode", "decode"],
   ["preempted", "preempted", "hatched"], ["paused", "paused", "thin"],
-  ["muted", "runs, no row", "thin"], ["finished", "finished"], ["hit", "prefix hit"],
-  ["evicted", "evicted"], ["owned", "owned blocks"], ["cached", "cached"], ["free", "free"],
+  ["muted", "running, not scheduled in this step", "thin"], ["finished", "finished"],
+  ["hit", "tokens found in the prefix cache"], ["evicted", "evicted blocks"],
+  ["owned", "blocks owned by requests"], ["cached", "cached blocks"], ["free", "free blocks"],
 ];
 
 class Viewer {
@@ -42,8 +43,8 @@ class Viewer {
     const tokens = total(steps.prefill) + total(steps.decode);
     const facts = [
       [trace.numSteps, "steps"], [trace.numLanes, "requests"], [tokens, "tokens computed"],
-      [total(steps.hit), "hit"], [trace.preemptions.length, "preemptions"],
-      [total(steps.evicted), "evictions"],
+      [total(steps.hit), "tokens from the prefix cache"], [trace.preemptions.length, "preemptions"],
+      [total(steps.evicted), "blocks evicted"],
     ];
     for (const [value, name] of facts) {
       const fact = element("span", "", " " + name);

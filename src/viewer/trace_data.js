@@ -3,16 +3,16 @@
 const WAITING = 0, PREEMPTED = 1, PAUSED = 2, PENDING = 3, PREFILL = 4, DECODE = 5;
 
 const REASONS = {
-  ending: "its last token is being sampled: nothing is left to compute",
-  unsettled: "unsettled: its next token is being sampled, and has to be settled first",
-  held: "held: it drains, so that an older request can take its blocks",
+  ending: "ending: its last token is being sampled, and nothing is left to compute",
+  unsettled: "unsettled: its next token is being sampled and must settle first",
+  held: "held: it gets no row, so that its blocks can go to an older request",
   budget: "budget: the tokens of this step are used, or kept for decodes",
-  blocks: "blocks: too few are available, even with those of the younger",
-  closed: "closed: an older request needed more blocks than it got",
-  preempting: "preempting: somebody was preempted in this step",
-  full: "full: as many requests run as may (max_num_seqs)",
+  blocks: "blocks: too few are available, even after preempting all younger requests",
+  closed: "closed: an older request got fewer blocks than it needed",
+  preempting: "preempting: a step that preempts a request admits none",
+  full: "full: the number of running requests is max_num_seqs",
   draining: "draining: steps in flight still write its blocks",
-  "state slots": "state slots: there is none for it, until steps in flight give some back",
+  "state slots": "state slots: none is left until steps in flight give some back",
 };
 
 async function unpack(text) {
@@ -73,6 +73,7 @@ class Trace {
       tokens: greatestOf([s.prefill, s.decode], 0, last),
       requests: greatestOf([s.running, s.waiting], 0, last),
       blocks: greatestOf([s.owned, s.cached, s.free], 0, last),
+      used: greatestOf([s.owned, s.cached], 0, last),
       hit: greatestOf([s.hit], 0, last),
       evicted: greatestOf([s.evicted], 0, last),
     };

@@ -5,8 +5,9 @@ const TRACKS = [
   { name: "Tokens per step", height: 52 },
   { name: "Requests", height: 44 },
   { name: "KV blocks", height: 60 },
-  { name: "Hits, evictions", height: 50 },
+  { name: "Cache hits, evictions", height: 50 },
 ];
+const POOL_TRACK = 2;
 const TRACKS_HEIGHT = TRACKS.reduce((sum, track) => sum + track.height + 6, 4);
 
 function paintTracks(painter) {
@@ -82,7 +83,7 @@ function paintOverview(painter) {
   };
   context.fillStyle = colours.panel;
   context.fillRect(GUTTER, y, view.plotWidth, height);
-  painter.text("All of the run", 12, y + height / 2, colours.muted);
+  painter.text("Whole run", 12, y + height / 2, colours.muted);
   paintBars(painter, 0, trace.numSteps - 1, xOf, y, height, [decode, prefill],
     [colours.decode, colours.prefill], trace.greatest.tokens);
   const from = GUTTER + Math.max(0, view.begin / end) * view.plotWidth;
@@ -178,8 +179,7 @@ function paintBelow(painter) {
   const plots = [
     [[steps.decode, steps.prefill], [colours.decode, colours.prefill], greatest.tokens],
     [[steps.running, steps.waiting], [colours.decode, colours.waiting], greatest.requests],
-    [[steps.owned, steps.cached, steps.free], [colours.owned, colours.cached, colours.free],
-      greatest.blocks],
+    poolPlot(painter),
   ];
   let y = view.tracksTop + 4;
   context.fillStyle = colours.bg;
@@ -198,8 +198,10 @@ function paintBelow(painter) {
     else paintHits(painter, y, track.height);
     context.restore();
     if (plots[i]) {
-      painter.text(`at most ${plots[i][2].toLocaleString("en")}`, 12, y + track.height / 2 + 8,
-        colours.muted, { size: 10.5 });
+      const whole = i === POOL_TRACK && plots[i][2] < greatest.blocks
+        ? ` of ${greatest.blocks.toLocaleString("en")}` : "";
+      painter.text(`at most ${plots[i][2].toLocaleString("en")}${whole}`, 12,
+        y + track.height / 2 + 8, colours.muted, { size: 10.5, width: GUTTER - 20 });
     } else {
       painter.text(`up: ≤ ${greatest.hit.toLocaleString("en")} tokens`, 12,
         y + track.height / 2 + 4, colours.muted, { size: 10.5 });
@@ -210,6 +212,18 @@ function paintBelow(painter) {
       colours.fg, { width: GUTTER - 20 });
     y += track.height + 6;
   });
+}
+
+// The blocks of the pool. In a large pool that is hardly used, owned and cached blocks would be a thin
+// line below a plane of free ones: then the scale ends at the most blocks used, and free ones are
+// left out.
+function poolPlot(painter) {
+  const { view, colours } = painter, { steps, greatest } = view.trace;
+  if (greatest.used && greatest.used < greatest.blocks / 4) {
+    return [[steps.owned, steps.cached], [colours.owned, colours.cached], greatest.used];
+  }
+  return [[steps.owned, steps.cached, steps.free], [colours.owned, colours.cached, colours.free],
+    greatest.blocks];
 }
 
 // Hits upwards, in tokens; evictions downwards, in blocks. Each has a scale of its own.

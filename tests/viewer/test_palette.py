@@ -14,6 +14,7 @@ PALETTE = Path(__file__).parents[2] / "src/viewer/palette.css"
 TOGETHER = (
     ("waiting", "prefill", "decode", "preempted", "paused", "finished", "hit", "bg"),
     ("owned", "cached", "free"),
+    ("owned", "decode", "prefill", "hit", "bg"),
     ("hit", "evicted", "bg"),
 )
 # What is seen without one kind of cone (Machado, Oliveira and Fernandes 2009), in linear RGB.
