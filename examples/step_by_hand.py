@@ -99,8 +99,8 @@ def explain(plan: StepPlan, account: PlanAccount, known: set[str]) -> list[str]:
         said.append(f"{name} has no row: {WHY_REFUSED.get(reason, reason)}.")
     if min(plan.token_ids) < 0:
         said.append(
-            f"The batch is that of step {plan.step - 1}. Token id -1 is a placeholder for the first "
-            "token which that step sampled, -2 for the second. A GPU reads them from its own memory."
+            f"Step {plan.step - 1} had the same batch. Token id -1 is a placeholder for the first "
+            "token which that step sampled, -2 for the second. A GPU has them in its own memory."
         )
     return said
 

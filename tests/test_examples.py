@@ -11,10 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from pagespec.engine.policy import MAX_OVERTAKES
 from spec.replay import check
-from tests.support.models import save_word_model
+from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model
 from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -137,3 +138,35 @@ def test_policies_order_the_same_workload_differently(
     waits = {name: float(wait) for name, wait in re.findall(r"^(\w+) +([\d.]+) +\d", output, re.M)}
     assert waits.keys() == MAX_OVERTAKES.keys()
     assert all(waits[name] < waits["fcfs"] / 2 for name in waits.keys() - {"fcfs"})
+
+
+def check_engine_in_300_lines(output: str) -> None:
+    """The run shows each mechanism, and every answer is that of ``generate``."""
+    assert "a 0-31 (chunk)" in output
+    assert re.search(r"c 32-\d+> \(hit 32\)", output)
+    assert "preempted for" in output
+    assert re.search(r"a \d+>, b \d+>, c \d+>, d \d+>", output)  # continuous batching
+    assert re.findall(r"^(\w): \d+ tokens, (.*)$", output, re.M) == [
+        (name, "equal to model.generate") for name in "abcd"
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_engine_in_300_lines_equals_generate(
+    architecture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / IN_300_LINES
+    assert len(example.read_text().splitlines()) <= 300
+    demonstrate = runpy.run_path(str(example))["demonstrate"]
+    ids = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    demonstrate(tiny_model(architecture), ids.tolist())
+    check_engine_in_300_lines(capsys.readouterr().out)
+
+
+@pytest.mark.nightly
+@pytest.mark.smollm2
+def test_the_engine_in_300_lines_with_smollm2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(IN_300_LINES, monkeypatch)
+    check_engine_in_300_lines(capsys.readouterr().out)
