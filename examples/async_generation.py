@@ -1,6 +1,6 @@
-"""Many callers on one event loop: answers streamed side by side, one of them given up.
+"""Concurrent streams on one event loop: python examples/async_generation.py [model]
 
-python examples/async_generation.py [model]
+Three prompts are served by one ``AsyncLLM``. The first stream is cancelled after four words.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PROMPTS = ["Once upon a time", "The capital of France is", "Three colours:"]
 async def answer(engine: AsyncLLM, prompt: str, seed: int) -> str:
     params = SamplingParams(max_tokens=12, seed=seed, ignore_eos=True)
     text = ""
-    # To leave the block is to give up what is not computed yet.
+    # Leaving the block aborts the generation if it has not finished.
     async with await engine.submit(prompt, params) as generation:
         async for deltas in generation.deltas():
             text += "".join(delta.text for delta in deltas)
             if seed == 0 and text.count(" ") >= 4:
-                return f"{text} ... (given up after {generation.num_output_tokens} tokens)"
+                return f"{text} ... (cancelled after {generation.num_output_tokens} tokens)"
     return text
 
 

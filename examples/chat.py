@@ -1,6 +1,6 @@
-"""A conversation through the model's chat template: first whole, then streamed.
+"""A conversation through the model's chat template: python examples/chat.py [model]
 
-python examples/chat.py [model]
+The first answer is returned whole, the second is streamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     answer = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
     print(f"assistant: {answer}")
 
-    # The second turn begins with all of the first: its tokens are found in the prefix cache.
+    # The second prompt begins with the first turn, whose tokens are in the prefix cache.
     messages += [
         {"role": "assistant", "content": answer},
         {"role": "user", "content": "And which one is the smallest?"},

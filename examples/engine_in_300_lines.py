@@ -55,7 +55,7 @@ TEXT = (
 
 
 def serve(model: PreTrainedModel, arrivals: dict[int, list[Request]]) -> None:
-    """Serve requests until all have finished. ``arrivals``: by step, those that arrive before it."""
+    """Serve requests until all have finished. ``arrivals``: by step, those that come before it."""
     scheduler = Scheduler(
         BlockManager(NUM_BLOCKS, BLOCK_SIZE),
         max_num_seqs=MAX_NUM_SEQS,

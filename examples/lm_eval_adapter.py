@@ -1,13 +1,13 @@
-"""Evaluates models with lm-evaluation-harness, on this engine: a model class for it, of one page.
+"""A model class for lm-evaluation-harness: python examples/lm_eval_adapter.py --model pagespec ...
 
-Run it as the harness itself, with ``--model pagespec``; what is new is the engine's arguments::
+The command takes the options of ``lm_eval``. ``--model_args`` has the arguments of ``LLM``::
 
     pip install lm-eval
     python examples/lm_eval_adapter.py --model pagespec \\
         --model_args pretrained=FOLDER,max_num_seqs=64 --tasks hellaswag
 
-Log-likelihoods come from ``LLM.score``: a float does not depend on the batch, the chunks or the
-cache, so a result is the same on every run.
+Log-likelihoods come from ``LLM.score``. They do not depend on the batch, the chunks or the prefix
+cache, so every run gives the same result.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pagespec import LLM, SamplingParams
 
 @register_model("pagespec")
 class PagespecLM(TemplateLM):
-    """Answers the harness' three kinds of requests.
+    """Implements the three request types of the harness.
 
     Args:
         pretrained: a folder, a hub id or a GGUF file.
-        llm_arguments: of :class:`pagespec.LLM`; ``batch_size`` and ``device=None`` of the harness
-            mean nothing here.
+        llm_arguments: arguments of :class:`pagespec.LLM`. ``batch_size`` and ``device=None``, which
+            the harness adds, are ignored.
     """
 
     def __init__(self, pretrained: str, max_gen_toks: int = 256, **llm_arguments: Any) -> None:
@@ -43,7 +43,7 @@ class PagespecLM(TemplateLM):
         self.llm = LLM(pretrained, **llm_arguments)
         self.tokenizer = self.llm.tokenizer
         self.max_gen_toks = max_gen_toks
-        # A request has room for one token behind its prompt.
+        # A request samples one token, so a prompt is at least one token shorter than the context.
         self.max_length = self.llm.max_model_len - 1
 
     @property

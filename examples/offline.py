@@ -1,6 +1,6 @@
-"""Offline generation: a batch of prompts, text or token ids, each with its own parameters.
+"""Offline generation of a batch of prompts: python examples/offline.py [model]
 
-python examples/offline.py [model]
+Prompts are text or token ids, and each may have its own sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main() -> None:
         answer = result.outputs[0]
         print(f"{result.prompt!r} -> {answer.text!r} ({answer.finish_reason})")
 
-    # Token ids instead of text, and parameters of its own for each prompt. A request with a seed
-    # gives the same tokens whatever else is in the batch.
+    # Token ids instead of text, with different parameters per prompt. A request with a seed returns
+    # the same tokens whatever else is in the batch.
     ids = llm.tokenizer("Once upon a time")["input_ids"]
     warm = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, seed=s) for s in (1, 2)]
     for result in llm.generate([{"prompt_token_ids": ids}] * 2, warm):

