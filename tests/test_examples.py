@@ -170,3 +170,8 @@ def test_the_engine_in_300_lines_with_smollm2(
 ) -> None:
     run(IN_300_LINES, monkeypatch)
     check_engine_in_300_lines(capsys.readouterr().out)
+
+
+def test_the_readme_lists_every_example() -> None:
+    listed = re.findall(r"^`(\w+\.py)` ", (EXAMPLES / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))

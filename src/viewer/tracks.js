@@ -203,10 +203,10 @@ function paintBelow(painter) {
       painter.text(`at most ${plots[i][2].toLocaleString("en")}${whole}`, 12,
         y + track.height / 2 + 8, colours.muted, { size: 10.5, width: GUTTER - 20 });
     } else {
-      painter.text(`up: ≤ ${greatest.hit.toLocaleString("en")} tokens`, 12,
-        y + track.height / 2 + 4, colours.muted, { size: 10.5 });
-      painter.text(`down: ≤ ${greatest.evicted.toLocaleString("en")} blocks`, 12,
-        y + track.height / 2 + 17, colours.muted, { size: 10.5 });
+      painter.text(`hits: at most ${greatest.hit.toLocaleString("en")} tokens`, 12,
+        y + track.height / 2 + 4, colours.muted, { size: 10.5, width: GUTTER - 14 });
+      painter.text(`evicted: at most ${greatest.evicted.toLocaleString("en")} blocks`, 12,
+        y + track.height / 2 + 17, colours.muted, { size: 10.5, width: GUTTER - 14 });
     }
     painter.text(track.name, 12, y + track.height / 2 - (plots[i] ? 7 : 11),
       colours.fg, { width: GUTTER - 20 });
