@@ -1,4 +1,4 @@
-// What the pointer is over, in words, and the panel of a chosen step.
+// Text of the tooltip under the pointer, and the panel of a selected step.
 
 const KIND_NAMES = ["waiting", "preempted, waiting again", "paused", "pending", "prefill", "decode"];
 const KIND_COLOURS = ["waiting", "preempted", "paused", "waiting", "prefill", "decode"];
@@ -10,7 +10,7 @@ function milliseconds(microseconds) {
   return (microseconds / 1e6).toFixed(3) + " s";
 }
 
-// The seconds of a step by part, in the order in which they come; [name, microseconds, colour].
+// The parts of a step in time order: [name, microseconds, colour].
 function partsOf(trace, step) {
   const s = trace.steps, isOver = s.collected[step] >= 0;
   return [
@@ -34,7 +34,7 @@ function stepLines(trace, step) {
   ];
 }
 
-// {title, lines: [[name, value]], note, violation} of a place on the canvas, or null.
+// The tooltip at a point of the canvas: {title, lines: [[name, value]], note, violation}, or null.
 function describe(view, x, y) {
   const { trace } = view, place = view.placeAt(x);
   if (x < GUTTER || place < 0 || place > view.axisEnd) return null;
@@ -98,7 +98,7 @@ function describeRow(trace, lane, step) {
   for (const content of contents) lines.push(["content", contentText(content)]);
   if (row.hit) lines.push(["from the prefix cache", row.hit + " tokens"]);
   for (const content of trace.contentsIn(lane, 0, row.hit)) {
-    lines.push(["hit content", contentText(content)]);
+    lines.push(["cached content", contentText(content)]);
   }
   let note = "";
   if (trace.steps.collected[step] < 0) note = "In flight: the trace has no result of this step.";
@@ -112,7 +112,7 @@ function draftsText([numDrafted, numAccepted]) {
   return `${numDrafted}: ${numAccepted} accepted, ${numDrafted - numAccepted} wasted`;
 }
 
-// "positions 0 to 5 of 61207069…": a long hash is cut.
+// "positions 0 to 5 of 61207069…"; a long hash is truncated.
 function contentText([hash, first, last]) {
   const name = hash.length > 12 ? hash.slice(0, 12) + "…" : hash;
   return first === last ? `position ${first} of ${name}` : `positions ${first} to ${last} of ${name}`;
@@ -141,7 +141,7 @@ function showTip(tip, found, x, y) {
   tip.style.top = (y + 18 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 18) + "px";
 }
 
-// The plan of a step: its times, its rows, who was preempted or refused and why.
+// The panel of a step: its times, its rows, and which requests were preempted or refused and why.
 function showPanel(panel, view, step, onClose) {
   const { trace } = view;
   panel.hidden = step < 0;
@@ -165,7 +165,7 @@ function showPanel(panel, view, step, onClose) {
     piece.title = `${name} ${milliseconds(time)}`;
     bar.append(piece);
   }
-  panel.append(element("h3", "", "The host's time"), bar,
+  panel.append(element("h3", "", "Host time"), bar,
     table([], parts.map(([name, time, colour]) => [name, milliseconds(time), colour])));
   showDecisions(panel, trace, step);
   const rows = trace.rowsOf(step);
@@ -180,7 +180,7 @@ function showPanel(panel, view, step, onClose) {
   ])));
   if (rows.length > 400) panel.append(element("div", "why", `and ${rows.length - 400} more`));
   if (rows.some((row) => row.numSamples)) {
-    panel.append(element("div", "why", "▸ samples one token, and one more behind each draft token"));
+    panel.append(element("div", "why", "▸ samples one token, plus one per draft token"));
   }
 }
 
@@ -203,7 +203,7 @@ function showDecisions(panel, trace, step) {
   if (behind > 0) panel.append(element("div", "why", `and ${behind} behind ${nameOf(head[0])}`));
 }
 
-// Rows of cells; one more entry than the others have is the name of a colour.
+// A table. A row with one more entry than there are columns names the colour of its swatch last.
 function table(names, rows) {
   const made = element("table");
   const width = names.length || 2;

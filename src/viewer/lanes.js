@@ -1,6 +1,6 @@
 // Draws the lanes: what each request did over the steps.
 
-const SMALLEST_SLICE = 3;  // pixels from which a step of a decode is a slice of its own
+const SMALLEST_SLICE = 3;  // pixels from which each step of a decode is drawn as its own slice
 
 class Painter {
   constructor(canvas, view) {
@@ -119,14 +119,14 @@ class Painter {
     }
   }
 
-  // A running request without a row in a step: a thin line from the step before to the next.
+  // A running request that is not scheduled in a step: a thin line between its neighbouring slices.
   _paintStalls(lane, y, height) {
     const { context, view, colours } = this, trace = view.trace;
     context.fillStyle = colours.muted;
     for (const [, reason, first, count] of trace.refusalsOf.get(lane) || []) {
       if (reason === "ending") continue;
       const i = trace.segmentAtStep(lane, first);
-      if (i >= 0 && !trace.isRow(i)) continue;  // it waits: that is drawn as such
+      if (i >= 0 && !trace.isRow(i)) continue;  // waiting has its own shape
       const x = view.x(view.stepBegin(first)), end = view.x(view.stepEnd(first + count - 1));
       context.fillRect(x, y + height / 2 - 0.75, Math.max(end - x, 1), 1.5);
     }
@@ -161,7 +161,7 @@ class Painter {
     this._paintFlight(i, y + gap, inner);
   }
 
-  // Dispatched, while the device still computes a step that this request has no row in.
+  // A pale slice: dispatched, while the device still computes a step without this request.
   _paintFlight(i, y, height) {
     const { context, view } = this, s = view.trace.segments;
     const follows = i > view.trace.firstSegment[s.lane[i]] &&
@@ -192,7 +192,7 @@ class Painter {
     }
   }
 
-  // A chunk tells its tokens, and what it did not have to compute.
+  // A chunk shows its number of tokens, and a light edge for tokens found in the prefix cache.
   _paintChunk(i, x, end, y, height, gap) {
     const { context, view, colours } = this, s = view.trace.segments;
     const hit = view.trace.hitOf.get(s.step[i] + ":" + s.lane[i]);

@@ -1,4 +1,4 @@
-// Puts the page together: draws when something changed, and takes the pointer and the keys.
+// Builds the page, repaints after changes, and handles the pointer and the keyboard.
 
 const byId = (id) => document.getElementById(id);
 

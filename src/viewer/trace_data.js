@@ -1,4 +1,4 @@
-// The trace: unpacks what timeline.py made, and answers questions about it.
+// The trace: unpacks the columns that timeline.py writes, and looks things up in them.
 
 const WAITING = 0, PREEMPTED = 1, PAUSED = 2, PENDING = 3, PREFILL = 4, DECODE = 5;
 
@@ -21,7 +21,7 @@ async function unpack(text) {
   return new Trace(JSON.parse(await new Response(stream).text()));
 }
 
-// The first index in [low, high) for which `isAt` holds; it holds for all behind it.
+// Binary search: the first index in [low, high) for which the monotone predicate `isAt` holds.
 function firstWhere(low, high, isAt) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -53,8 +53,8 @@ class Trace {
     this.events = this._findEvents();
   }
 
-  // The device computes a step from its planning, or from the end of the step before, to the
-  // arrival of its tokens: as near as the host can know without asking the device.
+  // Device time of a step as seen by the host: from its plan, or from the end of the previous step,
+  // to the arrival of its tokens. The device is not queried.
   _findDeviceTimes() {
     const { planned, collected } = this.steps;
     this.deviceBegin = new Float64Array(this.numSteps);
@@ -77,12 +77,12 @@ class Trace {
       hit: greatestOf([s.hit], 0, last),
       evicted: greatestOf([s.evicted], 0, last),
     };
-    // What the host did of each step besides waiting: schedule, dispatch, commit.
+    // Host time of each step without waiting: schedule, dispatch, commit.
     this.hostColumns = [[s.planned, s.began], [s.dispatched, s.planned], [s.committed, s.collected]]
       .map(([end, begin]) => end.map((time, step) => Math.max(0, time - begin[step])));
   }
 
-  // Its first and its last moment, or step, of a lane.
+  // First and last time of a lane, or its first and last step.
   laneBegin(lane, isByTime) {
     if (isByTime) return this.lanes.added[lane];
     const i = this.firstSegment[lane];
@@ -105,7 +105,7 @@ class Trace {
     }
   }
 
-  // Of each step the refused request that waits, if one does: those behind it wait because of it.
+  // By step, the waiting request that was refused. Requests behind it wait because of it.
   _findHeads() {
     const heads = new Map();
     for (const [lane, reason, first, count] of this.refusals) {
@@ -117,7 +117,7 @@ class Trace {
     return heads;
   }
 
-  // What the key n goes to, in order: [step, text].
+  // Targets of the key n, in order: [step, text].
   _findEvents() {
     const found = this.preemptions.map(([step, lane]) => [step, this.lanes.name[lane]]);
     this.steps.evicted.forEach((count, step) => { if (count) found.push([step, "evicted"]); });
@@ -125,7 +125,7 @@ class Trace {
     return found.sort((a, b) => a[0] - b[0]);
   }
 
-  // A request in words: ids that the engine gives are numbers.
+  // Display name of a request. Ids that the engine assigns are numbers.
   nameOf(lane) {
     const name = this.lanes.name[lane];
     return /^[0-9]+$/.test(name) ? "request " + name : name;
@@ -154,7 +154,7 @@ class Trace {
     return -1;
   }
 
-  // One row of a plan, or null: what the trace says of that request in that step.
+  // The row of a request in a step, or null.
   row(lane, step) {
     const i = this.segmentAtStep(lane, step);
     if (i < 0 || !this.isRow(i)) return null;
@@ -169,8 +169,8 @@ class Trace {
     };
   }
 
-  // [content hash, first and last offset in it] of what positions [begin, end) of a lane's prompt
-  // have of content segments.
+  // Content segments at positions [begin, end) of a lane's prompt: [content hash, first and last
+  // offset in it].
   contentsIn(lane, begin, end) {
     return this.lanes.contents[lane]
       .filter(([first, last]) => Math.max(begin, first) < Math.min(end, last))
@@ -198,7 +198,7 @@ class Trace {
     return this.refusals.filter(([, , first, count]) => first <= step && step < first + count);
   }
 
-  // Why a request has no row in a step, in words; "" if it has one, or nothing is told.
+  // Why a request is not scheduled in a step; "" if it is, or if the trace gives no reason.
   reason(lane, step) {
     for (const [, reason, first, count] of this.refusalsOf.get(lane) || []) {
       if (first <= step && step < first + count) return REASONS[reason];

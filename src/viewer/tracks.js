@@ -1,5 +1,5 @@
-// Draws what is of all requests: the overview and the ruler above, host and device, and below the
-// lanes the tokens of each step, the requests, the pool, hits and evictions.
+// Draws the tracks of the whole engine. Above the lanes: overview, ruler, host and device. Below the
+// lanes: tokens per step, requests, the block pool, cache hits and evictions.
 
 const TRACKS = [
   { name: "Tokens per step", height: 52 },
@@ -20,8 +20,8 @@ function paintTracks(painter) {
   paintMarks(painter);
 }
 
-// Bars of consecutive steps, merged where many fall on a pixel: the columns' values are stacked from
-// below; of the steps of a pixel the one with the greatest sum is shown.
+// Stacked bars, one per step. Where several steps share a pixel, the step with the largest sum is
+// drawn.
 function paintBars(painter, first, last, xOf, y, height, columns, colours, greatest) {
   const { context } = painter;
   if (!greatest) return;
@@ -65,7 +65,7 @@ function greatestOf(columns, first, last) {
   return greatest;
 }
 
-// Where a step ends on the axis for bars: steps are drawn side by side, without what lies between.
+// Where the bar of a step begins. Bars are adjacent: gaps between steps are not drawn.
 function barX(view) {
   const { trace } = view;
   return (step) => {
@@ -126,8 +126,7 @@ function paintRuler(painter) {
   }
 }
 
-// What the host did of each step, and when the device computed it; a step may be dispatched while
-// the one before is computed.
+// Host and device time of each step. A step may be dispatched while the previous one is computed.
 function paintHostAndDevice(painter) {
   const { context, view, colours } = painter, { trace } = view, { steps } = trace;
   painter.text("Host", 12, HOST.y + HOST.height / 2, colours.muted);
@@ -214,9 +213,8 @@ function paintBelow(painter) {
   });
 }
 
-// The blocks of the pool. In a large pool that is hardly used, owned and cached blocks would be a thin
-// line below a plane of free ones: then the scale ends at the most blocks used, and free ones are
-// left out.
+// The block pool. If at most a quarter of it is ever used, free blocks are left out and the scale ends
+// at the largest number of used blocks: otherwise owned and cached blocks would be a thin line.
 function poolPlot(painter) {
   const { view, colours } = painter, { steps, greatest } = view.trace;
   if (greatest.used && greatest.used < greatest.blocks / 4) {
@@ -226,7 +224,7 @@ function poolPlot(painter) {
     greatest.blocks];
 }
 
-// Hits upwards, in tokens; evictions downwards, in blocks. Each has a scale of its own.
+// Hits upwards in tokens, evictions downwards in blocks, each with its own scale.
 function paintHits(painter, y, height) {
   const { view, colours } = painter, { steps } = view.trace, [first, last] = painter.range;
   const half = height / 2 - 1;
@@ -243,7 +241,7 @@ function paintHits(painter, y, height) {
   context.fillRect(GUTTER, y + height / 2 - 0.5, view.plotWidth, 1);
 }
 
-// Over everything: the chosen step, failures, resets of the cache, and the violated property.
+// On top: the selected step, failures, resets of the prefix cache, and the violated property.
 function paintMarks(painter) {
   const { context, view, colours } = painter, { trace } = view;
   context.save();

@@ -1,11 +1,11 @@
-// What is seen: the stretch of the axis, the lanes scrolled to, and the places on the canvas.
+// The visible part of the trace: range of the axis, scroll position, and canvas coordinates.
 
 const GUTTER = 150;  // names of lanes and tracks
 const OVERVIEW = { y: 6, height: 34 };
 const RULER = { y: 44, height: 18 };
 const HOST = { y: 66, height: 15 };
 const DEVICE = { y: 85, height: 15 };
-const LANES_TOP = 122;  // behind a line of headings
+const LANES_TOP = 122;  // below a line of headings
 const LANE_HEIGHTS = [3, 5, 8, 12, 16, 20, 26];
 
 class View {
@@ -15,7 +15,7 @@ class View {
     this.width = this.height = 100;
     this.scroll = 0;
     this.laneHeight = 20;
-    // The lanes that are shown, from above, and where each is; -1 of one that is not.
+    // The lanes shown, from the top, and the place of each lane; -1 if it is hidden.
     this.isOnlyInView = trace.numLanes > 100;
     this.shown = [];
     this.placeOfLane = new Int32Array(trace.numLanes);
@@ -29,7 +29,7 @@ class View {
   get lanesHeight() { return this.tracksTop - LANES_TOP; }
   get maxScroll() { return Math.max(0, this.shown.length * this.laneHeight - this.lanesHeight); }
 
-  // All lanes, or those of requests that live in the stretch that is seen.
+  // All lanes, or those of requests that live in the visible range.
   chooseLanes() {
     const { trace, isByTime } = this;
     this.shown = [];
@@ -47,7 +47,7 @@ class View {
     this.scrollTo(this.scroll);
   }
 
-  // Lanes as high as they can be when all are seen, within reason.
+  // The largest lane height at which all lanes are visible, within limits.
   chooseLaneHeight() {
     const each = this.lanesHeight / Math.max(this.trace.numLanes, 1);
     this.laneHeight = LANE_HEIGHTS.findLast((h) => h <= each) || LANE_HEIGHTS[0];
@@ -79,13 +79,13 @@ class View {
     return this.isByTime ? this.trace.segmentEnd(i) : s.step[i] + s.numSteps[i];
   }
 
-  // A moment on the axis, also where that counts steps.
+  // A time as a place on the axis, which may count steps.
   placeOfTime(time) {
     if (this.isByTime) return time;
     return firstWhere(0, this.trace.numSteps, (step) => this.trace.deviceEnd[step] > time);
   }
 
-  // The steps that are seen, [first, last].
+  // The visible steps, [first, last].
   stepRange() {
     const n = this.trace.numSteps;
     const first = firstWhere(0, n, (step) => this.stepEnd(step) > this.begin);
@@ -93,7 +93,7 @@ class View {
     return [first, last];
   }
 
-  // The step that is computed at a place, else the next one; -1 behind the last.
+  // The step computed at a place, else the next one; -1 after the last.
   stepAt(place) {
     const n = this.trace.numSteps;
     const step = firstWhere(0, n, (k) => this.stepEnd(k) > place);

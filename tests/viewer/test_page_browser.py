@@ -139,7 +139,7 @@ def test_hovering_a_row_tells_its_content(browser: Browser, tmp_path: Path) -> N
                 if hits.get(name, 0) > 3:
                     end = min(hits[name], 10) - 3
                     found = f"positions 0 to {end} of {contents[name][:12]}"
-                    assert f"\nhit content\n{found}" in said
+                    assert f"\ncached content\n{found}" in said
                     num_found += 1
         page.mouse.click(*page.evaluate(PLACE_OF_ROW, [0, 0]))
         assert "positions 0 to 7 of" in page.locator("#panel").inner_text()
