@@ -24,7 +24,8 @@ def waits(policy: str) -> dict[str, list[int]]:
     blocks = BlockManager(num_blocks=512, block_size=16)
     scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=256, policy=Policy(policy))
     coming = dict(enumerate(DOCUMENTS + QUESTIONS))
-    arrived, first_token = {}, {}
+    arrived: dict[str, tuple] = {}
+    first_token: dict[str, int] = {}  # the step after which it is known
     step = 0
     while coming or scheduler.has_work:
         for i, (at, owner, num_prompt, num_output, priority) in list(coming.items()):
