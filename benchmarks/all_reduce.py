@@ -5,7 +5,7 @@
 Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
 and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), that
 with flags and without at any number of rows, and torch's one-shot sum, its addition and
-``F.rms_norm``. The floor is the bytes that each GPU must
+``F.rms_norm``. The roofline is the bytes that each GPU must
 receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the bandwidth
 from GPU to GPU that this run copies with. The last columns say whether the result is the sum in
 float32 in rank order, at every element, and whether "joined" has the bits of two launches.
@@ -35,7 +35,7 @@ from pagespec.kernels.collectives.symmetric import PeerCommunicator
 
 _CALLS, _REPLAYS = 50, 7
 _NAMES = ("ours", "NCCL", "one-shot", "two-shot", "+ norm", "joined", "flags", "no flags")
-_NAMES = (*_NAMES, "1-shot+norm", "floor")
+_NAMES = (*_NAMES, "1-shot+norm", "roofline")
 _MAX_ROWS_WITHOUT_FLAGS = 1024
 _EPS = 1e-6
 # (bytes of a chunk, warps), without a norm; with one, (bytes, warps of a row).
@@ -180,8 +180,8 @@ def _compare(
         ]
         times = [_microseconds(call) for call in calls]
         factor = min(num_ranks - 1, 2 * (num_ranks - 1) / num_ranks)
-        floor = factor * x.nbytes / bandwidth / 1e3 if rank == 0 else 0.0
-        _row(rank, num_rows, *times, floor, is_same, is_alike)
+        roofline = factor * x.nbytes / bandwidth / 1e3 if rank == 0 else 0.0
+        _row(rank, num_rows, *times, roofline, is_same, is_alike)
 
 
 def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:

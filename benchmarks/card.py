@@ -1,4 +1,4 @@
-"""The rates of the GPU at hand, which floors are worked out from: how fast it reads memory, and how
+"""The rates of this GPU, from which rooflines are computed: how fast it reads memory, and how
 fast it multiplies matrices.
 
     python -m benchmarks.card [--fresh]

@@ -8,7 +8,7 @@ An engine is a compile mode; "-free" behind it is ``transparent=False``, "-gguf"
 
 Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
 process, one after the other, each warmed up once. Tokens a second count output tokens over the
-whole call, prompts included. Also printed: the floor of a decode step, which has to read every
+whole call, prompts included. Also printed: the roofline of a decode step, which has to read every
 weight once, over the read bandwidth measured here. llama.cpp (``pip install llama-cpp-python``)
 reads the same file with as many threads, a request at a time; its tokens may differ, as those of
 "-gguf" may: both round rows to 8 bits, each in its own way.

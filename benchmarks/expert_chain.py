@@ -6,7 +6,7 @@
 q, k, v and o, norm, router, experts, their sum, residual and norm, in layers with weights of their
 own, in one CUDA graph, as the engine runs them: one token is a step of two, the second of which is
 padding. The first line is the chain before any of it was changed; each other has one change more
-than the line before, up to "now"; behind it are other settings. us per layer; the floor is what
+than the line before, up to "now"; behind it are other settings. us per layer; the roofline is what
 reading the weights takes, with as many experts as that many tokens have on average.
 """
 
@@ -172,7 +172,7 @@ def show(layers: list[Layer], num_real: int, repeats: int, read_bandwidth: float
     starts = torch.tensor([0, num_real], dtype=torch.int32, device=device)
     drawn = 1 - (1 - shape.top_k / shape.num_experts) ** num_real  # of the experts, on average
     num_bytes = layers[0].num_bytes(round(drawn * shape.num_experts))
-    print(f"\n{num_real} tokens: floor {num_bytes / read_bandwidth * 1e6:.1f} us")
+    print(f"\n{num_real} tokens: roofline {num_bytes / read_bandwidth * 1e6:.1f} us")
     expected = None
     for variant in variants():
         call = chain(layers, hidden, hidden, starts, variant)

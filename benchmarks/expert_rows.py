@@ -3,7 +3,7 @@
     python -m benchmarks.expert_rows [--tokens 1 64 256 8192]
     TRITON_INTERPRET=1 python -m benchmarks.expert_rows --dry       # a tiny shape, on a CPU
 
-Each beside its floor, the bytes read and written at the card's read bandwidth, and beside torch's
+Each beside its roofline, the bytes read and written at the card's read bandwidth, and beside torch's
 operations. Experts are drawn as in :mod:`benchmarks.experts`.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     card = rates_of_this_process()
     print(card)
     shape, device = (_DRY, "cpu") if options.dry else (_QWEN3_30B_A3B, "cuda")
-    print(f"\n{'tokens':>6} {'':<9} {'us':>9} {'floor':>8} {'of it':>6} {'torch':>10}")
+    print(f"\n{'tokens':>6} {'':<9} {'us':>9} {'roofline':>8} {'of it':>6} {'torch':>10}")
     for num_tokens in [1, 3] if options.dry else options.tokens:
         for name, num_bytes, ours, theirs in cases(shape, num_tokens, torch.device(device)):
             for call in (*ours, *theirs):  # compiled before they are timed
@@ -91,10 +91,10 @@ def main() -> None:
             found, other = (
                 seconds_of(calls, options.repeats, torch.device(device)) for calls in (ours, theirs)
             )
-            floor = num_bytes / card.read_bandwidth
+            roofline = num_bytes / card.read_bandwidth
             print(
-                f"{num_tokens:>6} {name:<9} {found * 1e6:>9.1f} {floor * 1e6:>8.1f} "
-                f"{floor / found:>6.0%} {other * 1e6:>10.1f}"
+                f"{num_tokens:>6} {name:<9} {found * 1e6:>9.1f} {roofline * 1e6:>8.1f} "
+                f"{roofline / found:>6.0%} {other * 1e6:>10.1f}"
             )
 
 

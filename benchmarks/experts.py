@@ -1,10 +1,10 @@
-"""The experts of one layer at the shape of Qwen3-30B-A3B on a GPU, beside their floor.
+"""The experts of one layer at the shape of Qwen3-30B-A3B on a GPU, beside their roofline.
 
     python -m benchmarks.experts [--tokens 1 64 256 8192] [--sweep] [--seconds 60]
     TRITON_INTERPRET=1 python -m benchmarks.experts --dry       # a tiny shape, on a CPU
 
 128 experts, 8 a token, 2048 x 768, bfloat16; which eight is drawn evenly, anew for each of the
-calls of a graph. The floor is the larger of two times: the bytes of the experts that have a token,
+calls of a graph. The roofline is the larger of two times: the bytes of the experts that have a token,
 with rows in and out, at the card's read bandwidth, and the operations at its matrix rate
 (:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits with
 those of the tile in use.
@@ -81,7 +81,7 @@ def draw_calls(shape: Shape, num_tokens: int, device: torch.device) -> list[Call
     return found
 
 
-def floor_seconds(
+def roofline_seconds(
     card: CardRates, num_rows: int, num_outs: int, k_size: int, num_touched: float
 ) -> tuple[float, bool]:
     """The least time of a matmul, and whether it is that of its operations."""
@@ -198,11 +198,11 @@ class Layer:
     ) -> str:
         n, k = self.shape.matmuls[name]
         touched = sum(c.num_touched for c in calls) / len(calls)
-        floor, by_operations = floor_seconds(card, len(x), n, k, touched)
+        roofline, by_operations = roofline_seconds(card, len(x), n, k, touched)
         rate = 2 * len(x) * n * k / 1e12 if by_operations else touched * n * k * 2 / 1e9
         unit = "TFLOP/s" if by_operations else "GB/s"
         return (
-            f"{seconds * 1e6:>9.1f} {floor * 1e6:>8.1f} {floor / seconds:>6.0%} "
+            f"{seconds * 1e6:>9.1f} {roofline * 1e6:>8.1f} {roofline / seconds:>6.0%} "
             f"{rate / seconds:>7,.0f} {unit:<7}"
         )
 
@@ -289,7 +289,7 @@ def main() -> None:
             with parallel_build(layer.device) as report:
                 layer.compile(tokens, options.sweep)
         print(f"{report.num_compiled} kernels compiled in {time.monotonic() - begin:.1f} s")
-    heads = f"{'us':>9} {'floor':>8} {'of it':>6} {'':>15}{'apart':>10}{'torch':>10}"
+    heads = f"{'us':>9} {'roofline':>8} {'of it':>6} {'':>15}{'apart':>10}{'torch':>10}"
     print(f"\n{'tokens':>6} {'':<9} {heads}")
     for num_tokens in tokens:
         layer.show(card, num_tokens)

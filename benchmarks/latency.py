@@ -1,10 +1,10 @@
-"""Milliseconds a token of a single request, beside the memory floor and vLLM.
+"""Milliseconds per token of a single request, against the roofline and vLLM.
 
     python -m benchmarks.latency --model 0.6b [--repeat 3] [--peer FOLDER] [--profile trace.json]
 
-Batch 1, greedy, 128 tokens in and 512 out. "ms/token" is the whole ``generate`` over its tokens,
-as the peer counts it; "decode" leaves out a ``generate`` of one token, that is, the prompt. On a
-machine without a GPU: ``--model tiny``, which proves that this runs and nothing else.
+Batch 1, greedy, 128 input tokens and 512 output tokens. "ms/token" is the time of ``generate``
+divided by its tokens, as for the peer. "decode" subtracts a ``generate`` of one token, which is the
+prefill. Without a GPU, ``--model tiny`` checks only that the script runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import typer
 
 from benchmarks import job as options
 from benchmarks.card import CardRates, card_rates
-from benchmarks.floor import latency_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
 from benchmarks.model_size import ModelSize
 from benchmarks.peer import PeerError, PeerResult, measure_latency
+from benchmarks.roofline import latency_roofline
 from benchmarks.throughput import describe, host_line, show_profile
 from benchmarks.workload import latency_workload, model_config
 
@@ -42,7 +42,7 @@ def main(
     profile: options.Profile = None,
     json: options.Json = None,
 ) -> None:
-    """Milliseconds a token at batch 1 beside the memory floor and, with --peer, vLLM."""
+    """Milliseconds per token at batch 1, against the roofline and, with --peer, vLLM."""
     require_peer(peer, model)
     settings = given(
         transparent=transparent,
@@ -83,7 +83,7 @@ def main(
 def per_token(
     total_s: list[float], one_token_s: list[float], num_outputs: int
 ) -> list[list[float]]:
-    """Milliseconds a token of each run: of all tokens, and of those after the first."""
+    """Milliseconds per token of each run: over all tokens, and over those after the first."""
     return [
         [total / num_outputs * 1e3 for total in total_s],
         [
@@ -95,24 +95,24 @@ def per_token(
 
 def show(job: Job, result: dict[str, Any], their: PeerResult | None, card: CardRates) -> None:
     workload = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
-    floor = latency_floor(workload, ModelSize.from_config(model_config(job.model)), card)
-    floor_ms = floor.weights_s * 1e3
+    roofline = latency_roofline(workload, ModelSize.from_config(model_config(job.model)), card)
+    roofline_ms = roofline.weights_s * 1e3
     typer.echo(describe(job.model, result, their))
     typer.echo(
-        f"\n{'batch 1':<10} {'median (min..max)':>24} {'floor':>7} {'of floor':>8} "
+        f"\n{'batch 1':<10} {'median (min..max)':>24} {'roofline':>8} {'of it':>6} "
         f"{'peer median (min..max)':>24} {'peer / ours':>11}"
     )
     ours = per_token(result["total_s"], result["one_token_s"], job.num_output_tokens)
     peers = their and per_token(their.total_s, their.one_token_s, job.num_output_tokens)
     for i, name in enumerate(("ms/token", "decode")):
         median = statistics.median(ours[i])
-        row = f"{name:<10} {spread(ours[i]):>24} {floor_ms:>7.3f} {floor_ms / median:>8.1%}"
+        row = f"{name:<10} {spread(ours[i]):>24} {roofline_ms:>8.3f} {roofline_ms / median:>6.1%}"
         if peers:
             row += f" {spread(peers[i]):>24} {statistics.median(peers[i]) / median:>11.2f}"
         typer.echo(row)
     first_ms = [s * 1e3 for s in result["one_token_s"]]
     typer.echo(f"{'1 token':<10} {spread(first_ms):>24}")
-    typer.echo(f"\nfloor, at {card}: {floor}")
+    typer.echo(f"\nroofline at {card}: {roofline}")
     typer.echo(host_line(result["host_ms_per_step"]))
     show_profile(result)
 

@@ -1,12 +1,12 @@
-"""Linear layers of Qwen3-8B on a GPU, bfloat16 beside FP8: microseconds, GB/s, TFLOP/s, floor.
+"""Linear layers of Qwen3-8B on a GPU, BF16 and FP8: microseconds, GB/s, TFLOP/s, roofline.
 
     python -m benchmarks.matmul [--rows 1 --rows 8 ...]
 
-Each matmul is one of several with weights of its own, 256 MiB or more together, so that none of
-them lies in the L2 cache; they are one CUDA graph, and figures are medians of replays. FP8 rows are
-quantised before, as by the norm or the gate in front of them in a model; what that takes alone is
-in a column of its own. GB/s count the weight, once. The floor is the longer of reading the weight
-and multiplying, at the rates measured on an H200.
+One CUDA graph has several matmuls with different weights, 256 MiB or more in total, so that no
+weight stays in the L2 cache. Figures are medians of replays. FP8 rows are quantised in advance, as
+by the norm or gate before the matmul in a model. A separate column has the time of that
+quantisation. GB/s count the weight once. The roofline is the longer of reading the weight and
+multiplying, at rates measured on an H200.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = Annotated[list[int], typer.Option("--rows", help="Repeatable.")]
 
 
 def median_us(calls: list[Callable[[], object]], repeats: int = 15) -> float:
-    """Microseconds of one of ``calls``, which one CUDA graph holds."""
+    """Microseconds of one of ``calls``, all captured in one CUDA graph."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def main(rows: Rows = [1, 8, 64, 256, 512, 8192]) -> None:  # noqa: B006 - typer
     print(torch.cuda.get_device_name())
     print(
         f"{'weight':<9} {'rows':>5} {'bf16 us':>8} {'GB/s':>6} {'TFLOP/s':>8} "
-        f"{'fp8 us':>8} {'floor':>7} {'GB/s':>6} {'TFLOP/s':>8} {'ratio':>6} {'quantise us':>11}"
+        f"{'fp8 us':>8} {'roofline':>8} {'GB/s':>6} {'TFLOP/s':>8} {'ratio':>6} {'quantise us':>11}"
     )
     with torch.inference_mode():
         for name, (num_outs, width) in SHAPES.items():
@@ -112,10 +112,11 @@ def main(rows: Rows = [1, 8, 64, 256, 512, 8192]) -> None:  # noqa: B006 - typer
                 bf16 = measure_bf16(num_rows, num_outs, width)
                 fp8, quantise = measure_fp8(num_rows, num_outs, width)
                 work = 2 * num_rows * size
-                floor = max(size / READ_BANDWIDTH, work / MATRIX_RATES["fp8"]) * 1e6
+                roofline = max(size / READ_BANDWIDTH, work / MATRIX_RATES["fp8"]) * 1e6
                 print(
                     f"{name:<9} {num_rows:>5} {bf16:>8.2f} {2 * size / bf16 / 1e3:>6.0f} "
-                    f"{work / bf16 / 1e6:>8.0f} {fp8:>8.2f} {floor:>7.2f} {size / fp8 / 1e3:>6.0f} "
+                    f"{work / bf16 / 1e6:>8.0f} {fp8:>8.2f} {roofline:>8.2f} "
+                    f"{size / fp8 / 1e3:>6.0f} "
                     f"{work / fp8 / 1e6:>8.0f} {bf16 / fp8:>6.2f} {quantise:>11.2f}",
                     flush=True,
                 )

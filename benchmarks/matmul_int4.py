@@ -2,7 +2,7 @@
 
     python -m benchmarks.matmul_int4 [--rows 1 --rows 8 ...] [--tiles]
 
-Microseconds, GB/s of the weight's bytes (scales included), and the floor: the longer of reading
+Microseconds, GB/s of the weight's bytes (scales included), and the roofline: the longer of reading
 those and multiplying, at the rates measured on an H200. Each matmul is one of several with weights
 of their own, 256 MiB or more together, so that none lies in the L2 cache; they are one CUDA graph,
 and figures are medians of replays. "before" dequantises into memory in each call.
@@ -92,7 +92,7 @@ def num_bytes(weight: PackedWeight) -> int:
     return sum(part.nbytes for part in weight[:2])
 
 
-def floor_us(num_read: int, num_rows: int, num_outs: int, num_inputs: int) -> float:
+def roofline_us(num_read: int, num_rows: int, num_outs: int, num_inputs: int) -> float:
     operations = 2 * num_rows * num_outs * num_inputs
     return 1e6 * max(num_read / READ_BANDWIDTH, operations / MATRIX_RATE)
 
@@ -141,11 +141,11 @@ def measure(name: str, num_rows: int, kind: tuple[str, int, int], *, tiles: bool
     with parallel_build(_DEVICE):
         for way in ways.values():
             way(first)
-    floor = floor_us(size, num_rows, num_outs, num_inputs)
+    roofline = roofline_us(size, num_rows, num_outs, num_inputs)
     for title, way in ways.items():
         us = median_us([partial(way, weight) for weight in weights])
         row = f"{name} | {num_rows} | {kind[0]} {title} | {us:.1f} | {size / us / 1e3:.0f}"
-        print(f"| {row} | {floor:.1f} |", flush=True)
+        print(f"| {row} | {roofline:.1f} |", flush=True)
 
 
 def main(
@@ -156,7 +156,8 @@ def main(
 ) -> None:
     torch.manual_seed(0)
     print(
-        "| matmul | rows | weights | us | GB/s | floor us |\n|---|---|---|---|---|---|", flush=True
+        "| matmul | rows | weights | us | GB/s | roofline us |\n|---|---|---|---|---|---|",
+        flush=True,
     )
     for name, num_rows in itertools.product(shape, rows):
         for chosen in kind:
@@ -180,8 +181,8 @@ def print_bfloat16(name: str, x: Tensor) -> None:
     limit = custom_rows(num_outs, num_inputs)
     us = median_us([partial(call, x, weight, None, limit) for weight in made])
     size = made[0].nbytes
-    floor = floor_us(size, len(x), num_outs, num_inputs)
-    print(f"| {name} | {len(x)} | bfloat16 | {us:.1f} | {size / us / 1e3:.0f} | {floor:.1f} |")
+    roofline = roofline_us(size, len(x), num_outs, num_inputs)
+    print(f"| {name} | {len(x)} | bfloat16 | {us:.1f} | {size / us / 1e3:.0f} | {roofline:.1f} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.matmul_sweep [--model 32b | 30b-a3b | ...] [--rows 2 16] [--seconds 60]
 
-For each weight and number of rows: the floor (the weight once at 4.54 TB/s, or the operations at
+For each weight and number of rows: the roofline (the weight once at 4.54 TB/s, or the operations at
 790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
 split-K, float32 sums; with a gate, the activation as a launch of its own), what the engine runs now
 ("present"), and the quickest tiles of the Gluon and the Triton kernel. Microseconds; each call is
@@ -180,7 +180,7 @@ class Sweep:
             **{_name(tile): partial(self.tiled, tile) for tile in tiles},
         }
 
-    def floor(self, num_rows: int) -> float:
+    def roofline(self, num_rows: int) -> float:
         """Microseconds."""
         size = self.weights[0].numel()
         return max(2 * size / _READ, 2 * size * num_rows / _MATRIX) * 1e6
@@ -253,7 +253,7 @@ def main() -> None:
         compile_all(memory, weights, options.rows)
         begin = time.monotonic()
         for num_rows in options.rows:
-            print(f"\n{num_rows} rows, us\nweight | floor | cuBLAS | present | quickest tiles")
+            print(f"\n{num_rows} rows, us\nweight | roofline | cuBLAS | present | quickest tiles")
             for name, *shape in weights:
                 if time.monotonic() - begin > options.seconds:
                     print(f"{name}: no time left")
@@ -264,7 +264,7 @@ def main() -> None:
                 others = sorted(each for each in times if each[1] not in ("cuBLAS", "present"))
                 first = " | ".join(f"{known.get(n, 0):.2f}" for n in ("cuBLAS", "present"))
                 rest = ", ".join(f"{took:.2f} {tile}" for took, tile in others[:6])
-                print(f"{name} | {sweep.floor(num_rows):.2f} | {first} | {rest}", flush=True)
+                print(f"{name} | {sweep.roofline(num_rows):.2f} | {first} | {rest}", flush=True)
         if options.names:
             names_of_cublas(memory, weights)
 

@@ -4,7 +4,7 @@
 
 The shape is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), with ``--v3`` DeepSeek-V3's
 attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches that together
-are larger than the L2 cache; the floor of decode is each cached byte once at the plain read of
+are larger than the L2 cache; the roofline of decode is each cached byte once at the plain read of
 the run. "expanded" is the same attention with every head's keys and values cached. An engine's step
 is that of a model of few dense layers with random weights, of DeepSeek-V3's code.
 """
@@ -158,14 +158,14 @@ def heads_seconds(num_tokens: int, num_heads: int) -> float:
 def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
     bandwidth = rates_of_this_process().read_bandwidth
     print(f"plain read {bandwidth / 1e9:.0f} GB/s; us a layer and call")
-    print("heads rows context | latent floor GB/s | expanded floor | matmuls of heads")
+    print("heads rows context | latent roofline GB/s | expanded roofline | matmuls of heads")
     for num_heads in heads:
         for num_rows, context in decode:
             rows = Rows(num_rows, context, 1)
             num_bytes = num_rows * context * WIDTH * 2
             took = latent_seconds(rows, num_heads)
-            floor = num_bytes / bandwidth
-            cells = [f"{took * 1e6:8.1f} {floor * 1e6:7.1f} {num_bytes / took / 1e9:5.0f}"]
+            roofline = num_bytes / bandwidth
+            cells = [f"{took * 1e6:8.1f} {roofline * 1e6:7.1f} {num_bytes / took / 1e9:5.0f}"]
             wide = num_rows * context * num_heads * (NOPE + ROPE + VALUE) * 2
             if wide < 20 << 30:
                 other = expanded_seconds(rows, num_heads)

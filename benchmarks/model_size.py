@@ -1,4 +1,4 @@
-"""What floors need of a model's shape: matrices, experts, cache and states, counted in its modules.
+"""The sizes of a model that rooflines need: matrices, experts, KV cache and states.
 
 The modules are built by transformers on the meta device, so any architecture counts whose attention
 has the projections that Llama's or DeepSeek's has, whose experts are stacked in one tensor, and

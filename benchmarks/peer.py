@@ -152,7 +152,7 @@ def measure_latency(
     return result
 
 
-def measure_sitting(
+def measure_comparison(
     folder: Path, model: str, names: list[str], repeat: int, is_batch_invariant: bool
 ) -> PeerResult:
     """The load nano and batch 1 from one process, ``repeat`` times each; what else of ``names`` the

@@ -1,10 +1,10 @@
-"""Draws the pictures of README and docs from measured JSON: SVG files, light and dark.
+"""Draw the charts of README and docs from measured JSON: SVG files, light and dark.
 
     python -m benchmarks.pictures
 
-``results/loads.json`` has loads beside vLLM and the memory floor (``floor.py``) with their source,
-``results/policies.json`` is written by ``policies.py``. The colours are the viewer's
-(``src/viewer/palette.css``). Shots of the viewer itself are ``benchmarks/shots.py``'s.
+``results/loads.json`` has pagespec, vLLM and the roofline (``roofline.py``) per workload, with the
+source of the figures. ``policies.py`` writes ``results/policies.json``. The colours are those of
+the viewer (``src/viewer/palette.css``). ``shots.py`` makes the screenshots of the viewer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_palette(theme: str) -> Colours:
 
 
 class Drawing:
-    """An SVG under way."""
+    """An SVG in progress."""
 
     def __init__(self, colours: Colours) -> None:
         self.colours = colours
@@ -87,8 +87,8 @@ def _number(value: float) -> str:
 
 
 def draw_beside_vllm(measured: dict[str, Any], part: str, title: str, colours: Colours) -> str:
-    """A pair of bars per load, and where its floor is. Each load has a scale of its own, as long
-    as its greatest number."""
+    """A pair of bars and a line at the roofline per load. Each load has its own scale, up to its
+    largest value."""
     drawing = Drawing(colours)
     drawing.text(20, 32, title, font_size=16, font_weight=600)
     unit = measured[part]["unit"]
@@ -96,11 +96,11 @@ def draw_beside_vllm(measured: dict[str, Any], part: str, title: str, colours: C
     _legend(
         drawing,
         75,
-        [("decode", "pagespec", ""), ("waiting", "vLLM", ""), ("fg", "memory floor", "line")],
+        [("decode", "pagespec", ""), ("waiting", "vLLM", ""), ("fg", "roofline", "line")],
     )
     y = 94.0
     for row in measured[part]["rows"]:
-        scale = (_WIDTH - _LEFT - _RIGHT) / max(row["pagespec"], row["vLLM"], row["floor"])
+        scale = (_WIDTH - _LEFT - _RIGHT) / max(row["pagespec"], row["vLLM"], row["roofline"])
         drawing.text(_LEFT - 12, y + _BAR + 6, row["name"], text_anchor="end")
         for name, colour in (("pagespec", "decode"), ("vLLM", "waiting")):
             width = row[name] * scale
@@ -114,17 +114,17 @@ def draw_beside_vllm(measured: dict[str, Any], part: str, title: str, colours: C
                 font_weight=600 if name == "pagespec" else 400,
             )
             y += _BAR + _GAP
-        x = _LEFT + row["floor"] * scale
+        x = _LEFT + row["roofline"] * scale
         drawing.line(x, y - 2 * (_BAR + _GAP) - 2, y - _GAP + 2)
-        floor = _number(row["floor"])
-        drawing.text(_WIDTH - _RIGHT + 10, y - _BAR + 2, floor, "muted", font_size=12)
+        roofline = _number(row["roofline"])
+        drawing.text(_WIDTH - _RIGHT + 10, y - _BAR + 2, roofline, "muted", font_size=12)
         y += 16
     drawing.text(20, y + 6, measured["setting"], "muted", font_size=10.5)
     return drawing.finish(y + 22, title)
 
 
 def draw_policies(measured: dict[str, Any], colours: Colours) -> str:
-    """Mean latency as a bar, the 99th percentile as a tick, of short and of long requests."""
+    """Mean latency as a bar and the 99th percentile as a tick, for short and long requests."""
     drawing = Drawing(colours)
     drawing.text(20, 32, "Four policies, one arrival trace", font_size=16, font_weight=600)
     rate = measured["requests_per_second"]

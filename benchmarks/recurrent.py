@@ -195,7 +195,7 @@ def print_kernels(read: float, repeats: int) -> None:
 QWEN3_NEXT = qwen3_next(4)
 
 
-def floor_ms(num_rows: int, num_tokens: int, read: float) -> float:
+def roofline_ms(num_rows: int, num_tokens: int, read: float) -> float:
     """Of a step of these four layers and the head, in which each row has ``num_tokens``."""
     c, total = QWEN3_NEXT, num_rows * num_tokens
     hidden, expert = c["hidden_size"], 3 * c["hidden_size"] * c["moe_intermediate_size"]
@@ -241,12 +241,12 @@ def print_layers(read: float) -> None:
             times.append(time.perf_counter() - begin)
         return median(times)
 
-    print(f"{'step':<18} {'ms':>8} {'floor':>8} {'floor / ms':>10}")
+    print(f"{'step':<18} {'ms':>8} {'roofline':>8} {'of it':>10}")
     for num_rows in (1, 64, 256):
         few, many = seconds(num_rows, 16, 16), seconds(num_rows, 16, 80)
-        ms, least = 1e3 * (many - few) / 64, floor_ms(num_rows, 1, read)
+        ms, least = 1e3 * (many - few) / 64, roofline_ms(num_rows, 1, read)
         print(f"{f'decode, {num_rows}':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
-    ms, least = 1e3 * seconds(1, 8192, 1), floor_ms(1, 8192, read)
+    ms, least = 1e3 * seconds(1, 8192, 1), roofline_ms(1, 8192, read)
     print(f"{'a prompt of 8,192':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
 
 

@@ -1,12 +1,12 @@
-"""Output tokens a second, whole workloads, beside the memory floor and vLLM.
+"""Output tokens per second of whole workloads, against the roofline and vLLM.
 
     python -m benchmarks.throughput --model 0.6b --workload nano [--workload nano32 ...]
         [--repeat 3] [--peer FOLDER] [--profile trace.json] [--json out.json]
 
-The model has random weights at its real shape. All requests arrive at once and generate exactly as
-many tokens as they ask for, at temperature 0.6; a time runs from the call of ``generate`` to its
-return. pagespec runs in a process of its own, then vLLM in its own, on the same card. On a machine
-without a GPU: ``--model tiny --workload tiny``, which proves that this runs and nothing else.
+The model has random weights in its real shapes. All requests arrive at once, use temperature 0.6
+and ignore end-of-sequence tokens: each generates its full number of output tokens. The measured
+time is that of the ``generate`` call. pagespec and then vLLM run on the same GPU, each in its own
+process. Without a GPU, ``--model tiny --workload tiny`` checks only that the script runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import typer
 
 from benchmarks import job as options
 from benchmarks.card import CardRates, card_rates
-from benchmarks.floor import Floor, throughput_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
 from benchmarks.model_size import ModelSize
 from benchmarks.peer import PeerError, PeerResult, measure_throughput
+from benchmarks.roofline import Roofline, throughput_roofline
 from benchmarks.workload import WORKLOADS, make_workload, model_config
 
 Names = Annotated[
@@ -49,7 +49,7 @@ def main(
     profile: options.Profile = None,
     json: options.Json = None,
 ) -> None:
-    """Output tokens a second beside the memory floor and, with --peer, vLLM."""
+    """Output tokens per second, against the roofline and, with --peer, vLLM."""
     require_workloads(workload)
     require_peer(peer, model, workload)
     settings = given(
@@ -90,14 +90,14 @@ def main(
 
 
 def require_workloads(names: list[str]) -> None:
-    """Raises typer.BadParameter unless all of them are known."""
+    """Raise typer.BadParameter if a workload is unknown."""
     unknown = sorted(set(names) - set(WORKLOADS))
     if unknown:
         raise typer.BadParameter(f"--workload must be of {', '.join(WORKLOADS)}, not {unknown[0]}")
 
 
 def rate(seconds: list[float], num_tokens: int) -> tuple[float, str]:
-    """Median tokens a second, and a text with the slowest and the fastest run."""
+    """Median tokens per second, and a text with the slowest and the fastest run."""
     rates = [num_tokens / s for s in seconds]
     median = statistics.median(rates)
     return median, f"{median:,.0f} ({min(rates):,.0f}..{max(rates):,.0f})"
@@ -107,33 +107,33 @@ def show(model: str, result: dict[str, Any], their: PeerResult | None, card: Car
     size = ModelSize.from_config(model_config(model))
     typer.echo(describe(model, result, their))
     typer.echo(
-        f"\n{'workload':<9} {'in':>8} {'out':>8} {'tok/s out (min..max)':>26} {'floor':>8} "
-        f"{'of floor':>8} {'peer tok/s (min..max)':>26} {'ratio':>6}"
+        f"\n{'workload':<9} {'in':>8} {'out':>8} {'tok/s out (min..max)':>26} {'roofline':>8} "
+        f"{'of it':>8} {'peer tok/s (min..max)':>26} {'ratio':>6}"
     )
-    floors: dict[str, Floor] = {}
+    rooflines: dict[str, Roofline] = {}
     for name, measured in result["workloads"].items():
         load = make_workload(name)
-        floors[name] = throughput_floor(load, size, card)
-        floor = floors[name].tokens_per_second
+        rooflines[name] = throughput_roofline(load, size, card)
+        roofline = rooflines[name].tokens_per_second
         median, text = rate(measured["seconds"], load.num_output_tokens)
         row = (
             f"{name:<9} {load.num_prompt_tokens:>8,} {load.num_output_tokens:>8,} {text:>26} "
-            f"{floor:>8,.0f} {median / floor:>8.1%}"
+            f"{roofline:>8,.0f} {median / roofline:>8.1%}"
         )
         if their is not None and name in their.seconds:
             peer_median, peer_text = rate(their.seconds[name], load.num_output_tokens)
             row += f" {peer_text:>26} {median / peer_median:>6.2f}"
         typer.echo(row)
-    typer.echo(f"\nfloor, at {card}:")
-    for name, floor_of_load in floors.items():
-        typer.echo(f"  {name}: {floor_of_load}")
+    typer.echo(f"\nroofline at {card}:")
+    for name, roofline_of_load in rooflines.items():
+        typer.echo(f"  {name}: {roofline_of_load}")
     for name, measured in result["workloads"].items():
         typer.echo(f"  {name}: {host_line(measured['host_ms_per_step'])}")
     show_profile(result)
 
 
 def describe(model: str, result: dict[str, Any], their: PeerResult | None) -> str:
-    """What ran, and the memory it took."""
+    """The engine settings of a run and its memory use."""
     stats, settings = result["stats"], result["settings"]
     memory = ", ".join(f"{name} {n / 2**30:.2f}" for name, n in stats["memory_bytes"].items())
     lines = [
@@ -147,18 +147,18 @@ def describe(model: str, result: dict[str, Any], their: PeerResult | None) -> st
         f"KV tokens that fit: {result['kv_tokens']:,}; memory, GiB: {memory}",
     ]
     if their is not None:
-        kv = f"{their.kv_tokens:,}" if their.kv_tokens else "not told"
+        kv = f"{their.kv_tokens:,}" if their.kv_tokens else "not reported"
         starts = ", ".join(f"{s:.1f} s" for s in their.start_s)
         lines.append(
-            f"peer: {their.version}, engine started in {starts or 'not told'}; KV tokens that fit: "
-            f"{kv}"
+            f"peer: {their.version}, engine started in {starts or 'not reported'}; "
+            f"KV tokens that fit: {kv}"
         )
     return "\n".join(lines)
 
 
 def host_line(host_ms: dict[str, float]) -> str:
     parts = ", ".join(f"{n} {ms:.3f}" for n, ms in host_ms.items() if n != "steps")
-    return f"host, ms a step over {host_ms['steps']:,.0f} steps: {parts}"
+    return f"host, ms per step over {host_ms['steps']:,.0f} steps: {parts}"
 
 
 def show_profile(result: dict[str, Any]) -> None:

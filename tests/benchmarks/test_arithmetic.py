@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic: workloads, floors, idle time. No model, no GPU."""
+"""The benchmarks' arithmetic: workloads, rooflines, idle time. No model, no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks import card
 from benchmarks.card import CardRates
-from benchmarks.floor import latency_floor, throughput_floor
+from benchmarks.compare import row
 from benchmarks.latency import per_token
 from benchmarks.model_size import ModelSize
 from benchmarks.profiling import (
@@ -24,7 +24,7 @@ from benchmarks.profiling import (
     idle_fraction,
     read_trace,
 )
-from benchmarks.sitting import row
+from benchmarks.roofline import latency_roofline, throughput_roofline
 from benchmarks.startup import phases
 from benchmarks.workload import LOADS, MODELS, Workload, make_workload, model_config
 
@@ -70,7 +70,7 @@ def test_every_token_is_in_the_vocabulary(model: str) -> None:
     assert largest < model_config(model)["vocab_size"]
 
 
-# Floors ---------------------------------------------------------------------------------------
+# Rooflines ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,40 +84,40 @@ def test_every_token_is_in_the_vocabulary(model: str) -> None:
         ("0.6b", "1024", 28_000, 0.05),
     ],
 )
-def test_floors_are_those_of_the_design(
+def test_rooflines_are_those_of_the_design(
     model: str, workload: str, tokens_per_second: float, tolerance: float
 ) -> None:
-    floor = throughput_floor(make_workload(workload), size_of(model), H100)
-    assert floor.tokens_per_second == pytest.approx(tokens_per_second, rel=tolerance)
+    roofline = throughput_roofline(make_workload(workload), size_of(model), H100)
+    assert roofline.tokens_per_second == pytest.approx(tokens_per_second, rel=tolerance)
 
 
 @pytest.mark.parametrize(("model", "milliseconds"), [("0.6b", 0.391), ("8b", 4.965)])
-def test_latency_floors_are_those_of_the_design(model: str, milliseconds: float) -> None:
-    floor = latency_floor(Workload("one", [[1] * 128], [512]), size_of(model), H100)
-    assert floor.weights_s * 1e3 == pytest.approx(milliseconds, rel=0.005)
+def test_latency_rooflines_are_those_of_the_design(model: str, milliseconds: float) -> None:
+    roofline = latency_roofline(Workload("one", [[1] * 128], [512]), size_of(model), H100)
+    assert roofline.weights_s * 1e3 == pytest.approx(milliseconds, rel=0.005)
 
 
-def test_a_floor_counts_what_a_small_run_reads() -> None:
+def test_a_roofline_counts_what_a_small_run_reads() -> None:
     size = ModelSize(1000, 100, kv_bytes_per_token=128, pair_operations=256, state_bytes=40)
     # The step that makes token 2 of 3 reads a context of 5 + 1, the next one 5 + 2.
-    floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size, H100)
-    assert floor.kv_bytes == (6 + 7) * 128
-    assert floor.num_steps == 3
-    assert floor.weights_s == pytest.approx(3 * 1100 * 2 / 3.05e12)
-    assert floor.prefill_s == pytest.approx(2 * 1000 * 9 / 798e12)
-    assert floor.attention_s == pytest.approx((15 + 10) * 256 / 798e12)
+    roofline = throughput_roofline(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size, H100)
+    assert roofline.kv_bytes == (6 + 7) * 128
+    assert roofline.num_steps == 3
+    assert roofline.weights_s == pytest.approx(3 * 1100 * 2 / 3.05e12)
+    assert roofline.prefill_s == pytest.approx(2 * 1000 * 9 / 798e12)
+    assert roofline.attention_s == pytest.approx((15 + 10) * 256 / 798e12)
     # Written behind two prompts; read and written by two decode steps of one request.
-    assert floor.states_s == pytest.approx((2 + 2 * 2) * 40 / 3.05e12)
+    assert roofline.states_s == pytest.approx((2 + 2 * 2) * 40 / 3.05e12)
 
 
-def test_a_floor_counts_the_experts_that_have_a_row() -> None:
+def test_a_roofline_counts_the_experts_that_have_a_row() -> None:
     size = ModelSize(1000, 100, 64, 64, num_expert_weights=10, num_experts=4, top_k=2)
     assert size.num_weights_read(1) == 1100 + 2 * 10
     assert size.num_weights_read(2) == 1100 + 3 * 10
     assert size.num_weights_read(100) == pytest.approx(1100 + 4 * 10)
-    floor = throughput_floor(Workload("small", [[0] * 5], [1]), size, H100)
-    assert floor.prefill_s == pytest.approx(2 * 1020 * 5 / 798e12)
-    assert floor.weights_s == pytest.approx(1120 * 2 / 3.05e12)
+    roofline = throughput_roofline(Workload("small", [[0] * 5], [1]), size, H100)
+    assert roofline.prefill_s == pytest.approx(2 * 1020 * 5 / 798e12)
+    assert roofline.weights_s == pytest.approx(1120 * 2 / 3.05e12)
     active = size_of("30b-a3b")
     assert active.num_layer_weights_per_token == pytest.approx(2.74e9, rel=0.01)
 
@@ -173,10 +173,10 @@ def test_rates_are_measured_once_for_a_card_and_driver(
     assert card.rates_of_this_process().matrix_rate == 8e12
 
 
-# A sitting -------------------------------------------------------------------------------------
+# Comparison -----------------------------------------------------------------------------------
 
 
-def test_a_line_of_a_sitting_says_how_often_as_good_pagespec_is() -> None:
+def test_a_line_of_a_comparison_has_the_ratio_to_pagespec() -> None:
     columns = ["pagespec", "vLLM", "other"]
     values = {"pagespec": [3.0, 2.0, 1.0], "vLLM": [1.0]}
     line = row("rate", 4.0, values, columns, is_rate=True)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.peer import (
     PeerError,
     PeerResult,
-    measure_sitting,
+    measure_comparison,
     measure_start,
     measure_throughput,
     read_bench,
@@ -98,14 +98,14 @@ def test_the_peers_scripts_are_run_from_its_folder(tmp_path: Path) -> None:
         measure_throughput(tmp_path, "0.6b", ["nano32"], repeat=1)
 
 
-def test_a_sitting_runs_the_peer_once_a_column(tmp_path: Path) -> None:
+def test_a_comparison_runs_the_peer_once_per_column(tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     (tmp_path / "bench_vllm.py").write_text(FAKE_BENCH)
     (tmp_path / "bench_more.py").write_text(f"print({MORE!r})")
     names = ["nano", "nano32", "tiny"]
-    usual = measure_sitting(tmp_path, "0.6b", names, 2, is_batch_invariant=False)
+    usual = measure_comparison(tmp_path, "0.6b", names, 2, is_batch_invariant=False)
     assert usual.seconds == {"nano": [7.0, 8.0], "nano32": [2.317]}
-    invariant = measure_sitting(tmp_path, "0.6b", names, 2, is_batch_invariant=True)
+    invariant = measure_comparison(tmp_path, "0.6b", names, 2, is_batch_invariant=True)
     assert invariant.seconds == {"nano": [7.0, 8.0]}
 
 

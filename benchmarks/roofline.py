@@ -1,9 +1,9 @@
-"""The least time a workload can take on a GPU: the bytes that must be read, and the operations
-that must be done, at the rates measured on the card (:mod:`benchmarks.card`).
+"""The roofline of a workload: the least time that it can take on a GPU. The bytes that must be read
+and the operations that must be done are divided by the measured rates (:mod:`benchmarks.card`).
 
-    python -m benchmarks.floor [MODEL] [WORKLOAD] [--read TB/s --multiply TFLOP/s]
+    python -m benchmarks.roofline [MODEL] [WORKLOAD] [--read TB/s --multiply TFLOP/s]
 
-With both rates given, for a card that is not at hand.
+Give both rates to compute the roofline of another GPU.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from benchmarks.workload import (
 
 
 @dataclass(frozen=True)
-class Floor:
-    """Seconds at least, by what takes them.
+class Roofline:
+    """Lower bounds in seconds, by cause.
 
     Attributes:
-        kv_s: reading the KV cache in decode steps, once a step and request.
-        weights_s: a decode step of b requests reads all weights or multiplies them by b rows,
-            whichever takes longer; all requests run at once.
-        prefill_s: multiplying the layers' weights by all prompt tokens.
-        attention_s: the two products of prefill attention over the visible pairs.
-        states_s: writing the states of recurrent layers once a prompt, and reading and writing
-            them in decode steps.
+        kv_s: time to read the KV cache, once per decode step and request.
+        weights_s: time of the weights in decode steps. A step of b requests reads all weights or
+            multiplies them by b rows, whichever takes longer. All requests run at once.
+        prefill_s: time of the linear layers for all prompt tokens.
+        attention_s: time of the two matmuls of prefill attention over the visible pairs.
+        states_s: time to write the states of recurrent layers once per prompt, and to read and
+            write them in each decode step.
     """
 
     num_output_tokens: int
@@ -66,10 +66,10 @@ class Floor:
         )
 
 
-def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Floor:
-    """The floor of a whole workload on ``card``. A request's first token comes from its prefill."""
+def throughput_roofline(workload: Workload, size: ModelSize, card: CardRates) -> Roofline:
+    """The roofline of a whole workload on ``card``. Prefill computes a request's first token."""
     lengths = [len(prompt) for prompt in workload.prompts]
-    # A decode step reads its context, the token it computes included.
+    # A decode step reads its context, which includes the token that it computes.
     num_read = sum(
         (n - 1) * length + n * (n - 1) // 2
         for length, n in zip(lengths, workload.num_outputs, strict=True)
@@ -78,7 +78,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
     kv_bytes = num_read * size.kv_bytes_per_token
     state_bytes = sum(2 * n - 1 for n in workload.num_outputs) * size.state_bytes
     weights_s, num_steps = _weights_seconds(workload.num_outputs, size, card)
-    return Floor(
+    return Roofline(
         num_output_tokens=workload.num_output_tokens,
         kv_bytes=kv_bytes,
         num_steps=num_steps,
@@ -91,7 +91,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
 
 
 def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -> tuple[float, int]:
-    """Seconds of all steps, and how many there are."""
+    """Seconds of all decode steps, and the number of steps."""
     num_ending = Counter(num_outputs)
     num_running = len(num_outputs)
     num_steps = max(num_outputs)
@@ -105,24 +105,24 @@ def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -
 
 
 @dataclass(frozen=True)
-class LatencyFloor:
-    """Seconds a decode step of one request takes at least."""
+class LatencyRoofline:
+    """Lower bounds in seconds of a decode step of one request."""
 
     weights_s: float
     kv_s: float
 
     def __str__(self) -> str:
         return (
-            f"weights {self.weights_s * 1e3:.3f} ms a token (KV and states, not counted in the "
+            f"weights {self.weights_s * 1e3:.3f} ms per token (KV and states, not counted in the "
             f"fraction: {self.kv_s * 1e3:.3f} ms more)"
         )
 
 
-def latency_floor(workload: Workload, size: ModelSize, card: CardRates) -> LatencyFloor:
-    """Of a workload of one request: its weights, and its KV and states in the mean step."""
+def latency_roofline(workload: Workload, size: ModelSize, card: CardRates) -> LatencyRoofline:
+    """The roofline of a workload of one request: weights, and KV and states in the mean step."""
     num_outputs = workload.num_outputs[0]
     mean_context = len(workload.prompts[0]) + num_outputs / 2
-    return LatencyFloor(
+    return LatencyRoofline(
         weights_s=size.num_weights_read(1) * NUM_BYTES / card.read_bandwidth,
         kv_s=(mean_context * size.kv_bytes_per_token + 2 * size.state_bytes) / card.read_bandwidth,
     )
@@ -144,9 +144,9 @@ def main() -> None:
     else:
         card = CardRates("given", "", options.read * 1e12, options.multiply * 1e12)
         rates = f"{options.read:.2f} TB/s read, {options.multiply:.0f} TFLOP/s"
-    print(f"{rates}: {throughput_floor(make_workload(options.workload), size, card)}")
+    print(f"{rates}: {throughput_roofline(make_workload(options.workload), size, card)}")
     single = latency_workload(LATENCY.prompt[0], LATENCY.output[0])
-    print(f"batch 1: {latency_floor(single, size, card)}")
+    print(f"batch 1: {latency_roofline(single, size, card)}")
 
 
 if __name__ == "__main__":
