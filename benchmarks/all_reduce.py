@@ -3,7 +3,7 @@
     python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64] [--sweep]
 
 Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
-and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), that
+and the norm that stand after it: ours and our norm ("+ norm"), both in one launch ("joined"), that
 with flags and without at any number of rows, and torch's one-shot sum, its addition and
 ``F.rms_norm``. The roofline is the bytes that each GPU must
 receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the bandwidth

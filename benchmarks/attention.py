@@ -8,7 +8,7 @@ side by side) and flash-attn-4 where it is installed. Decode counts every byte o
 beside the plain read of the card (:mod:`benchmarks.card`). Blocks of a row lie scattered. Each CUDA
 graph holds several calls, which share lengths and block tables as the layers of a model do, over
 caches that together are larger than the L2 cache; figures are medians of replays. Caches that do
-not fit the free memory are left out. "fp8" is the same over caches of e4m3 numbers.
+not fit the free memory are left out. "fp8" is the same over caches of e4m3 values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
 
     Attributes:
         spread: lengths are uniform in ``context * (1 - spread)`` to ``context * (1 + spread)``.
-        is_fp8: whether the caches hold planes of e4m3 numbers.
+        is_fp8: whether the caches hold planes of e4m3 values.
 
     Its other attributes are those of an attention call of a model, as
     :class:`pagespec.kernels.attention.attention_spec.AttentionSpec` has them.

@@ -1,4 +1,4 @@
-"""Tries the attention kernels' parameters on the GPU at hand, one by one and together.
+"""Tries the attention kernels' parameters on the GPU available, one by one and together.
 
     python -m benchmarks.attention_sweep [--only 0.8k 1.5k prefill ...] [--seconds 60] [--fp8]
     TRITON_INTERPRET=1 python -m benchmarks.attention_sweep --dry     # tiny shapes, on a CPU
@@ -11,7 +11,7 @@ read cannot reach, no decode kernel will.
 A variant whose outputs are not those of the present kernel to the last bit is marked. Those that
 change tiles or splits have other bits by design: to take one is to change the order of summation of
 all kernels (docs/transparency.md). Variants come in order of promise, and those that the time does
-not suffice for are named. ``--fp8`` is the same over caches of e4m3 numbers, without that read of
+not suffice for are named. ``--fp8`` is the same over caches of e4m3 values, without that read of
 blocks.
 """
 

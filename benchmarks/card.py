@@ -34,7 +34,7 @@ class CardRates:
 
     Attributes:
         name: as the driver gives it. driver: versions of driver and torch.
-        read_bandwidth: bytes a second. matrix_rate: operations a second, dense bfloat16.
+        read_bandwidth: bytes per second. matrix_rate: operations a second, dense bfloat16.
     """
 
     name: str

@@ -3,7 +3,7 @@
     python benchmarks/cpu.py [--engines graph graph-free inductor] [--repeat 3]
     python benchmarks/cpu.py --engines graph graph-gguf --requests 1 --without-peer --llama-cpp
 
-An engine is a compile mode; "-free" behind it is ``transparent=False``, "-gguf" is
+An engine is a compile mode; "-free" after it is ``transparent=False``, "-gguf" is
 ``quantization="gguf"``.
 
 Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same

@@ -6,7 +6,7 @@
 q, k, v and o, norm, router, experts, their sum, residual and norm, in layers with weights of their
 own, in one CUDA graph, as the engine runs them: one token is a step of two, the second of which is
 padding. The first line is the chain before any of it was changed; each other has one change more
-than the line before, up to "now"; behind it are other settings. us per layer; the roofline is what
+than the line before, up to "now"; after it are other settings. us per layer; the roofline is what
 reading the weights takes, with as many experts as that many tokens have on average.
 """
 
@@ -47,7 +47,7 @@ class Variant:
         knows_padding: padding goes to no expert. has_router_tile: programs of 8 rows of its weight.
         joins_route: router, sort and copy are one launch. joins_norm: sum, residual and norm are.
         late_rows, ahead_rows: of :mod:`.grouped_mm`. is_norm_late: whether the joined norm lets the
-            next kernel start behind its own wait.
+            next kernel start after its own wait.
     """
 
     name: str

@@ -3,9 +3,9 @@
     python -m benchmarks.experts [--tokens 1 64 256 8192] [--sweep] [--seconds 60]
     TRITON_INTERPRET=1 python -m benchmarks.experts --dry       # a tiny shape, on a CPU
 
-128 experts, 8 a token, 2048 x 768, bfloat16; which eight is drawn evenly, anew for each of the
-calls of a graph. The roofline is the larger of two times: the bytes of the experts that have a token,
-with rows in and out, at the card's read bandwidth, and the operations at its matrix rate
+128 experts, 8 per token, 2048 x 768, bfloat16; which eight is drawn evenly, anew for each of the
+calls of a graph. The roofline is the larger of two times: the bytes of the experts that have a
+token, with rows in and out, at the card's read bandwidth, and the operations at its matrix rate
 (:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits with
 those of the tile in use.
 """
@@ -252,7 +252,7 @@ def describe(tile: Tile) -> str:
 def _apart(
     multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, offs: Tensor, has_gate: bool
 ) -> Tensor:
-    """The matmul, and the activation behind it in a kernel of its own."""
+    """The matmul, and the activation after it in a kernel of its own."""
     out = multiply(x, weight, offs=offs)
     return act_mul(*out.chunk(2, 1), "silu") if has_gate else out
 

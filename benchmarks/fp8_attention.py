@@ -3,9 +3,9 @@ beside a kernel of their own. Microseconds of a layer.
 
     python -m benchmarks.fp8_attention [--rows 1 --rows 64 ...] [--context 1024] [--block-size 16]
 
-Qwen3-8B's shape: 32/8 heads of 128, a projection of 4,096 x 4,096. Decode of one token a row, over
-caches of bfloat16 and of e4m3, then prefill of one prompt. Layers have caches and weights of their
-own; they are one CUDA graph, and figures are medians of replays.
+Qwen3-8B's shape: 32/8 heads of 128, a projection of 4,096 x 4,096. Decode of one token per row,
+over caches of bfloat16 and of e4m3, then prefill of one prompt. Layers have caches and weights of
+their own; they are one CUDA graph, and figures are medians of replays.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(
     context: Context = 1024,
     block_size: BlockSize = 16,
 ) -> None:
-    """Times of attention and the projection behind it, with outputs quantised apart and joined."""
+    """Times of attention and the projection after it, with outputs quantised apart and joined."""
     print(torch.cuda.get_device_name())
     print(f"{'case':<24} {'apart us':>9} {'joined us':>9} {'less':>6}")
     cases = [Case(f"{n} rows of {context}", n, context, 32, 8) for n in rows]

@@ -153,7 +153,7 @@ def running(engine: Engine, limit_s: float, log: Path) -> Iterator[Server]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
         finally:
-            # Also what it started and left behind: the GPU must be free again.
+            # Also the processes that it started: the GPU must be free again.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -318,7 +318,7 @@ def unit(name: str) -> str:
 
 def values(name: str, seconds: dict[str, list[float]]) -> list[float]:
     """Of each run: tokens per second, of prompts where they are what was measured; of batch 1
-    milliseconds per token behind the first."""
+    milliseconds per token after the first."""
     load = workload(name)
     runs = seconds.get(name, [])
     if name == ONE:

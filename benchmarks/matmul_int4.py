@@ -4,8 +4,8 @@
 
 Microseconds, GB/s of the weight's bytes (scales included), and the roofline: the longer of reading
 those and multiplying, at the rates measured on an H200. Each matmul is one of several with weights
-of their own, 256 MiB or more together, so that none lies in the L2 cache; they are one CUDA graph,
-and figures are medians of replays. "before" dequantises into memory in each call.
+of their own, 256 MiB or more together, so that none is stored in the L2 cache; they are one CUDA
+graph, and figures are medians of replays. "before" dequantises into memory in each call.
 ``--tiles``: all tiles of a list, in place of the one that is chosen.
 """
 

@@ -1,4 +1,4 @@
-"""Tries tiles of the matmul kernels for weights of models, or of a rank, on the GPU at hand.
+"""Tries tiles of the matmul kernels for weights of models, or of a rank, on the GPU available.
 
     python -m benchmarks.matmul_sweep [--model 32b | 30b-a3b | ...] [--rows 2 16] [--seconds 60]
 
@@ -6,9 +6,9 @@ For each weight and number of rows: the roofline (the weight once at 4.54 TB/s, 
 790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
 split-K, float32 sums; with a gate, the activation as a launch of its own), what the engine runs now
 ("present"), and the quickest tiles of the Gluon and the Triton kernel. Microseconds; each call is
-timed among 256 MB or more of others, so that no weight lies in the L2 cache, in a CUDA graph with
-dependent launch. Every tile keeps the order along K; one whose bits are not those of cuBLAS at 512
-rows is marked with "BITS".
+timed among 256 MB or more of others, so that no weight is stored in the L2 cache, in a CUDA graph
+with dependent launch. Every tile keeps the order along K; one whose bits are not those of cuBLAS at
+512 rows is marked with "BITS".
 
 ``--names`` tells what cuBLAS calls its kernels.
 """

@@ -1,4 +1,4 @@
-"""What DeepSeek-V2-Lite's layers do around latent attention, on a GPU: us a layer.
+"""What DeepSeek-V2-Lite's layers do around latent attention, on a GPU: us per layer.
 
     python -m benchmarks.mla_rope [--tokens 1 64 256 8192]
 

@@ -52,7 +52,7 @@ class PeerResult:
         kv_tokens: KV slots that fit at its default share of memory; None if it did not say.
         start_s: seconds its engine took to start, a process each.
         first_result_s: seconds from the start of a process to the line with its first result, some
-            30 tokens behind its first one; of :func:`measure_start` alone.
+            30 tokens after its first one; of :func:`measure_start` alone.
     """
 
     version: str = "vLLM"
@@ -124,7 +124,7 @@ def require_kit(folder: Path, model: str, names: list[str] | None = None) -> Non
 
 def measure_throughput(folder: Path, model: str, names: list[str], repeat: int) -> PeerResult:
     """Run each of ``names`` that the peer knows ``repeat`` times. One process repeats "nano";
-    the others are run once a process, all together.
+    the others are run once per process, all together.
 
     Raises:
         PeerError: see there.

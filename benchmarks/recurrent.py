@@ -147,7 +147,7 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on behind a state, all over a chunk. Of a step
+    """All rows have ``num_tokens``; decoding rows go on after a state, all over a chunk. Of a step
     with prompts there are as many rows as requests may run: the others have no tokens."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
     contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)

@@ -11,7 +11,7 @@ them is missing or stale, by the first process.
 
 vLLM has two figures: the start of its engine, without interpreter and imports, as it says itself;
 and seconds from the start of its process to the line with its first result, for which it makes some
-30 tokens more than the first one (about 0.05 s at its 1.5 ms a token on an H100).
+30 tokens more than the first one (about 0.05 s at its 1.5 ms per token on an H100).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def timed(llm: Any, workload: Workload, temperature: float, num_outputs: list[in
 
 
 def host_times(llm: Any, before: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of host time a step since ``before``, by what took them."""
+    """Milliseconds of host time per step since ``before``, by what took them."""
     after = dataclasses.asdict(llm.stats())
     num_steps = after["num_steps"] - before["num_steps"]
     return {

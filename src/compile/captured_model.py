@@ -51,12 +51,12 @@ class CapturedModel:
     Attributes:
         specs: of the attention calls, as the passes left them.
         graph: the graph module after all passes, None for "eager".
-        sources: where each argument of the graph comes from, as of :meth:`.Traced.arguments`.
+        sources: where each argument of the graph comes from, as in :meth:`.Traced.arguments`.
         num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
             was read from the cache.
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
-        weight_formats, float32_matrices: as of :class:`.passes.context.PassContext`.
+        weight_formats, float32_matrices: as in :class:`.passes.context.PassContext`.
         library_matmuls: of a transparent model on a GPU, matmuls with weights that are not ours, by
             operation: their order of summation is the library's.
         communicator: what the collectives of a sharded model are called on.
@@ -144,7 +144,7 @@ class CaptureOptions:
             multiplied with at half the cost. Later changes of the weights do not reach them.
         matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
             none.
-        threads: as of :class:`.passes.PassContext`; no bits of a row follow which of them is used.
+        threads: as in :class:`.passes.PassContext`; no bits of a row follow which of them is used.
         is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
             caches and rounds rows to 8 bits.
         mla_latent_cache: cache latent vectors in place of keys and values, where the graph is that

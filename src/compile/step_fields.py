@@ -1,8 +1,8 @@
 """The fields of a step: one declared list, of which graphs, packing, buffers and ranks follow.
 
 A field that is an input of the graph is traced with it (:mod:`.step_inputs`), and is part of the
-keys that graphs and start records are kept under. How fields lie in the words that are sent says
-:mod:`.runner.layout`.
+keys that graphs and start records are kept under. How fields are stored in the words that are sent
+says :mod:`.runner.layout`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Field:
         source: its entries without padding, ``[n]`` or ``[width, n]``, or one for all. None of a
             field that is derived from others.
         dtype: of an entry; one of 64 bits takes two words, a float travels as its bits.
-        padding: in the entries behind those of the plan, or :data:`LAST`.
+        padding: in the entries after those of the plan, or :data:`LAST`.
         forms: that have the field.
         is_input: whether the graph gets it: as the attribute of its name of
             :class:`.StepInputs`, or in ``more``.

@@ -53,7 +53,7 @@ class Generator:
     A row with one of these that the constructor lacks is refused.
 
     Args:
-        model: as of :class:`.llm.LLM`, and so are ``llm_arguments``.
+        model: as in :class:`.llm.LLM`, and so are ``llm_arguments``.
         sampling_params: defaults of every row: parameters, or a dict of them.
 
     Raises:

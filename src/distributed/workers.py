@@ -1,7 +1,7 @@
 """Rank 0's handle of the worker processes: start, send steps, watch, end.
 
 A worker reads the numbers of steps from its standard input. At the end of that stream, also after a
-crash of rank 0, the worker ends. So no process is left behind.
+crash of rank 0, the worker ends. So no process is left running.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def custom_op(
     Args:
         fake: of the function's arguments, an empty result of the right shape and dtype.
         mutates: names of parameters of the op that are written in place.
-        backward, setup_context: as of :func:`torch.library.register_autograd`; without them the
+        backward, setup_context: as in :func:`torch.library.register_autograd`; without them the
             op has no gradient.
     """
 

@@ -1,4 +1,4 @@
-"""The GPU at hand, how kernels are launched on it, what was compiled for it; facts of the CPU's
+"""The GPU available, how kernels are launched on it, what was compiled for it; facts of the CPU's
 library.
 
 Triton is imported where it is used: a machine without a GPU need not have it.
@@ -114,11 +114,11 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 def triggers_dependents_late(num_rows: int) -> bool:
     """Whether attention and matmuls of a step of ``num_rows`` let the next kernel start only
-    behind their own wait.
+    after their own wait.
 
     A kernel that starts loads its weights. The sooner the better, as long as those before are
     busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
-    what they wait for stands in line behind megabytes of weights that are not needed yet, and a
+    what they wait for stands in line after megabytes of weights that are not needed yet, and a
     kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
     four rows, early from eight on (docs/notes/matmul.md).
     """

@@ -1,4 +1,4 @@
-"""e4m3 numbers in torch: 8-bit floats, 4 bits of exponent and 3 of mantissa, with float32 scales.
+"""e4m3 values in torch: 8-bit floats, 4 bits of exponent and 3 of mantissa, with float32 scales.
 
 A number stands for ``e4m3 * scale``. The bits are held as uint8, for which torch has every
 operation. torch's own conversion takes 3 ns per number on a Zen 4; here the bits are moved to where
@@ -6,7 +6,7 @@ float16 has them, which is 0.25 ns.
 
 A KV cache of such numbers is ``[blocks, block size, Hkv, D + 4]`` bytes, in one of two orders:
 
-- *rows*, on a CPU, of dtype uint8: a vector and its scale behind it, so that slots are gathered as
+- *rows*, on a CPU, of dtype uint8: a vector and its scale after it, so that slots are gathered as
   those of any other type;
 - *planes*, on a GPU, of dtype float8_e4m3fn: in each block the vectors ``[Hkv, block size, D]``,
   then the scales, float32 ``[Hkv, block size]``. What a program reads of a head is one piece, and

@@ -2,7 +2,7 @@
 a model with indexers ``pagespec::index_topk`` and in a sharded model ``pagespec::all_reduce`` and
 ``pagespec::all_gather``.
 
-Shapes: T tokens of B rows lie back to back; row b owns tokens ``[query_starts[b],
+Shapes: T tokens of B rows are back to back; row b owns tokens ``[query_starts[b],
 query_starts[b + 1])``; tokens from ``query_starts[B]`` on are padding. Caches are contiguous
 ``[num_blocks + 1, block_size, Hkv, D]``. The last block is the *null block*, into which the slots
 of padding tokens point. slot = block id * block_size + offset.
@@ -104,11 +104,11 @@ def index_topk(
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
-        query_starts, context_lens, block_tables, table_rows: as of :class:`.arguments.PagedKV`.
+        query_starts, context_lens, block_tables, table_rows: as in :class:`.arguments.PagedKV`.
         scale: factor on the products. num_chosen: K.
 
     Returns:
-        int32 ``[T, K]``, in no order; -1 behind the last of a query that sees fewer.
+        int32 ``[T, K]``, in no order; -1 after the last of a query that sees fewer.
     """
     rows = (query_starts, context_lens, block_tables, table_rows)
     if query.is_cuda:

@@ -72,8 +72,8 @@ def is_row_invariant(
     or many. So a second number costs about a fifth of the first.
 
     Args:
-        counts, num_elements: as of :func:`groups_of`.
-        threads: as of :func:`holds_with_all`.
+        counts, num_elements: as in :func:`groups_of`.
+        threads: as in :func:`holds_with_all`.
     """
     expected: list[Tensor] = []
 
@@ -100,7 +100,7 @@ def keeps_batched_bits(
 
     Args:
         batches: how many matmuls a call has.
-        threads: as of :func:`holds_with_all`.
+        threads: as in :func:`holds_with_all`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """The host's view of the tables on the device: the row of each request, and pending writes.
 
-Block tables live on the device, a row per running request, and behind them state tables, if the
+Block tables live on the device, a row per running request, and after them state tables, if the
 model has recurrent layers; a step sends the changes that its plan has.
 """
 
@@ -38,8 +38,8 @@ class BlockTableStore:
 
     Args:
         num_rows: rows of the store; at least the requests that can run at a time.
-        width: blocks a row holds.
-        state_width: entries of a row's state table, which lie behind all block tables; 0 without,
+        width: the most blocks that a row holds.
+        state_width: entries of a row's state table, which lie after all block tables; 0 without,
             and then state tables of plans are ignored.
         null_state_slot: in place of a slot that a request does not have.
     """
@@ -80,7 +80,7 @@ class BlockTableStore:
         """Flat indices into the tables on the device, and ids, to send for the plan placed last.
 
         Args:
-            new_blocks: of a decode-only plan, where the block a row grew by is written instead,
+            new_blocks: of a decode-only plan, where the block that each row grew by is written instead,
                 ``[>= rows]``: its kernel stores it at the block of the row's position.
         """
         where: list[int] = []

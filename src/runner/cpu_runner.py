@@ -54,7 +54,7 @@ class ModelRunner(LocalRunner):
 
     Args:
         threads: of its steps; None leaves torch's number as it is.
-        settings: as of :class:`.LocalRunner`.
+        settings: as in :class:`.LocalRunner`.
     """
 
     max_draft_tokens = MAX_DRAFT_TOKENS

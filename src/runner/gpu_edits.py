@@ -1,4 +1,4 @@
-"""Rows of a step that are sampled anew on a GPU, by eager kernels behind the graph.
+"""Rows of a step that are sampled anew on a GPU, by eager kernels after the graph.
 
 A row with a mask and no edits is sampled from the step's own logits: the kernels read its mask
 beside them. While a batch stays as it is, nothing is sent but masks. Other edited rows are copied
@@ -184,7 +184,7 @@ class GpuEdits:
     def _draw_masked(
         self, logits: Tensor, simple: Tensor, truncated: Tensor, masks: Tensor
     ) -> None:
-        """Sample rows from the step's logits behind masks; arguments as of :class:`_MaskedRows`."""
+        """Sample rows from the step's logits after masks; arguments as in :class:`_MaskedRows`."""
         if simple.numel():
             self._draw(logits, Rows(simple[0], None, simple[1], masks))
         if truncated.numel():

@@ -1,4 +1,4 @@
-"""Log-probabilities of a step on a GPU: queued behind it, and copied to the host's memory.
+"""Log-probabilities of a step on a GPU: queued after it, and copied to the host's memory.
 
 Prompt positions go through the head in chunks of one fixed number of rows, so that no more logits
 exist at a time, and the same kernels run whatever the prompts' lengths.
@@ -37,7 +37,7 @@ class GpuLogprobs:
 
     Args:
         num_steps: whose rows are kept: the ring of results has so many.
-        max_num_rows: of a step, as of :func:`max_logprob_rows`.
+        max_num_rows: of a step, as in :func:`max_logprob_rows`.
         temperatures: of the sampled rows, for the distributions that they are sampled from; None
             for the model's own.
     """
@@ -72,7 +72,7 @@ class GpuLogprobs:
         """Queue the rows of edited copies ``[n, V]``, which take the place of the step's own.
 
         Args:
-            places: int32 ``[n]``, their rows of the step. truncated, sampled: as of :meth:`queue`.
+            places: int32 ``[n]``, their rows of the step. truncated, sampled: as in :meth:`queue`.
         """
         rows = torch.empty(len(places), ROW_WORDS, dtype=torch.int32, device=logits.device)
         num_top = torch.full_like(places, MAX_TOP)
@@ -95,7 +95,7 @@ class GpuLogprobs:
         Args:
             step: number in the ring.
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
-            truncated: of those that use top_k, top_p or min_p, as of :func:`.sample_truncated`.
+            truncated: of those that use top_k, top_p or min_p, as in :func:`.sample_truncated`.
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprobs` says.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
                 ``hidden [T, H]``, the hidden states in front of the head.

@@ -77,7 +77,7 @@ class GpuStepPacker:
 
     Args:
         num_rows: most requests of a step. width: most blocks of a request.
-        state_width, null_state_slot: as of :class:`.BlockTableStore`.
+        state_width, null_state_slot: as in :class:`.BlockTableStore`.
         layout: of the steps.
     """
 
@@ -133,7 +133,7 @@ class GpuStepPacker:
         )
         step.params = params = self._row_params(step)
         num_step = self._layout.pack(step, packed_shape, array)
-        # No position of a decode step lies in front of a token of a prompt.
+        # No position of a decode step comes before a token of a prompt.
         prompt = _NONE if is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
         truncated, logprobs, copies = params.truncated.reshape(-1), params.logprobs, plan.copies
         staged = StagedStep(

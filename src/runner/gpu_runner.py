@@ -37,7 +37,7 @@ class GpuRunner(LocalRunner):
 
     Args:
         transparent: keep float32 sums in matmuls.
-        settings: as of :class:`.LocalRunner`, all sizes. A model with recurrent layers takes
+        settings: as in :class:`.LocalRunner`, all sizes. A model with recurrent layers takes
             requests of at most ``max_num_blocks * block_size`` tokens.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Samples the steps of a GPU runner: in the graph, and behind it.
+"""Samples the steps of a GPU runner: in the graph, and after it.
 
-Greedy rows and rows of plain temperature are sampled by the graph's last kernel. Behind the graph
+Greedy rows and rows of plain temperature are sampled by the graph's last kernel. After the graph
 follow, in steps that have them: rows that use top-k, top-p or min-p, edited rows,
 constrained rows, log-probabilities. Only constrained rows wait, for masks that the host makes.
 """
@@ -69,7 +69,7 @@ class GpuStep(NamedTuple):
     Attributes:
         plan: None on ranks that have none; they have nothing to edit.
         truncated: of the rows that use top_k, top_p or min_p, as staged.
-        store_rows: as of :attr:`.gpu_pack.GpuStepPacker.store_rows`.
+        store_rows: as in :attr:`.gpu_pack.GpuStepPacker.store_rows`.
         handle: made by :meth:`GpuStepSampler.sample_behind`.
     """
 
@@ -89,7 +89,7 @@ class GpuStepSampler:
         buffers: of the runner's steps.
         num_results: steps whose results are kept: at least one more than can be in flight.
         max_model_len: most tokens of a request, or a little more.
-        processed_logprobs, on_logits: as of :class:`.LocalRunner`.
+        processed_logprobs, on_logits: as in :class:`.LocalRunner`.
 
     Attributes:
         edits: of edited rows. matchers: of constrained rows.
@@ -139,7 +139,7 @@ class GpuStepSampler:
         sample_simple(logits, *self._buffers.draws, self._results, self._captured.vocab_shard)
 
     def sample_behind(self, step: GpuStep) -> GpuStepHandle:
-        """Queue the work behind the graph. Constrained rows are left to :meth:`finish`."""
+        """Queue the work after the graph. Constrained rows are left to :meth:`finish`."""
         plan, staged, (logits, hidden), truncated, store_rows, _ = step
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
@@ -172,7 +172,7 @@ class GpuStepSampler:
         sample_truncated(logits, truncated, *self._buffers.draws, self._results)
 
     def finish(self, step: GpuStep, masks: Masks | None = None) -> None:
-        """Queue the rest of a step behind its graph. Its inputs stay unchanged until the next step
+        """Queue the rest of a step after its graph. Its inputs stay unchanged until the next step
         is sent."""
         plan, staged, (logits, hidden), truncated, store_rows, handle = step
         assert handle is not None, "it was begun"

@@ -1,6 +1,6 @@
 """Available host memory, within the machine and the limits of a container.
 
-``/proc/meminfo`` describes the whole machine. A container is held to the limits of its control
+``/proc/meminfo`` describes the whole machine. A container is limited to the limits of its control
 group (cgroup, versions 1 and 2) and of every group around it, and is killed beyond one.
 """
 

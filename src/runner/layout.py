@@ -1,6 +1,6 @@
-"""The step layout: how the fields of a step (:mod:`.step_fields`) lie in its int32 words.
+"""The step layout: how the fields of a step (:mod:`.step_fields`) are stored in its int32 words.
 
-The host packs the fields of a plan one behind the other, padded to the sizes of the step. Device
+The host packs the fields of a plan one after the other, padded to the sizes of the step. Device
 code reads them where they lie, as views whose addresses depend on the sizes alone, so that CUDA
 graphs can hold them. A field without a source is derived from others: by the kernels in
 :mod:`.unpack_kernels`, or by :mod:`.cpu_pack`.
@@ -80,7 +80,7 @@ class PlanArrays:
         num_padding_rows: rows that the step is padded with.
 
     Attributes:
-        counts: as of :attr:`StepShape.counts`, without padding.
+        counts: as in :attr:`StepShape.counts`, without padding.
         lengths, starts: int32 ``[rows]``. These and the following are computed when a source first
             reads one; fields of the form "decode" read none.
         query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
@@ -194,7 +194,7 @@ class Layout:
     """A list of fields, and what follows from it.
 
     Raises:
-        ValueError: two fields of a form have one name, or as of :func:`.graph_inputs`.
+        ValueError: two fields of a form have one name, or as in :func:`.graph_inputs`.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -292,7 +292,7 @@ class Layout:
         return "LAYOUT" if self is LAYOUT else super().__reduce__()
 
     def views(self, words: Tensor, shape: StepShape) -> dict[str, Tensor]:
-        """The packed fields of a step by name, where they lie in ``words``."""
+        """The packed fields of a step by name, where they are stored in ``words``."""
         found = {}
         for _, _, begin, end, _, dtype, field in self._places(shape).all:
             view = words[begin:end]

@@ -86,7 +86,7 @@ class HostLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class LogprobInputs:
-    """``sampled``, ``prompt``: as of :func:`sampled_fields` and :func:`prompt_fields`."""
+    """``sampled``, ``prompt``: as in :func:`sampled_fields` and :func:`prompt_fields`."""
 
     sampled: IntArray
     prompt: IntArray

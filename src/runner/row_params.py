@@ -47,7 +47,7 @@ class RowParams:
 
 
 def _params_in_step(request: RequestInfo) -> SamplingParams | None:
-    """None of a row that is always edited, or has a mask, and is sampled behind its step."""
+    """None of a row that is always edited, or has a mask, and is sampled after its step."""
     params, edits = request.sampling_params, request.edits
     is_lasting = edits is not None and edits.is_lasting
     return None if is_lasting or params.structured_outputs is not None else params
@@ -73,7 +73,7 @@ def _sent(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _bits(values: Sequence[float], kind: type) -> IntArray:
-    """Integers, or the bits of float32 numbers."""
+    """Integers, or the bits of float32 values."""
     if kind is int:
         return np.array([min(value, _MAX_INT32) for value in values], np.int32)
     return np.array(values, np.float32).view(np.int32)

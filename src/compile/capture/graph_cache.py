@@ -103,7 +103,7 @@ def graph_key(
     code: ModuleCode | None = None,
 ) -> str | None:
     """A name for the graph that tracing would give now; None if it depends on what cannot be
-    named. ``code``: as of :class:`GraphCache`."""
+    named. ``code``: as in :class:`GraphCache`."""
     return digest_of(_parts(loaded, specs, fields, code))
 
 

@@ -83,7 +83,7 @@ class _Repetition:
 
     def _form(self, number: int) -> tuple[str, list[tuple[int, int]]]:
         """A node without what it reads, and what it reads: nodes, and the parts of their results
-        that its own are, or whose memory they lie in."""
+        that its own are, or whose memory they are stored in."""
         op, _, target, rest, value = self.nodes[number]
         read: list[tuple[int, int]] = []
 

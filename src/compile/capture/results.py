@@ -41,7 +41,7 @@ class ResultReader:
     """The records of one graph's results, read in its order.
 
     Args:
-        symbols: as of :meth:`.ResultEncoder.symbols`.
+        symbols: as in :meth:`.ResultEncoder.symbols`.
         constants: the model's parameters and buffers by name.
     """
 
@@ -85,7 +85,7 @@ class ResultReader:
             return layout.new() if whole is None else layout.within(whole)
         fake = self._first(whole, parts)
         layout = Layout.of(fake)
-        # A part that lies behind what was recorded of a whole makes it grow. Each has to.
+        # A part after the recorded end of a whole makes the whole grow. Each part must.
         if whole is None or num_bytes == expressions([layout.num_bytes]):
             self._layouts[recipe] = layout
         return fake

@@ -89,7 +89,7 @@ _COMBINE = Rule(
         same_shape("rows", "product"),
         same_dtype("sum", "product"),
     ),
-    at="product",  # behind the rows and the sort
+    at="product",  # after the rows and the sort
 )
 
 _SORT = ReadBy(Value("sort"), _part(_INVERSE, "inverse"))

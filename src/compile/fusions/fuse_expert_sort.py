@@ -3,7 +3,7 @@
 transformers writes it as a sort of the chosen experts' ids, a histogram of the sorted ids, its
 running sum, and an inverse of the permutation by an assignment: eight kernels for what
 :func:`.sort_by_expert.sort_by_expert` does in one. Masks that zero rows of no expert before and
-behind grouped matmuls go as well: our matmul reads no such row and gives zeros for them.
+after grouped matmuls go as well: our matmul reads no such row and gives zeros for them.
 """
 
 from __future__ import annotations

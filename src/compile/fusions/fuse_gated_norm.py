@@ -1,4 +1,4 @@
-"""Fuses RMSNorm and the product with the silu of a gate behind it into one call.
+"""Fuses RMSNorm and the product with the silu of a gate after it into one call.
 
 ::
 

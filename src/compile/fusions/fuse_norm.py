@@ -41,7 +41,7 @@ def rms_norm(source: Pattern, p: str = "") -> Pattern:
         wide:     (weight * y).to(dtype)
         plus_one: (y * (1.0 + weight.float())).to(dtype)
 
-    Binds ``x``, which ``source`` matches, ``weight``, ``eps`` and ``normed``, each behind ``p``.
+    Binds ``x``, which ``source`` matches, ``weight``, ``eps`` and ``normed``, each after ``p``.
     """
     square = call("pow", args=(Value(p + "wide"), 2), is_shared=True)
     mean = call("mean", args=(square,), is_shared=True, dim=(-1,), keepdim=(True,))

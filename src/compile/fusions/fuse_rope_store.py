@@ -180,7 +180,7 @@ fuse_rope_store = Rule(
 
 
 def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
-    """Fuses ``norm_rope_store`` and the attention behind it, where the backend has such a call;
+    """Fuses ``norm_rope_store`` and the attention after it, where the backend has such a call;
     returns the number of attentions joined. Results and caches are unchanged, as it promises."""
     function = None if context.attention is None else context.attention.fused_rope_attention
     if function is None:

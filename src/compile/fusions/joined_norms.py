@@ -2,7 +2,7 @@
 
 ``fuse_norm_linear`` joins a norm and the one matmul that reads it; ``fuse_all_reduce_norm`` an
 all-reduce, the residual and the norm of their sum, and ``fuse_row_parallel`` the matmul before
-those; ``fuse_combine_norm`` the sum over a token's experts and the norm behind it. Bits are
+those; ``fuse_combine_norm`` the sum over a token's experts and the norm after it. Bits are
 unchanged, as the joined calls promise.
 """
 
@@ -76,7 +76,7 @@ fuse_norm_linear = Rule(
 def fuse_all_reduce_norm(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of norms joined. Run it after ``bind_collectives``.
 
-    The second form is that of models with norms behind their layers::
+    The second form is that of models with norms after their layers::
 
         all_reduce(partial) ─► add_rms_norm(·, residual) ──┬─► normed
                                                            └─► the sum, for the next residual

@@ -31,7 +31,7 @@ def memory_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one fake tensor lies in memory, to make others like it.
+    """How one fake tensor is stored in memory, to make others like it.
 
     torch computes with symbolic sizes wherever it makes a tensor or checks a view, a fraction of a
     millisecond each time. Here that is done once, for the first.

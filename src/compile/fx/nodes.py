@@ -1,7 +1,7 @@
 """Pattern-matching helpers for the nodes of a Dynamo graph: operations, operands, shapes, users.
 
 A match is a statement about values only: it says which nodes compute a known function of which
-sources. A rewrite puts the new call behind all sources, redirects the users of the result
+sources. A rewrite puts the new call after all sources, redirects the users of the result
 and lets :func:`erase_unused` remove what is no longer read, so a value that is also read
 elsewhere stays.
 """

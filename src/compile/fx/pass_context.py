@@ -48,7 +48,7 @@ class PassContext:
         specs: of the attention calls; a pass that changes what a call caches changes its spec.
         calls: of the placeholder of each cache of keys, the attention call.
         caches_latents: whether latent vectors may be cached in place of keys and values.
-        sources: of each placeholder that is no constant, as of :attr:`.Traced.sources`.
+        sources: of each placeholder that is no constant, as in :attr:`.Traced.sources`.
         fields: of a step, whose inputs :meth:`step_input` finds.
         weights: where a pass records each weight that it lays elsewhere or makes a copy of.
     """

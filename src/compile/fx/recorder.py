@@ -77,7 +77,7 @@ class Recorder:
                 self.update_users(user)
 
     def update_views(self, source: Node, memory: int) -> None:
-        """Record anew all views of ``source``: what was recorded to lie in ``memory``.
+        """Record anew all views of ``source``: they were recorded as part of ``memory``.
 
         Other users compute tensors of their own, whose strides stay as they are.
         """

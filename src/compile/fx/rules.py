@@ -235,7 +235,7 @@ class Cast(Pattern):
 class Slice(Pattern):
     """A contiguous part of the last dimension, of :func:`.nodes.last_dim_slice`.
 
-    Binds (begin, end) as well, behind the name and ``_range``.
+    Binds (begin, end) as well, after the name and ``_range``.
     """
 
     source: Pattern
@@ -266,7 +266,7 @@ class ReadBy(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Chain(Pattern):
-    """A value behind any number of these calls, each of which is read once."""
+    """A value after any number of these calls, each of which is read once."""
 
     source: Pattern
     targets: tuple[str, ...]

@@ -56,7 +56,7 @@ class Region:
     """Consecutive nodes to be compiled together, in order.
 
     Attributes:
-        behind: views of what they compute that only the outside reads.
+        after: views of what they compute that only the outside reads.
     """
 
     nodes: list[Node]

@@ -31,7 +31,7 @@ from .gguf_vocabulary import TokenType, Vocabulary
 _SPACE = "▁"  # stands for a space in the tokens of SentencePiece
 _SPECIAL = (TokenType.UNKNOWN, TokenType.CONTROL)
 _ATOMIC = (*_SPECIAL, TokenType.USER_DEFINED)
-# Their special tokens swallow the white space behind them, but for these.
+# Their special tokens swallow the white space after them, but for these.
 _STRIPPING_MODELS = ("phi-3", "phi3")
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _MAX_NAMED = 3
@@ -73,7 +73,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _ends_of_texts(vocabulary: Vocabulary, adds_bos: bool) -> Any:
-    """What a text gets before and behind it."""
+    """What a text gets before and after it."""
     if vocabulary.adds_bos is not None and vocabulary.model != "gemma4":  # which always does
         adds_bos = vocabulary.adds_bos
     added = []

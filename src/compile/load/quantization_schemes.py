@@ -101,7 +101,7 @@ class Scheme:
             layers: each one's name, its name in the checkpoint, and the shape of its weight.
 
         Raises:
-            InvalidInputError: as of :meth:`read_layer`.
+            InvalidInputError: as in :meth:`read_layer`.
         """
         for layer, file, shape in layers:
             parts = {

@@ -96,7 +96,7 @@ def described(
     of its linear layers: that of the config, or fp8 if ``quantization`` makes it.
 
     Args:
-        kind, options: as of :func:`.skeleton_of`.
+        kind, options: as in :func:`.skeleton_of`.
 
     Raises:
         UnsupportedModelError: the scheme is not known.

@@ -82,7 +82,7 @@ class Style:
         """The dimension along which a parameter is cut; None if it is not."""
         if self.along == "outputs":
             return max(parameter.dim() - 2, 0)
-        # A bias is added once, behind the sum.
+        # A bias is added once, after the sum.
         return None if self.along is None or name == "bias" else parameter.dim() - 1
 
 
@@ -244,7 +244,7 @@ class _Sharder:
             self._replace_forward(name, module, style.forward)
 
     def _is_embedded(self, part: Tensor) -> bool:
-        """Whether the input embedding lies in the same memory."""
+        """Whether the input embedding is stored in the same memory."""
         weight = getattr(self._model.get_input_embeddings(), "weight", part)
         return part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()  # type: ignore[no-any-return]
 

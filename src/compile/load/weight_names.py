@@ -43,7 +43,7 @@ class FolderNames:
     """The names of a folder, or of a hub id that was loaded before.
 
     Args:
-        name, files: as of :class:`.ModelSource`.
+        name, files: as in :class:`.ModelSource`.
         quantization: "fp8" if linear layers were quantised as they were loaded.
 
     Raises:

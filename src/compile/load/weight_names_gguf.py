@@ -38,7 +38,7 @@ class GgufNames:
     """The names of a GGUF file and its conversion.
 
     Args:
-        name, files: as of :class:`.ModelSource`.
+        name, files: as in :class:`.ModelSource`.
     """
 
     ties: Sequence[Sequence[str]] = ()

@@ -1,7 +1,7 @@
 """Lowers a graph to our CPU kernels, and computes once per step what its layers share.
 
-- ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
-  (chunk, slopes), not once a layer;
+- ``paged_attention`` becomes an ``attend`` on a layout that is built once per step for each window,
+  (chunk, slopes), not once per layer;
 - ``index_topk`` becomes a call on such a layout, in any context an invariant one, and so does
   attention over what it chose;
 - ``kv_store`` is called without going through the dispatcher;

@@ -3,13 +3,13 @@
 - ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
   at start-up; an indexer, and attention to what it chose, become Triton kernels of any;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
-  kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+  kernel of its own for few rows; a gated activation after it that nothing else reads joins it;
 - a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
 - ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
-  (:mod:`...kernels.families` say where it is served), a gated activation behind it included where
+  (:mod:`...kernels.families` say where it is served), a gated activation after it included where
   that has one;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
-  behind it likewise.
+  after it likewise.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class QuantizedCalls:
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
     def __call__(self, node: Node, *, has_gate: bool = False) -> _Call | None:
-        """The call in place of ``node``, or of it and the gate behind it; None where there is
+        """The call in place of ``node``, or of it and the gate after it; None where there is
         none."""
         if not self._context.quantized or not is_linear(node):
             return None

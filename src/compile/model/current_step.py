@@ -71,7 +71,7 @@ class Functions(NamedTuple):
     """The functions that a model calls in place of its own.
 
     Attributes:
-        attention: transformers' contract, as of :func:`attend_on_caches`.
+        attention: transformers' contract, as in :func:`attend_on_caches`.
         recurrence: the result of a call.
         choose: the positions that an indexer chooses for each token, int32 ``[1, T, num_chosen]``.
         mask: transformers' contract of masks; None where none need be made.

@@ -50,7 +50,7 @@ def per_token(call: RecurrentCall) -> list[Tensor]:
 
 
 def local_recurrence(call: RecurrentCall) -> Tensor:
-    """As :func:`local_attention`."""
+    """Same as :func:`local_attention`."""
     out, *others = per_token(call)
     for other in others:
         flat = other.flatten(1)

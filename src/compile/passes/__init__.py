@@ -100,10 +100,10 @@ _PASSES: dict[str, _Entry] = {
 
 
 def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Names sorted so that each stands behind all in its ``after``; else as they are given.
+    """Names sorted so that each stands after all in its ``after``; else as they are given.
 
     Raises:
-        ValueError: some are each behind the other.
+        ValueError: some are each after the other.
     """
     left, order = dict(after), list[str]()
     while left:

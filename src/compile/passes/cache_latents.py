@@ -84,7 +84,7 @@ class _Joined(Pattern):
 
 
 def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
-    """The two tensors that lie side by side in the last dimension of ``key``."""
+    """The two tensors that are side by side in the last dimension of ``key``."""
     if calls(key, "cat"):
         (parts, *rest), dims = key.args, key.kwargs
         if (rest, dims) not in (([], {"dim": -1}), ([-1], {}), ([], {"dim": 3}), ([3], {})):
@@ -97,7 +97,7 @@ def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
     for user in key.users:
         cut = last_dim_slice(user)
         if cut is None:
-            # Only one reader, which comes behind all copies.
+            # Only one reader, which comes after all copies.
             readers += 1
             continue
         copy = only_user(user)
@@ -260,7 +260,7 @@ def _replace(m: Match) -> None:
 
 
 def _weights(m: Match) -> list[Node]:
-    """Placeholders for W_k ``[H, N, R]`` and W_v ``[H, R, V]``, which lie in W."""
+    """Placeholders for W_k ``[H, N, R]`` and W_v ``[H, R, V]``, which are stored in W."""
     name, nope_dim = m["weight"].name, _range(m["k"])[1]
     # Normal tensors even when a capture runs in inference mode: the parameter may be trained.
     with torch.inference_mode(False):

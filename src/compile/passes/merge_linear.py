@@ -52,11 +52,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def consecutive_views(tensors: Sequence[Tensor], num_padding: int = 0) -> Tensor | None:
-    """One tensor that spans ``tensors`` and so many rows behind them, if they lie back to back in
+    """One tensor that spans ``tensors`` and so many rows after them, if they are back to back in
     one storage that has those rows, else None.
 
-    Whatever lies in the rows behind: ours are zeros, but of a checkpoint's fused tensor they may be
-    another parameter's.
+    Whatever is stored in the rows after: ours are zeros, but of a checkpoint's fused tensor they
+    may be another parameter's.
     """
     first = tensors[0]
     offset = first.storage_offset()
@@ -75,7 +75,7 @@ def consecutive_views(tensors: Sequence[Tensor], num_padding: int = 0) -> Tensor
 
 
 def merge_storage(parameters: Sequence[Tensor], num_padding: int = 0) -> Tensor:
-    """Lay ``parameters`` back to back along dim 0, with so many rows of zeros behind them, and make
+    """Lay ``parameters`` back to back along dim 0, with so many rows of zeros after them, and make
     each a view; returns the whole.
 
     Parameters merged before (an earlier capture of the same model) are left where they are.
@@ -218,11 +218,11 @@ def _merge_group(
 
 
 def _num_padding(context: PassContext, nodes: list[Node], weights: Sequence[Tensor]) -> int:
-    """How many rows of zeros to put behind ``weights`` of ``nodes``."""
+    """How many rows of zeros to put after ``weights`` of ``nodes``."""
     num_outputs = sum(weight.shape[0] for weight in weights)
     if num_outputs * weights[0].element_size() % _UNIT_BYTES == 0:
         return 0
-    # What is held quantised is laid out by its format; gate and up alone are known by the halves of
+    # What is held quantised is arranged by its format; gate and up alone are known by the halves of
     # their result, which is not stored where their activation joins the matmul.
     if context.weight_format(weights[0]) is not None or _may_have_gate(nodes):
         return 0
@@ -232,7 +232,7 @@ def _num_padding(context: PassContext, nodes: list[Node], weights: Sequence[Tens
 def _merged_placeholder(
     gm: GraphModule, context: PassContext, parts: list[Node], num_padding: int
 ) -> Node:
-    """A constant of the rows of ``parts``, in their place, with so many rows of zeros behind."""
+    """A constant of the rows of ``parts``, in their place, with so many rows of zeros after."""
     tensors = [context.constants[part.name] for part in parts]
     if is_stand_in(tensors[0]):
         num_outputs = sum(tensor.shape[0] for tensor in tensors) + num_padding

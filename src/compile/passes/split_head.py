@@ -36,7 +36,7 @@ def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bo
     """Make the graph return (logits, hidden states), if the place is found.
 
     Args:
-        sources: of the placeholders that are no constants, as of :class:`.dynamo.Traced`.
+        sources: of the placeholders that are no constants, as in :class:`.dynamo.Traced`.
     """
     graph = gm.graph
     kept = [n for n in graph.nodes if sources.get(n.name) == _KEPT_ROWS and n.op == "placeholder"]
@@ -85,7 +85,7 @@ def extract_head(gm: GraphModule, sources: Sequence[tuple[Any, ...]]) -> Head | 
     """The head of a graph with exposed hidden states; None if it reads more of a step than those.
 
     Args:
-        sources: of all placeholders, as of :meth:`.dynamo.Traced.arguments`.
+        sources: of all placeholders, as in :meth:`.dynamo.Traced.arguments`.
     """
     nodes = list(gm.graph.nodes)
     places = dict(zip((n for n in nodes if n.op == "placeholder"), sources, strict=True))

@@ -163,7 +163,7 @@ class MaskMarker(Tensor):
 class IndexRecorder:
     """The indexers of a pass of ``num_tokens`` tokens.
 
-    An indexer chooses for the attention call behind it; later calls may see the same positions.
+    An indexer chooses for the attention call after it; later calls may see the same positions.
 
     Attributes:
         modules: each with the number of its attention call.
@@ -232,7 +232,7 @@ class CallRecorder:
         self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
         self.specs: list[AttentionSpec] = []
-        self.num_keys = 0  # calls one behind the other over the same keys count once
+        self.num_keys = 0  # calls one after the other over the same keys count once
         self._key: Tensor | None = None  # of the last call
 
     @property

@@ -2,7 +2,7 @@
 number, the order or the positions of the tokens in the pass.
 
 Models switch at thresholds: keys are compressed once 128 tokens are there, queries are scaled by
-the index of a token in the pass from 8,192 on, frequencies change behind the original context. So
+the index of a token in the pass from 8,192 on, frequencies change after the original context. So
 passes have the lengths and the positions around each integer of the config that could be one
 (:mod:`.thresholds`):
 
@@ -100,7 +100,7 @@ def _check_positions(probe_pass: ProbePass, thresholds: Sequence[Threshold]) -> 
             groups.append((far, t))
 
     def with_far(*groups: list[int]) -> list[Tensor]:
-        """Of the base's tokens and, behind them, of some at far positions."""
+        """Of the base's tokens and, after them, of some at far positions."""
         far = torch.tensor([p for group in groups for p in group], device=ids.device)
         at = torch.tensor([i for group in groups for i in range(len(group))], device=ids.device)
         return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]))

@@ -1,6 +1,6 @@
 """The attention backend of an engine (Triton, FlashAttention or torch), selected at its start.
 
-Three stand behind the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
+Three implementations serve the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
 library, and the reference in plain torch. The runner puts the functions of an
 :class:`AttentionBackend` into the graph in place of the ops, so that a step makes no choice.
 """

@@ -1,6 +1,6 @@
 """The store of the attention kernels' outputs, and the combine step of split-KV decode.
 
-Outputs are stored in the model's dtype, or quantised to e4m3 for the matmul behind
+Outputs are stored in the model's dtype, or quantised to e4m3 for the matmul after
 (:mod:`..fused.e4m3_groups`). Quantised is the output rounded to the model's dtype, as it would have
 been stored, so that the numbers are those of :func:`..fused.quantize_rows.quantize_rows` of a
 stored output. Heads have whole groups of 128 values then.
@@ -8,7 +8,7 @@ stored output. Heads have whole groups of 128 values then.
 Combine: the last program of a group to arrive folds all segments, as in the last-block reduction of
 CUDA's threadFenceReduction sample, for Flash-Decoding (Dao et al. 2023): an atomic counter per unit
 and KV head elects the program, so that no second kernel is needed. Its time is one of latency: the
-loads of one chunk are under way together, and the next chunk's wait for the folds of this one. So a
+loads of one chunk are in flight together, and the next chunk's wait for the folds of this one. So a
 chunk is as large as the registers of the decode kernel allow; of few segments, a smaller one, since
 also segments that do not exist are folded.
 """
@@ -124,7 +124,7 @@ def combine(  # type: ignore[no-untyped-def]
     """Fold the segments of the query heads of one unit and KV head, and store the outputs.
 
     Args:
-        partial, stats, out, scales: as of :func:`.decode.decode_kernel`.
+        partial, stats, out, scales: as in :func:`.decode.decode_kernel`.
         CHUNK: segments loaded at once. FEW: those loaded at once if there are no more; else twice
             as many, if those suffice. DTYPE: the model's.
     """

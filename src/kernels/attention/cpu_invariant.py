@@ -12,7 +12,7 @@ those (see :mod:`..matmul.cpu.invariant`), and others where a thread gets one to
 few elements (1, 5, 7 ...) have other orders still; :mod:`.cpu_trial` chooses an
 :class:`AttentionRecipe` for the sizes of a model.
 
-As in :mod:`.reference`, what depends on the batch alone is laid out once per step.
+As in :mod:`.reference`, what depends on the batch alone is arranged once per step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def build_layout(
     chunk: int = 0,
     slopes: Sequence[float] | None = None,
 ) -> AlignedLayout:
-    """Arguments as of :func:`.reference_layout.build_layout`."""
+    """Arguments as in :func:`.reference_layout.build_layout`."""
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     device, block_size = block_tables.device, cache.shape[1]
@@ -140,7 +140,7 @@ def build_layout(
             seen = max(-(-e // TILE) - lows[row] for e, row in zip(ends, rows, strict=True))
             first = torch.tensor([e - (b - a) for e in ends], device=device)
             queries = (first[:, None] + torch.arange(b - a, device=device))[None, :, :, None]
-            # Without a window or chunk, what is not seen lies behind the first query.
+            # Without a window or chunk, hidden positions come after the first query.
             begin_hidden = 0
             if not window and not chunk:
                 begin_hidden = min(
@@ -218,7 +218,7 @@ def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tens
 
 
 def _filled(x: Tensor, unit: int) -> Tensor:
-    """``x [.., D]`` with zeros behind it up to a multiple of ``unit`` elements."""
+    """``x [.., D]`` with zeros after it up to a multiple of ``unit`` elements."""
     missing = -x.shape[-1] % unit
     return F.pad(x, (0, missing)) if missing else x
 

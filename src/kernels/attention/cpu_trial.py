@@ -48,7 +48,7 @@ def choose_recipe(
     Args:
         is_latent: whether values are the first ``v_dim`` elements of the keys. All matmuls are of
             float32, whatever the dtype of the cache.
-        threads: as of :func:`..matmul.cpu.invariant.choose_recipe`.
+        threads: as in :func:`..matmul.cpu.invariant.choose_recipe`.
 
     Raises:
         UnsupportedModelError: no recipe passes its trial.

@@ -16,7 +16,7 @@ bits (:mod:`.online_softmax`), so the choices may follow the size of the batch.
 
 Given ``key`` the queries, and the keys and values of the step, come as a matmul leaves them,
 and the programs normalise, rotate and store first (:mod:`.decode_prologue`). With a late
-``TRIGGER`` the next kernel starts behind that (:func:`.device.triggers_dependents_late`).
+``TRIGGER`` the next kernel starts after that (:func:`.device.triggers_dependents_late`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     places = with_scale_blocks(pages, blocks, begin, last, shape)
     for start in tl.range(begin, end, BLOCK_N):
         k, v = load_tile(pages, places, start, last, shape, OPERAND, IS_E4M3)
-        # One tile ahead: an address must not wait for the load of its block id.
+        # One tile ahead, so that no address waits for the load of its block id.
         places = places_of(pages, start + BLOCK_N, last, shape)
         visible = visible_in(start, positions, scoring.window, BLOCK_N, IS_E4M3)
         scores = score_tile(q, k, scoring, IS_E4M3)
@@ -118,7 +118,7 @@ def token_of(  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
     A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
-    OFFSETS: as of :func:`.count_at_most`.
+    OFFSETS: as in :func:`.count_at_most`.
     """
     if BY_TOKEN:
         row = unit
@@ -141,7 +141,7 @@ def token_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=[
         "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_workers",
         "max_segments", "num_tokens", "k_token_stride", "k_head_stride", "v_token_stride",
@@ -270,7 +270,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     q_mask = is_head[:, None] & (k_dims < DK)[None, :]
     q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
     if FUSE_ROPE:
-        # Asked for before the keys, used after them: both are under way together.
+        # Asked for before the keys, used after them: both are in flight together.
         y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
         q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
         c, s = load_angles(

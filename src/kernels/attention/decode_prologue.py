@@ -123,7 +123,7 @@ def _load_table(table, tokens, mask, dims, stride, step, angles):  # type: ignor
 
 @triton.jit
 def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Prefetch the lines of 128 bytes that pointers lie in into L2."""
+    """Prefetch the lines of 128 bytes that contain the pointers into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -135,7 +135,7 @@ def prefetch_tile(  # type: ignore[no-untyped-def]
     cache, blocks, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch a tile of a cache into L2; arguments as of :func:`.online_softmax.load_rows`.
+    """Prefetch a tile of a cache into L2; arguments as in :func:`.online_softmax.load_rows`.
 
     Reads nothing, so that what it prefetches may be written later.
     """
@@ -151,7 +151,8 @@ def store_new(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr,
     token, position, share, dims, partners, splits, shape,
 ):  # fmt: skip
-    """Store those of the tokens ``first_new`` to ``end_new`` that lie in this program's segments.
+    """Store those of the tokens ``first_new`` to ``end_new`` that are stored in this program's
+    segments.
 
     By segment, not by what the window shows: values of hidden slots are multiplied by zero.
 

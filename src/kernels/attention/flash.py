@@ -68,7 +68,7 @@ def _limit_4(
     for spec in specs:
         dims = (spec.k_dim, spec.v_dim)
         # Its limit is a multiple of 8, but rows of pages are copied in units of 16 elements: what
-        # lies behind a head of 24, perhaps NaN in an unused slot, would be read with it.
+        # lies after a head of 24, perhaps NaN in an unused slot, would be read with it.
         if any(dim % 16 for dim in dims):
             return f"reads pages of head sizes that are multiples of 16, not {dims}"
         allowed = max(dims) <= (256 if capability[0] == 9 else 128)
@@ -100,7 +100,7 @@ def _limit_2(
 
 
 def attend_4(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """As :func:`.ops.paged_attention`, by flash-attn-4."""
+    """Same as :func:`.ops.paged_attention`, by flash-attn-4."""
     from flash_attn.cute import flash_attn_varlen_func
 
     window = params.window
@@ -123,7 +123,8 @@ def attend_4(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
 
 
 def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """As :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which limit_of refuses."""
+    """Same as :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which limit_of
+    refuses."""
     from flash_attn import flash_attn_varlen_func
 
     k_cache, v_cache, query_starts, context_lens, block_tables, table_rows = kv
@@ -152,7 +153,7 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
 
 
 def _without_padding(out: Tensor, query_starts: Tensor) -> Tensor:
-    """``out [T, Hq, Dv]`` with zeros for the tokens behind the last row, which no library writes;
+    """``out [T, Hq, Dv]`` with zeros for the tokens after the last row, which no library writes;
     in place."""
     tokens = torch.arange(out.shape[0], device=out.device)
     return out.masked_fill_((tokens >= query_starts[-1])[:, None, None], 0.0)

@@ -58,7 +58,7 @@ def paged_attention(
     rows: QuantizedRows | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`.ops.paged_attention`, with shapes as there.
+    """Same as :func:`.ops.paged_attention`, with shapes as there.
 
     ``query`` may be strided in tokens and heads. Matmuls have operands of the query's dtype and
     float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
@@ -198,7 +198,7 @@ def _prepared(
     rows: QuantizedRows | None,
     order: Tensor | None,
 ) -> _Call:
-    """Arguments as of :func:`paged_attention`.
+    """Arguments as in :func:`paged_attention`.
 
     Raises:
         ValueError: the block size is no power of two.
@@ -294,7 +294,7 @@ def _decode(call: _Call, by_token: bool) -> None:
     if num_programs < t.some_unsplit_from or num_units != shared["num_rows"]:
         order = None
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
-    if order is not None:  # the second workers, most of which find nothing to do, behind all others
+    if order is not None:  # the second workers, most of which find nothing to do, after all others
         grid = (num_kv_heads, num_units, spread.num_workers)
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, call.out, partial, stats, arrival_counters, *kv[2:], order,

@@ -301,7 +301,7 @@ def finish(state, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Block ids of the tile at ``start``: one if a tile lies in one block, else ``[BLOCK_N]``.
+    """Block ids of the tile at ``start``: one if a tile is stored in one block, else ``[BLOCK_N]``.
 
     Positions beyond ``last`` stand for ``last``: the unused ends of tables are not looked at.
     """
@@ -341,7 +341,7 @@ def load_rows(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
     """``[BLOCK_N, D_PAD]`` of one KV head, or turned its transpose, zeros beyond D, and beyond
-    ``last`` if ZEROED; arguments as of :func:`slot_pointers`."""
+    ``last`` if ZEROED; arguments as in :func:`slot_pointers`."""
     dims = per_line(tl.arange(0, D_PAD), not TURNED)
     pointers = slot_pointers(cache, blocks, start, WIDTH, BLOCK, PAGE, BLOCK_N, TURNED) + dims
     if ZEROED:

@@ -1,13 +1,13 @@
 """Prefill attention over pages: rows with several queries (FlashAttention-2, Dao 2023).
 
 A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row, whose
-G query heads lie side by side along M, so that a tile of keys is read once for the group. It reads
+G query heads are side by side along M, so that a tile of keys is read once for the group. It reads
 all splits and folds them in order, as the decode kernel does. Where the sums of all values would
 not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
 of its part of the values' dimensions.
 
 The grid holds ``T // queries per tile + B + 1`` tiles, enough for any row lengths; each program
-finds its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros.
+finds its row from ``query_starts``. Tokens after the last row are one more row, which gets zeros.
 Long tiles should start first and idle programs last. So single queries in front, which are the
 decode kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier
 step began before a new prompt; and of each row the last tile first, which sees the most keys.
@@ -55,8 +55,8 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
 ):
     """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
 
-    A split is folded not where it ends but in the next tile, behind that tile's scores. There, no
-    matmul with ``acc`` is under way: on Hopper such a matmul runs beside other instructions, and
+    A split is folded not where it ends but in the next tile, after that tile's scores. There, no
+    matmul with ``acc`` is in flight: on Hopper such a matmul runs beside other instructions, and
     one place that touches its sums before they have been waited for makes ptxas wait for every
     matmul of the kernel at once (its warning C7515). Times: docs/notes/attention.md.
 
@@ -79,13 +79,13 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     places = places_of(pages, begin, last, shape)
     for start in tl.range(begin, last + 1, BLOCK_N):
         k, v = load_tile(pages, places, start, last, shape, OPERAND, False)
-        # One tile ahead: an address must not wait for the load of its block id.
+        # One tile ahead, so that no address waits for the load of its block id.
         places = places_of(pages, start + BLOCK_N, last, shape)
         scores = score_tile(q, k, scoring, False)
         if begins_split(start, splits):
             total = fold(total, state, factor)
             state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS)
-            # Masks what is masked below in any case, and so keeps all this behind the scores.
+            # Masks what is masked below in any case, and so keeps all this after the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
         in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
         if scoring.window is not None:
@@ -114,7 +114,7 @@ def num_leading_singles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=[
         "window", "q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows",
     ],
@@ -129,7 +129,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr,
     SPLIT_CHANGE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr,  # rows looked at together
+    ROWS: tl.constexpr,  # rows read together
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V``, causal, for rows of several queries.
 
@@ -158,7 +158,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     first = ((num_queries + BLOCK_Q - 1) // BLOCK_Q - 1 - behind) * BLOCK_Q
     if first < 0:
         return
-    if (row < num_rows) & (num_queries == 1):  # the decode kernel's
+    if (row < num_rows) & (num_queries == 1):  # served by the decode kernel
         return
 
     lines = tl.arange(0, BLOCK_M)

@@ -49,7 +49,7 @@ from .prefill_sm90_consumer import (
 from .prefill_sm90_producer import convert, produce
 from .tiling import Tiling
 
-# Rows looked at together: most batches at once. As wide for all: a kernel for each width would be
+# Rows read together: most batches at once. As wide for all: a kernel for each width would be
 # seconds of compiling.
 _ROWS = gl.constexpr(1024)
 _SHARED_BYTES = 216 << 10  # for queries and the ring
@@ -61,7 +61,7 @@ _CACHED_BYTES = 32 << 20
 
 
 @gluon.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=[
         "window", "q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows",
     ],
@@ -84,7 +84,7 @@ def prefill_kernel(
     HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
     IS_E4M3: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`.prefill.prefill_kernel`.
+    """Same as :func:`.prefill.prefill_kernel`.
 
     Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
     ``[T, HQ, DK]``, out ``[T, HQ, DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
@@ -116,7 +116,7 @@ def prefill_kernel(
         head = nth // num_tiles
         behind = nth % num_tiles
     first = (num_tiles - 1 - behind) * BLOCK_Q
-    if (row < num_rows) & (num_queries == 1):  # the decode kernel's
+    if (row < num_rows) & (num_queries == 1):  # served by the decode kernel
         return
     if row == num_rows:
         LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0])
@@ -228,7 +228,7 @@ def descriptor(x: Tensor, sizes: list[int], box: list[int]) -> TensorDescriptor:
 
 def _descriptor(cache: Tensor, box_rows: int) -> TensorDescriptor:
     """Of a cache ``[blocks, page, heads, D]``. Boxes are 64 elements wide; where a head's last one
-    would reach into the next head, heads are a dimension of their own, behind whose end TMA reads
+    would reach into the next head, heads are a dimension of their own, after whose end TMA reads
     zeros."""
     num_blocks, page, num_heads, dim = cache.shape
     if dim % 64 == 0 and dim & (dim - 1) == 0:

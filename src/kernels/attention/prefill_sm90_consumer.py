@@ -6,13 +6,13 @@ in Gluon and operation by operation: the bits depend on that. A state is ``(row_
 total_row_max, total_row_sum, total_acc)``, of the current split and of those before it, for the 64
 lines of a warpgroup. Loops take steps of ``STEP_N`` positions: one tile of 64, or two of 32.
 
-Over e4m3 elements heads lie in halves, elements 0, 2, 4, ... and behind them 1, 3, 5, ...: so are
-keys, queries, and outputs until they are stored. Keys and values come as float16, with scales
+Over e4m3 elements heads are stored in halves, elements 0, 2, 4, ... and after them 1, 3, 5, ...: so
+are keys, queries, and outputs until they are stored. Keys and values come as float16, with scales
 beside them (:func:`.prefill_sm90_producer.convert`), and maxima are logarithms.
 
 Matmuls run beside other instructions. ptxas allows that only while no other instruction touches
 their sums (else its warning C7515, and all wait for all): so sums are rescaled, and splits folded,
-where none of theirs is under way. Masks stay away from the loop over steps that all queries see.
+where none of theirs is in flight. Masks stay away from the loop over steps that all queries see.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -174,7 +174,7 @@ def sides(scores):
 
 @gluon.jit
 def add(scores, state, v, second_v, ones, scoring):
-    """:func:`.online_softmax.add_tile` of a step's tiles, the last one's values' sums under way.
+    """:func:`.online_softmax.add_tile` of a step's tiles, the last one's values' sums in flight.
 
     Args:
         v: values of the first tile. second_v: those of the second, if there is one.
@@ -264,7 +264,7 @@ def scaled(scores, scales, slot, scoring):
 
 @gluon.jit
 def add_e4m3(scores, state, v, scales, slot, ones, scoring):
-    """:func:`.e4m3_tiles.add_scored`, the values' sums under way; v: the step's values."""
+    """:func:`.e4m3_tiles.add_scored`, the values' sums in flight; v: the step's values."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     factor = scoring.factor[:, None]
@@ -359,7 +359,7 @@ def _weigh_step(
     MASKED: gl.constexpr, MAY_BEGIN_SPLIT: gl.constexpr,
     step, scores, state, slot, v, second_v, scales, ones, positions, scoring, splits,
 ):  # fmt: skip
-    """The state with a step, its values' sums under way; ``slot``: of its values in the ring.
+    """The state with a step, its values' sums in flight; ``slot``: of its values in the ring.
 
     Args:
         MASKED: whether a query may not see all keys. MAY_BEGIN_SPLIT: whether ``step`` may begin a
@@ -401,7 +401,7 @@ def _step(
     zeros = gl.zeros_like(scores)
     following = warpgroup_mma(q_smem, k, zeros, use_acc=False, is_async=True)
     # Waiting for the next keys here keeps the scores where they are: ptxas mixes what lies between
-    # two branches, and would begin some of them behind the softmax.
+    # two branches, and would begin some of them after the softmax.
     at = _next(at, STAGES)
     mbarrier.arrive(empty.index(before))
     mbarrier.wait(full.index(at[0]), at[1])
@@ -423,7 +423,7 @@ def _attend(
 
     Args:
         begin, final: the first and the last step. in_window: the first one that is in the window
-            of all queries. middle: the first behind it that a query sees in part.
+            of all queries. middle: the first after it that a query sees in part.
     """
     full, _ = bars
     mbarrier.wait(full.index(0), 0)

@@ -4,7 +4,7 @@ with keys and values.
 ``produce`` is one warp that loads through TMA; a message is a part of a block: up to ``BLOCK_N``
 slots by 64 elements. ``convert`` is a warpgroup for e4m3 elements: it loads the next step into
 registers while it converts this one to float16. A slot of the ring then holds the keys of step s,
-and of step s - 1 the values and the scales of both; heads lie in halves
+and of step s - 1 the values and the scales of both; heads are stored in halves
 (:mod:`.prefill_sm90_consumer`).
 """
 
@@ -43,8 +43,8 @@ def _store_halves(words, target):
 
 @gluon.jit
 def _blocks_of(table, start, last, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Block ids of the step at ``start``: one if it lies in one block, else one per position. Those
-    beyond ``last`` stand for ``last``."""
+    """Block ids of the step at ``start``: one if it is stored in one block, else one per position.
+    Those beyond ``last`` stand for ``last``."""
     if PAGE >= STEP_N:
         positions = gl.minimum(start, last)
     else:
@@ -165,7 +165,7 @@ def _load_async(desc, table, start, last, head, element, target, bar, PAGE: gl.c
     SHAPE: gl.constexpr = [NUM, ROWS, 1, 64] if PADDED else [NUM, ROWS, 64]
     parts = target._reinterpret(target.dtype, SHAPE, desc.layout)
     for i in gl.static_range(COUNT):
-        # Behind the end of the context: its last block once more.
+        # After the end of the context: its last block once more.
         position = gl.minimum(start + i * ROWS, last)
         block = gl.load(table + position // PAGE)
         slot = block * PAGE + position % PAGE // ROWS * ROWS

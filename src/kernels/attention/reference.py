@@ -6,7 +6,7 @@ layer of equal window, so a graph pass hoists it out of the layers. What depends
 :func:`attend`. :func:`paged_attention` does both and is what the custom op runs.
 
 Only slots that hold settled positions are ever read: gathers are clamped to the row's last
-position and masked there, so whatever lies in unused slots (NaN included) cannot leak.
+position and masked there, so whatever is stored in unused slots (NaN included) cannot leak.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _float32_tile(
         mask = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril_()
     bias = torch.zeros(mask.shape, dtype=torch.float32, device=q.device)
     bias.masked_fill_(~mask, float("-inf"))
-    # [1, Hkv, n * G, D]: queries outer, heads of the group inner, as the sinks are laid out.
+    # [1, Hkv, n * G, D]: queries outer, heads of the group inner, as the sinks are arranged.
     q = q.view(num_kv_heads, group_size, num_queries, k_dim).transpose(1, 2)
     q = q.reshape(1, num_kv_heads, num_queries * group_size, k_dim)
     bias = bias.repeat_interleave(group_size, 0)

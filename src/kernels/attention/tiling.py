@@ -37,7 +37,7 @@ class Tiling:
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
             dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
             the parts are powers of two. Changes no bits.
-        combine_chunk: segments whose loads a combining program has under way together, of groups of
+        combine_chunk: segments whose loads a combining program has in flight together, of groups of
             up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
         unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
             This and the other numbers of programs are those for a card of :data:`TUNED_SMS`

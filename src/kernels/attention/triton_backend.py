@@ -80,7 +80,7 @@ class TritonBackend:
         order: Tensor | None = None,
         rows: QuantizedRows | None = None,
     ) -> Tensor:
-        """As :func:`paged_attention`.
+        """Same as :func:`paged_attention`.
 
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.

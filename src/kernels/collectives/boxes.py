@@ -38,7 +38,7 @@ class Boxes:
     Attributes:
         max_chunks: of a call.
         boxes, flags: of each rank, addresses that this device may write to. Arguments of a launch:
-            to load them first would take the time of a load, once more behind what is pushed.
+            to load them first would take the time of a load, once more after what is pushed.
         row_boxes: the same, for few rows.
         numbers, row_numbers: int32 ``[max_chunks]`` and ``[few_rows]``, zeros.
         own_rows, own_flags, ended: parts of ``memory``: uint8, its box of few rows; int32, its

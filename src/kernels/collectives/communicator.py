@@ -22,10 +22,10 @@ from ..fused.dispatch import NormForm
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where a matmul of few rows may push what it computes, in place of the all-reduce behind it.
+    """Where a matmul of few rows may push what it computes, in place of the all-reduce after it.
 
     Attributes:
-        row_boxes, row_numbers: as of :class:`.boxes.Boxes`.
+        row_boxes, row_numbers: as in :class:`.boxes.Boxes`.
         constants: RANK, NUM_RANKS, MAX_ROWS and ROW_BYTES of a kernel.
         is_connected: False allows no launch, only compilation.
         all_reduce_norm: :meth:`Communicator.all_reduce_norm` of what was pushed; it reads its first

@@ -1,4 +1,4 @@
-"""All-reduce, alone or with the norm behind it, and all-gather, each in one launch, by writing into
+"""All-reduce, alone or with the norm after it, and all-gather, each in one launch, by writing into
 the memory of the other GPUs.
 
 Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(rows,)``. Program
@@ -14,7 +14,7 @@ element's sum has one order whatever the batch. A box has two halves, used in tu
 writes call n + 2 has seen the flags of call n + 1, which the reader of call n set after it. Numbers
 are kept per chunk, so they need no reset, and calls may differ in size.
 
-The all-reduce of few rows with the norm behind it (``few_rows_norm_kernel``) has no flags: a rank
+The all-reduce of few rows with the norm after it (``few_rows_norm_kernel``) has no flags: a rank
 waits for the data itself. Grid: ``(rows,)``. Program i of every rank has row i::
 
     push     its part into the box that each peer keeps for this rank
@@ -76,7 +76,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
     sent.
 
     IS_PUSHED: the kernel before has pushed this rank's part, into its own box as well
-    (:mod:`..linear.matmul_sm90`), and let this one start behind its own wait. Then the data is all
+    (:mod:`..linear.matmul_sm90`), and let this one start after its own wait. Then the data is all
     that is waited for, and ``partial`` is not read.
     """
     DTYPE: tl.constexpr = partial.dtype.element_ty
@@ -244,9 +244,9 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
     """``hidden = residual + sum of the ranks' partial`` and ``out`` its RMSNorm; or, without a
     residual, that of the sum. The bits are those of :func:`all_reduce_kernel` and of ``rms_norm``.
 
-    Grid: ``(rows,)``. A row is sent behind one flag, that of its first chunk; its other chunks are
+    Grid: ``(rows,)``. A row is sent after one flag, that of its first chunk; its other chunks are
     counted as well, for calls that are cut otherwise. Shapes: partial, residual, out and hidden
-    ``[rows, N]``, the last two contiguous, weight ``[N]``; others as of :func:`all_reduce_kernel`.
+    ``[rows, N]``, the last two contiguous, weight ``[N]``; others as in :func:`all_reduce_kernel`.
     """
     NUM_CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     i = tl.arange(0, BLOCK)
@@ -262,7 +262,7 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
     for other in tl.static_range(1, NUM_CHUNKS):
         parity = (tl.load(numbers + first + other) + 1) & 1
         half = tl.where(i // CHUNK == other, parity * NUM_RANKS, half)
-    # Loaded here: behind the norm, the launch would end that much later.
+    # Loaded here: after the norm, the launch would end that much later.
     counted = tl.arange(0, BLOCK // CHUNK if BLOCK > CHUNK else 1)
     is_chunk = counted < NUM_CHUNKS
     counts = tl.load(numbers + first + counted, mask=is_chunk, other=0) + 1
@@ -290,7 +290,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``. Shapes: part ``[rows, columns of this
     rank]``, out ``[rows, columns of all]``, begins int32 ``[NUM_RANKS + 1]``: where each rank's
-    columns begin in out; others as of :func:`all_reduce_kernel`."""
+    columns begin in out; others as in :func:`all_reduce_kernel`."""
     overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)

@@ -57,7 +57,7 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """As :func:`.dispatch.act_mul`; rows of ``gate`` and ``up`` may be strided."""
+    """Same as :func:`.dispatch.act_mul`; rows of ``gate`` and ``up`` may be strided."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     launch(gate, up, kind, out, None)
     return out

@@ -70,7 +70,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: No
     """``rms_norm(x) * silu(gate)``, the second factor and the product in float32, rounded once.
 
     Args:
-        x: ``[R, N]``. weight: ``[N]``. eps, form: as of :func:`rms_norm`.
+        x: ``[R, N]``. weight: ``[N]``. eps, form: as in :func:`rms_norm`.
         gate: ``[R, N]``, or ``[1, T, H, N]`` with R = T * H; of the dtype of x.
 
     Returns:

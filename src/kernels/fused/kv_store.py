@@ -28,7 +28,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     Shapes: key ``[T, HKV, K_DIM]``, value ``[T, HKV, V_DIM]``, caches ``[slots, WIDTH]`` or planes
     of :mod:`..e4m3` in blocks of PAGE slots, slot_mapping ``[T]``.
     """
-    # Slots of a block of planes; else 0, and a token's heads lie one behind another.
+    # Slots of a block of planes; else 0, and a token's heads are stored one after another.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
     K_WIDTH: tl.constexpr = 0 if PLANES else HKV * K_DIM
     V_WIDTH: tl.constexpr = 0 if PLANES else HKV * V_DIM
@@ -50,7 +50,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 def kv_store(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """As :func:`.dispatch.kv_store`; T programs, no synchronisation.
+    """Same as :func:`.dispatch.kv_store`; T programs, no synchronisation.
 
     ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
     are. What ends up in the null block, where many tokens write, is not determined.

@@ -149,7 +149,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     """
     overlap(PDL)
     DTYPE: tl.constexpr = out.dtype.element_ty
-    # Slots of a block of planes; else 0, and a token's heads lie one behind another.
+    # Slots of a block of planes; else 0, and a token's heads are stored one after another.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
     K_WIDTH: tl.constexpr = 0 if PLANES else HKV * D
     V_WIDTH: tl.constexpr = 0 if PLANES else HKV * DV
@@ -195,7 +195,7 @@ def norm_rope_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """As :func:`.dispatch.norm_rope_store`; no synchronisation.
+    """Same as :func:`.dispatch.norm_rope_store`; no synchronisation.
 
     What ends up in the null block, where many tokens write, is not determined.
     """

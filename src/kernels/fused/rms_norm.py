@@ -91,7 +91,7 @@ def launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
-    """As :func:`.dispatch.rms_norm`; rows of ``x`` may be strided.
+    """Same as :func:`.dispatch.rms_norm`; rows of ``x`` may be strided.
 
     Heads-first inputs give heads-first outputs, as elementwise operations do: what follows in the
     graph may view them.
@@ -106,7 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.dispatch.add_rms_norm`."""
+    """Same as :func:`.dispatch.add_rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, launch(x, residual, weight, eps, form, out)
 
@@ -141,8 +141,8 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
-    """As :func:`.dispatch.gated_rms_norm`; rows of ``x``, and tokens and heads of ``gate``, may be
-    strided."""
+    """Same as :func:`.dispatch.gated_rms_norm`; rows of ``x``, and tokens and heads of ``gate``,
+    may be strided."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out

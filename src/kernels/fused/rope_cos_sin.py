@@ -46,7 +46,7 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
 def rope_table(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.dispatch.rope_table`."""
+    """Same as :func:`.dispatch.rope_table`."""
     num_tokens, half = positions.shape[-1], frequencies.shape[1]
     cos, sin = (
         torch.empty(1, num_tokens, 2 * half, dtype=dtype, device=positions.device) for _ in "cs"

@@ -5,7 +5,7 @@ changes. Where it may not split K it keeps to the plain order from some number o
 the order of our two kernels: :mod:`.matmul_sm90` on Hopper, where it has a tile, and
 :mod:`.matmul` elsewhere. Up to 16, 64 or 256 rows they are faster, too. So a shape needs one
 number, ``max_custom_rows``: up to it ours, above it cuBLAS. :func:`.plan.choose_plan` finds it on
-the GPU at hand, by comparing bits. Above it :mod:`.matmul_sm90_many` takes the place of cuBLAS
+the GPU available, by comparing bits. Above it :mod:`.matmul_sm90_many` takes the place of cuBLAS
 where it is quicker, which depends on the number of rows (:mod:`.tiles`) and changes no bit, either.
 Where the bits of our tiles are not known to agree (float32, rows that are not whole 16-byte units),
 the Triton kernel computes all rows, with one tile. A norm before a matmul of a few rows may join it
@@ -143,7 +143,7 @@ def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_
 
     Args:
         weight: ``[N, K]``, a parameter. columns: ``[..., K, T]``.
-        max_custom_rows: as of :func:`linear`, of columns.
+        max_custom_rows: as in :func:`linear`, of columns.
 
     Returns:
         ``[..., N, T]``, contiguous.
@@ -158,7 +158,7 @@ def linear_silu_mul(
 
     Args:
         x: ``[..., K]``. weight: ``[2 N, K]``, a parameter. bias: ``[2 N]`` or None.
-        max_custom_rows: as of :func:`linear`.
+        max_custom_rows: as in :func:`linear`.
 
     Returns:
         ``[..., N]``.
@@ -184,8 +184,8 @@ def norm_linear(
     """The matmul of ``add_rms_norm``'s first result, and its second; for few rows one launch.
 
     Args:
-        x, residual, norm_weight, eps, form: as of :func:`.dispatch.add_rms_norm`.
-        weight, max_custom_rows: as of :func:`linear`; with ``has_gate`` of
+        x, residual, norm_weight, eps, form: as in :func:`.dispatch.add_rms_norm`.
+        weight, max_custom_rows: as in :func:`linear`; with ``has_gate`` of
             :func:`linear_silu_mul`.
 
     Returns:
@@ -219,7 +219,7 @@ def _kernel_with_norm(
 
 class RowParallel:
     """Row-parallel linear layers of this rank (Shoeybi et al. 2019), with the sum of their results
-    over the ranks and the norm behind it.
+    over the ranks and the norm after it.
 
     Args:
         communicator: sums the results.
@@ -242,7 +242,7 @@ class RowParallel:
         itself pushes its results to the other ranks.
 
         Args:
-            x, weight, max_custom_rows: as of :func:`linear`.
+            x, weight, max_custom_rows: as in :func:`linear`.
             residual, norm_weight, eps, form: as of
                 :meth:`..collectives.communicator.Communicator.all_reduce_norm`.
         """

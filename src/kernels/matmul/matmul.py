@@ -35,7 +35,7 @@ class Tile:
 
     Attributes:
         block_m, block_n, block_k: rows, outputs and summands of a tile; powers of two.
-        num_stages: tiles under way at once, plus one. num_warps: of a program.
+        num_stages: tiles in flight at once, plus one. num_warps: of a program.
         swap_ab: compute the transpose, ``weight @ x.T``.
     """
 

@@ -1,6 +1,6 @@
 """Chooses, per weight shape, the largest row count at which our matmul kernels replace cuBLAS.
 
-The choice compares bits on the GPU at hand: see :func:`sweep`. Two orders of summation differ in
+The choice compares bits on the GPU available: see :func:`sweep`. Two orders of summation differ in
 the last places of a float32 sum, and once that is rounded to 16 bits, in one result of thousands or
 fewer. So some hundred thousand results are compared for each number of rows above 16, up to which
 ours computes in any case. A weight of few outputs, for which that would take long and cuBLAS gains
@@ -103,7 +103,7 @@ def differing_counts(
 
 def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
     """Row counts at which our kernel for many rows differs in bits from cuBLAS's 512 rows and the
-    activation behind it; none where that kernel never serves."""
+    activation after it; none where that kernel never serves."""
     by_arch = many_rows_kernel(weight, bias, has_gate)
     if by_arch is None:
         return ()

@@ -7,7 +7,7 @@ twenty times that of a float32 matmul (docs/notes/mla.md). So it adds up 128 pro
 from zero, and each such part is added to the total in float32, rounded as any addition is.
 
 A result has one order of additions, whatever the tile: parts of 128 in the order of K. A tile says
-how many parts are under way at once, not in which order they are added.
+how many parts are in flight at once, not in which order they are added.
 """
 
 from __future__ import annotations

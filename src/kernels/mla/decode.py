@@ -60,7 +60,7 @@ def _unit_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["table_stride", "num_rows", "num_workers", "max_splits"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )

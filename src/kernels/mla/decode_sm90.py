@@ -161,7 +161,7 @@ def _load(
 
 
 @gluon.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["table_stride", "num_rows", "num_workers", "max_splits"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
@@ -176,7 +176,7 @@ def latent_decode_sm90_kernel(
     GROUP: gl.constexpr,  # panels of 64 elements that arrive together
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
-    """As :func:`.decode.latent_decode_kernel`, of which it takes grid and arguments."""
+    """Same as :func:`.decode.latent_decode_kernel`, of which it takes grid and arguments."""
     PANELS: gl.constexpr = R // 64 + 1
     GROUPS: gl.constexpr = (H + LINES - 1) // LINES
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
@@ -244,7 +244,7 @@ def serves(num_heads: int) -> bool:
 def constants_of(rank: int) -> dict[str, int]:
     """The kernel's own constants."""
     panels = num_panels(rank)
-    # Behind queries, 64 elements of 2 bytes a panel and line, and weights.
+    # After queries, 64 elements of 2 bytes a panel and line, and weights.
     num_free = _SHARED_BYTES - (panels * 64 + STEP_N.value) * LINES.value * 2
     ring = ring_constants(panels, num_free)
     return ring | {"SLOTS": min(ring["SLOTS"], _MOST_SLOTS)}

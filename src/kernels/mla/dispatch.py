@@ -142,7 +142,7 @@ def head_values(out: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = N
     """``[T, H, V]``, contiguous, of ``out [T, H, R]``, by W_v ``[H, R, V]`` of any strides.
 
     Args:
-        recipe: as of :func:`latent_query`.
+        recipe: as in :func:`latent_query`.
     """
     if out.is_cuda:
         from .head_matmul_kernel import head_matmul as by_kernel

@@ -91,7 +91,7 @@ def choose_recipe(
 
     Args:
         is_transposed: whether the weight lies as ``[H, O, I]``.
-        threads: as of :func:`..matmul.cpu.invariant.choose_recipe`.
+        threads: as in :func:`..matmul.cpu.invariant.choose_recipe`.
 
     Raises:
         UnsupportedModelError: no recipe passes its trial.

@@ -37,7 +37,7 @@ def _prefetch_weight(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=[
         "num_rows", "x_row_stride", "x_head_stride", "cos_stride", "cos_step", "sin_stride",
         "sin_step",
@@ -49,7 +49,7 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     x_row_stride,  # in units of STEP elements
     x_head_stride, cos_stride, cos_step, sin_stride, sin_step,
     HEADS: tl.constexpr, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
-    TAIL: tl.constexpr,  # elements of x behind the inputs, copied behind the outputs
+    TAIL: tl.constexpr,  # elements of x after the inputs, copied after the outputs
     ROTATES: tl.constexpr,  # their pairs, on the way
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,  # strides of weight
     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -87,7 +87,7 @@ def attention(
     tiling: LatentTiling | None = None,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`.dispatch.attention`; any block size that is a power of two.
+    """Same as :func:`.dispatch.attention`; any block size that is a power of two.
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.

@@ -16,7 +16,7 @@ from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["table_stride", "num_tokens", "num_rows"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
@@ -26,10 +26,10 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
-    ROWS: tl.constexpr,  # rows looked at together
+    ROWS: tl.constexpr,  # rows read together
 ):  # fmt: skip
-    """As :func:`.decode.latent_decode_kernel`, causal, for rows of several queries; zeros for the
-    tokens behind the last row. Grid: ``(T * H // LINES + B + 2,)``."""
+    """Same as :func:`.decode.latent_decode_kernel`, causal, for rows of several queries; zeros for
+    the tokens after the last row. Grid: ``(T * H // LINES + B + 2,)``."""
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = VectorShape(
         R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty)
@@ -46,7 +46,7 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
     if first < 0:
         return
-    if (row < num_rows) & (num_queries == 1):  # the decode kernel's
+    if (row < num_rows) & (num_queries == 1):  # served by the decode kernel
         return
     lines = first + tl.arange(0, LINES)
     is_line = lines < num_queries * H

@@ -48,7 +48,7 @@ _PANEL_BYTES = 64 * 64 * 2
 
 
 @gluon.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
@@ -65,7 +65,7 @@ def latent_prefill_kernel(
     GROUP: gl.constexpr,  # panels of 64 elements that arrive together
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
-    """As :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
+    """Same as :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
     programs."""
     PANELS: gl.constexpr = R // 64 + 1
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
@@ -147,7 +147,7 @@ def constants_of(rank: int) -> dict[str, int]:
 
 
 def num_panels(rank: int) -> int:
-    """Panels of 64 elements that hold a vector: its latent, and the rotated part behind."""
+    """Panels of 64 elements that hold a vector: its latent, and the rotated part after."""
     return rank // 64 + 1
 
 
@@ -162,7 +162,7 @@ def descriptors(
     query: Tensor, cache: Tensor, num_lines: int = LINES.value
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Of queries ``[T, H, R + P]`` in tiles of ``num_lines``, and a cache ``[blocks, page, 1, R +
-    P]``. Behind the end of a row's last panel TMA reads zeros."""
+    P]``. After the end of a row's last panel TMA reads zeros."""
     width = query.shape[2]
     page = min(cache.shape[1], STEP_N.value)
     of_queries = descriptor(query, [query.numel() // width, width], [num_lines, 64])

@@ -1,7 +1,7 @@
 """The warps of Hopper's latent prefill: one loads, one warpgroup weighs vectors, two sum them; see
 :mod:`.prefill_sm90`.
 
-Queries of a tile of lines lie one behind another in memory, 64 rows of R + P elements; vectors come
+Queries of a tile of lines lie one after another in memory, 64 rows of R + P elements; vectors come
 as parts of a block, up to 64 slots by 64 elements. Both are loaded through TMA.
 
 The arithmetic is that of :func:`.tiles.attend_vectors`, operation by operation, for its bits depend
@@ -48,7 +48,7 @@ class LineTile(NamedTuple):
     """A tile of lines.
 
     Attributes:
-        row: in the batch; behind the last one are the tokens of padding.
+        row: in the batch; after the last one are the tokens of padding.
         begin, num_queries: the row's first token, and how many it has.
         first: the tile's first line in the row.
         start, last: position of the row's first query, and the last that a line sees.
@@ -133,7 +133,7 @@ def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, OFFSETS: gl.con
 
 @gluon.jit
 def _slot_of(table, position, last, PAGE: gl.constexpr, ROWS: gl.constexpr):
-    # Behind the end of the context: its last block once more.
+    # After the end of the context: its last block once more.
     position = gl.minimum(position, last)
     block = gl.load(table + position // PAGE)
     return block * PAGE + position % PAGE // ROWS * ROWS
@@ -203,7 +203,7 @@ def _hand_on(tile, tile_smem, bars, count):
 
 @gluon.jit
 def next_tile(tile_smem, bars, count):
-    """The ``count``-th number that :func:`produce` hands on; ``num_tiles`` behind the last."""
+    """The ``count``-th number that :func:`produce` hands on; ``num_tiles`` after the last."""
     mbarrier.wait(bars.t_full, count & 1)
     numbers = tile_smem.load(gl.BlockedLayout([1], [32], [4], [0]))
     mbarrier.arrive(bars.t_empty, count=1)
@@ -257,7 +257,7 @@ def weigh_vectors(
     H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Hand on each step's weights in the model's dtype with the maxima so far, and behind the last
+    """Hand on each step's weights in the model's dtype with the maxima so far, and after the last
     step the reciprocals of the weights' sums."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
     MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -352,7 +352,7 @@ def _by_line(values):
 
 @gluon.jit
 def _folded(piece, scratch, has_total, a, b):
-    """A piece folded into that of the total, which lies at ``scratch`` if there is one; and where
+    """A piece folded into that of the total, which is at ``scratch`` if there is one; and where
     each thread's part of it lies."""
     layout: gl.constexpr = _by_thread(piece).type.layout
     offsets = gl.arange(0, 1024, gl.SliceLayout(1, layout))[:, None] * 4
@@ -370,7 +370,7 @@ def sum_values(
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
-    before it lie in ``scratch`` where they have no registers."""
+    before it are stored in ``scratch`` where they have no registers."""
     D: gl.constexpr = R // 4  # values of an instruction: ptxas takes no 256 with so many threads
     PIECES: gl.constexpr = 2 * D // 64
     HAS_SCRATCH: gl.constexpr = needs_scratch(R)

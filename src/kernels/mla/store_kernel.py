@@ -33,7 +33,7 @@ def rotated_pairs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def _store_kernel(  # type: ignore[no-untyped-def]
@@ -56,8 +56,9 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 
 def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """As :func:`.dispatch.store_latent`, of ``latent [T, R]`` and ``rope [T, P]``; T programs, no
-    synchronisation. What ends up in the null block, where many tokens write, is not determined."""
+    """Same as :func:`.dispatch.store_latent`, of ``latent [T, R]`` and ``rope [T, P]``; T programs,
+    no synchronisation. What ends up in the null block, where many tokens write, is not
+    determined."""
     if len(latent) == 0:
         return
     latent, rope = (x if x.stride(1) == 1 else x.contiguous() for x in (latent, rope))
@@ -71,7 +72,7 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
     do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
 )
@@ -105,8 +106,9 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
 
 
 def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Tensor) -> None:
-    """As :func:`.dispatch.norm_rope_store_latent`; T programs, no synchronisation. A latent has the
-    bits that :func:`.rms_norm.rms_norm` gives it. The null block is as of :func:`store_latent`."""
+    """Same as :func:`.dispatch.norm_rope_store_latent`; T programs, no synchronisation. A latent
+    has the bits that :func:`.rms_norm.rms_norm` gives it. The null block is as in
+    :func:`store_latent`."""
     latent, rope = as_rows(inputs.latent), as_rows(inputs.rope)
     if len(latent) == 0:
         return

@@ -44,7 +44,7 @@ class VectorShape(NamedTuple):
     """Sizes of a tile of cached vectors: constants."""
 
     R: Any  # elements of a latent, which are the values
-    P: Any  # rotated elements behind them
+    P: Any  # rotated elements after them
     R_PAD: Any
     P_PAD: Any
     PAGE: Any
@@ -104,7 +104,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
 
     Args:
         lines: :class:`Lines`.
-        begin: first position, where a split begins. end: one behind the last.
+        begin: first position, where a split begins. end: one after the last.
         last: last position any of the lines sees. positions: of the lines, ``[M]``. All four count
             chosen positions, where there are such.
         factor: turns scores into logarithms to base 2.
@@ -127,7 +127,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         ropes = _load_part(
             vectors.cache + shape.R, places, start, last, shape.P, shape.P_PAD, ARE_SLOTS, shape
         )
-        # One tile ahead: an address must not wait for the load of its block id.
+        # One tile ahead, so that no address waits for the load of its block id.
         places = _places(vectors, start + BLOCK_N, last, shape)
         scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
         visible = (start + offsets)[:, None] <= positions[None, :]

@@ -65,7 +65,7 @@ def _sum_of_experts(  # type: ignore[no-untyped-def]
         if gate is not None:
             logit = tl.load(gate + token * gate_stride)
     # All places are loaded before the first is waited for, then the rows. The assembler would
-    # save registers and wait for each place in turn; it does not move loads behind a barrier.
+    # save registers and wait for each place in turn; it does not move loads after a barrier.
     tl.debug_barrier()
     parts = ()
     for j in tl.static_range(K):
@@ -150,7 +150,7 @@ def combine_experts(
     Args:
         rows: ``[T * top_k, H]``, in the order of the experts.
         weights: ``[T * top_k]``, in the order of the tokens.
-        inverse: int64 ``[T * top_k]``, as of :func:`spread_rows`.
+        inverse: int64 ``[T * top_k]``, as in :func:`spread_rows`.
         shared: ``[..., H]`` of T rows and of ``dtype``: what a shared expert gives.
         gate: ``[..., 1]`` of T rows and of ``dtype``: logits whose sigmoids ``shared`` is
             multiplied by.
@@ -246,9 +246,9 @@ def combine_add_rms_norm(
     """(RMSNorm of h, h) with h = ``residual + combine_experts(...)``.
 
     Args:
-        rows, weights, inverse, top_k, shared, gate: as of :func:`combine_experts`.
+        rows, weights, inverse, top_k, shared, gate: as in :func:`combine_experts`.
         residual: ``[..., H]`` of T rows, whose dtype the sum over the experts is rounded to.
-        norm_weight, eps, form: as of :func:`.dispatch.add_rms_norm`.
+        norm_weight, eps, form: as in :func:`.dispatch.add_rms_norm`.
 
     Returns:
         Both of the shape and dtype of ``residual``.

@@ -182,7 +182,7 @@ def grouped_mm(
         has_gate: whether N is twice that of the result, which is ``silu(gate) * up`` of the two
             halves, each operation rounded to the dtype.
         has_old_offs: whether another call of as many rows and with the same ``offs`` comes before.
-            Given few rows it lets nothing behind it start before ``offs`` is there. So this one
+            Given few rows it lets nothing after it start before ``offs`` is there. So this one
             reads it, and prefetches a part of the weights that it will need, before it waits.
         tile: to try another than :func:`choose_grouped_tile` gives.
 

@@ -35,7 +35,7 @@ equal, or zero."""
 @triton.jit
 def exact_sum(x):  # type: ignore[no-untyped-def]
     """Of each row ``[T, E]`` of float32 from 0 to 1, at most :data:`MAX_EXPERTS` of them: cut off
-    behind 40 binary places, added as integers. So there is no order of additions that a layout
+    after 40 binary places, added as integers. So there is no order of additions that a layout
     could change, and a warp adds up in one instruction. NaN if a row has one."""
     SCALE: tl.constexpr = 1048576.0
     is_nan = tl.max((x != x).to(tl.int32), 1) > 0

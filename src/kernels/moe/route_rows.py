@@ -41,7 +41,8 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     T_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
     NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`route_rows`. Grid: ``(ceil(H / BLOCK) + 1,)``; the last program has no rows."""
+    """Same as :func:`route_rows`. Grid: ``(ceil(H / BLOCK) + 1,)``; the last program has no
+    rows."""
     overlap(PDL)
     S: tl.constexpr = T_BLOCK * K_BLOCK
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -98,9 +99,9 @@ def route_rows(
     :func:`.expert_rows.spread_rows`, bit for bit, which serve where tokens are many.
 
     Args:
-        logits: ``[T, E]``, ``top_k``, ``normalisation`` and ``dtype`` as of :func:`.route.route`.
+        logits: ``[T, E]``, ``top_k``, ``normalisation`` and ``dtype`` as in :func:`.route.route`.
         tokens: ``[T, H]``.
-        query_starts: as of :func:`.sort_by_expert.sort_by_expert`.
+        query_starts: as in :func:`.sort_by_expert.sort_by_expert`.
 
     Returns:
         rows ``[T * top_k, H]``; weights of ``dtype`` ``[T, top_k]``; inverse int64 ``[T * top_k]``,

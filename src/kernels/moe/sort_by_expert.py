@@ -4,7 +4,7 @@ A counting sort, in place of a library's sort, histogram, sum and permutation, e
 several. Stable, without atomics; programs follow shapes alone, so calls can be captured. Where
 rows are few, one launch with one program per expert, which looks at all rows and places its own.
 Where they are many, one launch that counts each block's rows by expert, and one in which each block
-places its rows: behind those of the experts and blocks before, in the order they have.
+places its rows: after those of the experts and blocks before, in the order they have.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def sort_by_expert(
         ids: ``[S]`` int64, 0 or more, ``top_k`` a token; those of ``num_experts`` or more are no
             expert's, and come last in the order they have.
         query_starts: int32 ``[B + 1]``, of a step whose tokens they are of: its last entry says how
-            many of them are real. Those of the tokens behind, padding, are no expert's, whatever
+            many of them are real. Those of the tokens after, padding, are no expert's, whatever
             they are: an expert that only padding chose would be read for nothing.
 
     Returns:

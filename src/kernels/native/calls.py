@@ -54,7 +54,7 @@ recording = _Recording()
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a kernel with these arguments and, behind them, the number of threads."""
+    """Call a kernel with these arguments and, after them, the number of threads."""
     arguments = *arguments, torch.get_num_threads()
     kernels = library()
     if kernels is None:

@@ -225,7 +225,7 @@ class _Recorder:
         """What was recorded, with these tensors of the step in it.
 
         Raises:
-            _Refused: a tensor of the step does not lie in memory as replays expect it.
+            _Refused: a tensor of the step is not stored in memory as replays expect it.
         """
         of_step = (*step, *results)
         if not all(x.is_contiguous() for x in of_step) or any(x.storage_offset() for x in results):

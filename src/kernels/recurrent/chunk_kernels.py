@@ -2,7 +2,7 @@
 equations.
 
 ``chunk_inner_kernel`` computes what is independent of the states, for all chunks of a step side by
-side. Behind it ``chunk_prompt_kernel`` walks the chunks of prompts. ``chunk_decode_kernel`` serves
+side. After it ``chunk_prompt_kernel`` walks the chunks of prompts. ``chunk_decode_kernel`` serves
 few positions per row, whose states go from slot to slot.
 """
 
@@ -59,9 +59,9 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for
     each row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a
-    row of n tokens lies in ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK. Shapes
-    as of ``chunk_prompt_kernel``; rates and dt_bias ``[H]``, of Mamba-2.
-    ``chunks`` are the results of :func:`.device_functions.delta_inner`.
+    row of n tokens spans ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK.
+    Shapes as of ``chunk_prompt_kernel``; rates and dt_bias ``[H]``, of Mamba-2. ``chunks`` are the
+    results of :func:`.device_functions.delta_inner`.
     """
     DELTA: tl.constexpr = beta is not None
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
@@ -248,7 +248,7 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
         of_key, of_query, of_update, growth = load_factors(place, index)
         left -= last - first
         until_next -= last - first
-        # Loads for the next chunk, on their way while this one is computed. Behind a row's last
+        # Loads for the next chunk, on their way while this one is computed. After a row's last
         # there is something in `chunks`, too.
         last_1 = tl.minimum(CHUNK, left)
         query += CHUNK * q_stride

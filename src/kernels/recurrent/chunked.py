@@ -9,7 +9,7 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
     S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
 
 (Yang et al. 2024, Dao and Gu 2024). All are matmuls, of which a row for position i adds up
-nothing but zeros from positions behind i, if their inputs are finite. So what a position gives does
+nothing but zeros from positions after i, if their inputs are finite. So what a position gives does
 not depend on how far its chunk has come: a decode step computes it as a prompt does, with the
 chunk's earlier positions taken from the slot, which holds the state before the chunk and the inputs
 since (:mod:`.spec`). The state is written at a chunk's end, and where an interval begins,
@@ -52,7 +52,7 @@ _FEW_PROGRAMS = 1 << 11
 def delta_rule(
     inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
-    """As :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.spec`."""
+    """Same as :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.spec`."""
     out = inputs.query.new_empty(inputs.value.shape)
     limits = (scale, 0.0, 0.0)
     options = {"L2NORM": l2norm, "SOFTPLUS": False}
@@ -68,7 +68,7 @@ def ssd_scan(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """As :func:`.ops.ssd_scan`, for states of :mod:`.spec`."""
+    """Same as :func:`.ops.ssd_scan`, for states of :mod:`.spec`."""
     x, dt, A, B, C, D, dt_bias = inputs
     out = x.new_empty(x.shape, dtype=torch.float32)
     limits = (1.0, dt_min, dt_max)

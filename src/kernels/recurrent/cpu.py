@@ -25,7 +25,7 @@ from .walk import StepRows, Stretch, Tokens, as_tokens, batches, load, save, str
 
 
 def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softplus: bool) -> Tensor:
-    """As :func:`.ops.selective_scan`."""
+    """Same as :func:`.ops.selective_scan`."""
     x, dt, A, B, C, D, z, dt_bias = inputs
     out = x.new_zeros(x.shape, dtype=result_type(inputs))
     rates = A.float().t().contiguous()
@@ -98,7 +98,7 @@ _PIECE_ELEMENTS = 1 << 17
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StepRows, activation: str
 ) -> Tensor:
-    """As :func:`.ops.short_conv`."""
+    """Same as :func:`.ops.short_conv`."""
     taps = weight.float().t().contiguous()
     out = x.new_zeros(x.shape, dtype=weight.dtype)
     found = stretches(rows)
@@ -112,7 +112,7 @@ def short_conv(
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """``x`` behind an activation of ``ACTIVATIONS``, or as it is for ""."""
+    """``x`` after an activation of ``ACTIVATIONS``, or as it is for ""."""
     if not activation:
         return x
     name, arguments = ACTIVATIONS[activation]
@@ -134,7 +134,7 @@ def _convolve_single(
 def _convolve_row(
     x: Tensor, taps: Tensor, bias: Tensor | None, states: Tensor, parts: list[Stretch], out: Tensor
 ) -> None:
-    """A row of several tokens: its inputs behind the last ones of the state, shifted."""
+    """A row of several tokens: its inputs after the last ones of the state, shifted."""
     begin, end = parts[0].begin, parts[-1].end
     inputs = torch.cat((load(states, [parts[0].source])[0], x[begin:end]))
     step = max(1, _PIECE_ELEMENTS // x.shape[1])
@@ -167,7 +167,7 @@ _PREPARED_ELEMENTS = 1 << 20
 def delta_rule(
     inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
-    """As :func:`.ops.delta_rule`."""
+    """Same as :func:`.ops.delta_rule`."""
     query, key, value, decay, beta = inputs
     out = query.new_zeros(value.shape)
     most = _most_tokens(states)
@@ -197,7 +197,7 @@ def ssd_scan(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """As :func:`.ops.ssd_scan`."""
+    """Same as :func:`.ops.ssd_scan`."""
     x, dt, A, B, C, D, dt_bias = inputs
     out = x.new_zeros(x.shape, dtype=torch.float32)
     most = _most_tokens(states)
@@ -240,7 +240,7 @@ def _advance(
     """
     num_rows, num_heads, num_keys, num_values = states.shape
     num_times = len(v) // num_rows
-    groups = q.shape[1], num_heads // q.shape[1]  # heads that share a key lie side by side
+    groups = q.shape[1], num_heads // q.shape[1]  # heads that share a key are side by side
     q, k = q.unsqueeze(2), k.unsqueeze(2)
     v, a = v.unflatten(1, groups), a.unflatten(1, groups)
     reads = v.new_zeros(len(v), *groups, MKL_ROW_UNIT, num_keys)

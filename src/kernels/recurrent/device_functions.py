@@ -25,7 +25,7 @@ ROW_POINTERS = ["starts", "contexts", "tables", "table_rows"]
 
 @triton.jit
 def find_row(starts, contexts, tables, table_rows, row, is_row, table_stride):  # type: ignore[no-untyped-def]
-    """(first token, the one behind the last, position of the first, table) of a row; of padding,
+    """(first token, the one after the last, position of the first, table) of a row; of padding,
     which is no row, the first alone has a meaning."""
     # Together, as each takes what a load of a state takes.
     begin = tl.load(starts + row)
@@ -150,7 +150,7 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """``[i, j]``: that of the decays from a chunk's begin to position i."""
-    # exp of less is 0, too, and a larger sum would have fewer digits for the logarithms behind.
+    # exp of less is 0, too, and a larger sum would have fewer digits for the logarithms after.
     decay = tl.maximum(decay, _SMALLEST_LOGARITHM, propagate_nan=tl.PropagateNan.ALL)
     i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
     lower = tl.where(i >= j, 1.0, 0.0)
@@ -187,7 +187,7 @@ def delta_inner(  # type: ignore[no-untyped-def]
     g_i = logarithms(a, SPLIT)
     g_j = tl.trans(g_i)
     g = diagonal(g_i)
-    # Nothing is taken of positions behind, the exponentials of which may be infinite.
+    # Nothing is taken of positions after, the exponentials of which may be infinite.
     decayed = exp(tl.where(i >= j, g_i - g_j, 0.0))
     of_k = tl.full((CHUNK,), 1.0, tl.float32)
     of_q = of_k
@@ -212,7 +212,7 @@ def delta_inner(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """P and the last three as of :func:`delta_inner` of Mamba-2, where u depends on no state."""
+    """P and the last three as in :func:`delta_inner` of Mamba-2, where u depends on no state."""
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
     i, j = index[:, None], index[None, :]
@@ -269,7 +269,7 @@ def advance(  # type: ignore[no-untyped-def]
 
 
 # Masked elements of loads are undefined: `tl.where` makes them zeros only where a program has to
-# wait anyway. Triton copies an operand of a matmul to shared memory right behind the load that it
+# wait anyway. Triton copies an operand of a matmul to shared memory right after the load that it
 # comes from, and waits for it there, with later loads not yet issued.
 
 
@@ -285,7 +285,7 @@ def load_rows(x, tokens, stride, kept, offsets, index, first, last, mask):  # ty
 
 @triton.jit
 def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
-    """As :func:`load_rows`, of one number per position, as float32; zeros behind."""
+    """Same as :func:`load_rows`, of one number per position, as float32; zeros after."""
     inside = (index >= first) & (index < last)
     new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
     return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)

@@ -1,14 +1,14 @@
 """The custom ops of recurrent layers: ``pagespec::short_conv``, ``pagespec::delta_rule``,
 ``pagespec::ssd_scan`` (Mamba-2) and ``pagespec::selective_scan`` (Mamba-1).
 
-Shapes: T tokens of B rows lie back to back; row b owns tokens ``[query_starts[b],
+Shapes: T tokens of B rows are back to back; row b owns tokens ``[query_starts[b],
 query_starts[b + 1])``, the j-th of its n at position ``context_lens[b] - n + j``. Tokens from
 ``query_starts[B]`` on are padding and yield zeros. Inputs may be strided.
 
-What a layer remembers of a row lies in a *slot* of its ``states [num_slots + 1, ...]``, which are
-contiguous; the last slot is the *null slot*, which means nothing. Positions are cut into intervals;
-with ``table = state_tables[table_rows[b]]``, ``table[i]`` is the slot of row b for positions
-``[i * interval, (i + 1) * interval)``. Before position p > 0 the state is that of slot
+What a layer remembers of a row is stored in a *slot* of its ``states [num_slots + 1, ...]``, which
+are contiguous; the last slot is the *null slot*, which means nothing. Positions are cut into
+intervals; with ``table = state_tables[table_rows[b]]``, ``table[i]`` is the slot of row b for
+positions ``[i * interval, (i + 1) * interval)``. Before position p > 0 the state is that of slot
 ``table[(p - 1) // interval]``, unless the call computed position p - 1; before position 0 it is
 zeros. After the last position that a call computes in interval i, the state is written to slot
 ``table[i]``. So a slot that differs from the next one keeps the state at the end of its interval: a

@@ -1,10 +1,10 @@
 """The static parameters of one recurrent call, and what a slot of its states holds.
 
 Where a GPU computes a recurrence chunk by chunk (:mod:`.chunked`), a slot holds a *record* for each
-tile of a head's values: the state before the chunk that the last position lies in, ``[tile, K]`` in
-float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and values ``[CHUNK,
-tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes), ``[2, CHUNK]``,
-and the rows of M of :mod:`.chunked`, ``[CHUNK, CHUNK]``.
+tile of a head's values: the state before the chunk of the last position, ``[tile,
+K]`` in float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and values
+``[CHUNK, tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes), ``[2,
+CHUNK]``, and the rows of M of :mod:`.chunked`, ``[CHUNK, CHUNK]``.
 
 The program of a tile reads and writes its record and no other: heads that share keys, and the tiles
 of a head, have each a copy of the keys.

@@ -133,7 +133,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StepRows, activation: str
 ) -> Tensor:
-    """As :func:`.ops.short_conv`; ``rows.interval`` at least K - 1."""
+    """Same as :func:`.ops.short_conv`; ``rows.interval`` at least K - 1."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     num_rows, (channels, width) = len(rows.context_lens), weight.shape
     if len(x):

@@ -27,7 +27,7 @@ _MAX_GATHERED_ELEMENTS = 1 << 15
 
 
 class StepRows(NamedTuple):
-    """The rows of a step and their slots, as of :mod:`.ops`.
+    """The rows of a step and their slots, as in :mod:`.ops`.
 
     Attributes:
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
@@ -48,7 +48,7 @@ class StepRows(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens ``[begin, end)`` of a row whose positions lie in one interval.
+    """Consecutive tokens ``[begin, end)`` of a row whose positions are in one interval.
 
     Attributes:
         source: the slot of the state before them; -1 if they begin at position 0.

@@ -30,7 +30,7 @@ _BLOCK_I = 16
 
 @triton.jit
 def _load_token(pointers, strides, masks, token):  # type: ignore[no-untyped-def]
-    """A token's inputs as they lie in memory, a tuple; zeros where masked."""
+    """A token's inputs as they are stored in memory, a tuple; zeros where masked."""
     loaded = ()
     for n in tl.static_range(len(pointers)):
         one = tl.load(pointers[n] + token * strides[n], mask=masks[n], other=0.0)
@@ -121,13 +121,13 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
 
 
 def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softplus: bool) -> Tensor:
-    """As :func:`.ops.selective_scan`."""
+    """Same as :func:`.ops.selective_scan`."""
     x, dt, A, B, C, D, z, dt_bias = inputs
     out = x.new_empty(x.shape, dtype=result_type(inputs))
     size, inner = states.shape[1:]
     if not len(x):
         return out
-    # The kernel steps over tokens; what a token has must lie side by side.
+    # The kernel steps over tokens; what a token has must be contiguous.
     tokens = [
         one if one is None or one.stride(1) == 1 else one.contiguous() for one in (x, dt, B, C, z)
     ]
@@ -186,7 +186,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     if begin == end:
         return
     token = begin.to(tl.int64)
-    # A lane's keys lie side by side, so that what is loaded of a token comes in wide words.
+    # A lane's keys are side by side, so that what is loaded of a token comes in wide words.
     lane, n = tl.arange(0, K_PAD) % LANES, tl.arange(0, K_PAD) // LANES
     i = lane * (K_PAD // LANES) + n
     mask_k = i < K
@@ -245,12 +245,12 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
 def delta_rule(
     inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
-    """As :func:`.ops.delta_rule`, for decays ``[T, H, K]``."""
+    """Same as :func:`.ops.delta_rule`, for decays ``[T, H, K]``."""
     out = inputs.query.new_empty(inputs.value.shape)
     num_heads, num_keys, num_values = states.shape[1:]
     if not len(out):
         return out
-    # The kernel steps over tokens and heads; what lies within a head must lie side by side.
+    # The kernel steps over tokens and heads; what lies within a head must be contiguous.
     tokens = [x if x.dim() == 2 or x.stride(2) == 1 else x.contiguous() for x in inputs]
     tile = block_v(num_keys, num_values)
     _walked_delta_rule_kernel[(num_heads * triton.cdiv(num_values, tile), len(rows.query_starts))](

@@ -1,4 +1,4 @@
-"""Device functions of a draw by the Gumbel-max trick: logits behind a mask of allowed tokens,
+"""Device functions of a draw by the Gumbel-max trick: logits after a mask of allowed tokens,
 noise, the best of their sums, and where the token is stored for the next step and for the host.
 """
 
@@ -20,7 +20,7 @@ def store_token(token, row, sampled, results, result_row, results_stride):  # ty
 
 
 class Results(NamedTuple):
-    """Where the host reads tokens. A kernel stores them there itself: a copy behind it would stand
+    """Where the host reads tokens. A kernel stores them there itself: a copy after it would stand
     between it and the next step.
 
     Attributes:
@@ -78,7 +78,7 @@ def allowed(  # type: ignore[no-untyped-def]
     """Logits ``[SIZE]`` of the ids from ``first`` on, a multiple of 32: -inf where the bit of the
     mask ``words`` is 0. As they are without a mask (None).
 
-    A word is loaded once, and the load of the logits decides how they lie in the threads.
+    A word is loaded once, and the load of the logits decides how threads hold them.
     """
     if words is not None:
         at = first // 32 + tl.arange(0, SIZE // 32)

@@ -29,7 +29,7 @@ from .index_kernels import chosen_slots, row_of_token
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=["table_stride", "num_rows"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )
@@ -77,7 +77,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     slots = chosen_slots(chosen, position, table, 0, last, PAGE, BLOCK_N)
     for start in tl.range(0, last + 1, BLOCK_N):
         at = (slots * HKV + kv_head)[:, None]
-        # Behind the last of them stands the last again: a number, with a weight of 0.
+        # After the last of them stands the last again: a number, with a weight of 0.
         k = tl.load(k_cache + at * DK + k_dims, mask=k_dims < DK, other=0.0)
         v = tl.load(v_cache + at * DV + v_dims, mask=v_dims < DV, other=0.0)
         # One tile ahead: an address must not wait for the load of its slot.
@@ -90,8 +90,8 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
 
 
 def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """As :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_kernels` has them, in order
-    of position; without window, chunk and slopes. Any block size."""
+    """Same as :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_kernels` has them, in
+    order of position; without window, chunk and slopes. Any block size."""
     num_tokens, num_heads, k_dim = query.shape
     _, page, num_kv_heads, v_dim = kv.v_cache.shape
     num_rows = len(kv.context_lens)

@@ -77,7 +77,7 @@ def ordered_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel.
+    # A value that depends on the batch must not recompile the kernel.
     do_not_specialize=[
         "first_token", "q_token_stride", "q_head_stride", "w_token_stride", "w_head_stride",
         "table_stride", "num_rows", "num_workers", "width",
@@ -162,9 +162,9 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``chosen[t]``: the positions in view of the NUM_CHOSEN highest scores, in order; all if there
-    are no more, with -1 behind them.
+    are no more, with -1 after them.
 
-    Grid: ``(n,)``, tokens as of :func:`index_scores_kernel`. Shapes: scores ``[n, width]``, chosen
+    Grid: ``(n,)``, tokens as in :func:`index_scores_kernel`. Shapes: scores ``[n, width]``, chosen
     ``[T, NUM_CHOSEN]``. Rows of scores up to TILE are read once, longer ones in each of up to 32
     rounds.
     """
@@ -232,7 +232,7 @@ def index_topk(
     num_chosen: int,
     max_score_bytes: int = _MAX_SCORE_BYTES,
 ) -> Tensor:
-    """As :func:`..ops.index_topk`; positions are in order, any block size.
+    """Same as :func:`..ops.index_topk`; positions are in order, any block size.
 
     Tokens are scored in parts, so that scores take no more than ``max_score_bytes``, or those of
     one token.

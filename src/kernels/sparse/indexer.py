@@ -7,7 +7,7 @@ An indexer has heads of its own over one small key per token, and scores positio
 Attention sees the K positions of the highest scores among those in view, all where there are no
 more. Among equal scores at the threshold the choice is that of ``torch.topk`` over the positions in
 view, as transformers decodes the query's token; in a longer prompt it calls ``topk`` on the
-hidden positions behind them as well, and that may break such a tie otherwise.
+hidden positions after them as well, and that may break such a tie otherwise.
 
 As in :mod:`.cpu_invariant` every matmul has the shape of a tile of keys from a fixed position on,
 so a score has the same bits in any step, and with them the choice.
@@ -46,7 +46,7 @@ def index_topk(
         scale: factor on the products. num_chosen: K.
 
     Returns:
-        int32 ``[T, K]``, in no order; -1 behind the last of a query that sees fewer.
+        int32 ``[T, K]``, in no order; -1 after the last of a query that sees fewer.
     """
     cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, key)
     chosen = torch.full((len(query), num_chosen), -1, dtype=torch.int32)

@@ -107,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe)
     Returns:
         ``[..., out]``, contiguous.
     """
-    # As in the trial: with columns one behind another MKL sums by where they begin in memory.
+    # As in the trial: with columns one after another MKL sums by where they begin in memory.
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = _multiply(rows, weight, recipe)
     if bias is not None:

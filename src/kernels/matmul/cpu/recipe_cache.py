@@ -55,7 +55,7 @@ class Recipes:
         is_contiguous: bool,
         may_pack: bool,
     ) -> MatmulRecipe:
-        """As :func:`.invariant.choose_recipe`, tried out if it is not known yet."""
+        """Same as :func:`.invariant.choose_recipe`, tried out if it is not known yet."""
         return self.find(
             MatmulRecipe("mkl", 1),
             f"{num_outputs}x{num_inputs} {dtype} {is_contiguous:d}{may_pack:d}",

@@ -27,7 +27,7 @@ MAX_FUSED_ROWS = 64
 def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
     """The fastest of the tiles tried on an H200 (docs/notes/int4.md). No bits depend on it."""
     if num_rows <= 16:
-        # What is under way of a long row is enough in smaller steps.
+        # What is in flight of a long row is enough in smaller steps.
         return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
     if has_gate and num_outs >= 8192:
         return _tile(64, 128, 128, 4, 8)
@@ -53,8 +53,8 @@ def linear(
 
     Args:
         max_fused_rows: up to how many rows it is unpacked in the matmul.
-        max_custom_rows: as of :func:`..linear.dispatch.linear`, above that.
-        has_gate: as of :func:`linear_silu_mul`.
+        max_custom_rows: as in :func:`..linear.dispatch.linear`, above that.
+        has_gate: as in :func:`linear_silu_mul`.
     """
     weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
     width = x.shape[-1]
@@ -67,7 +67,7 @@ def linear(
     plain = dequantize(weight, width, x.dtype)
     # The plan is of a matmul without a bias.
     if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
-        # By cuBLAS or :mod:`..linear.matmul_sm90_many`, which reads the weight behind its wait.
+        # By cuBLAS or :mod:`..linear.matmul_sm90_many`, which reads the weight after its wait.
         many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
         return many(x, plain, bias, 0)
     # The previous kernel has just written the weight.

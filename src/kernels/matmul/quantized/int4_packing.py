@@ -1,8 +1,8 @@
 """Packs weights in 4 or 8 bits for :mod:`.matmul_int4`.
 
-Values lie in the order in which the matrix unit takes its right operand from registers, so that
-what a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et al.
-2024, is made so)::
+Values are stored in the order in which the matrix unit takes its right operand from registers, so
+that what a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et
+al. 2024, is made so)::
 
     int32 word [n, chunk of 16 words, t, b]       t < 4 lanes, b < 4
     field lo * H + h of it is the chunk's input   b * 8 H + h * 8 + 2 t + lo

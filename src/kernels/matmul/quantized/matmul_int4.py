@@ -128,7 +128,7 @@ def matmul(
         weight: of ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate.
         bias: ``[N]`` (``[2 N]``), or None; added before rounding.
         tile: sizes, without influence on the result; ``block_k`` is a multiple of 128, of which as
-            much is under way at once, or all of K.
+            much is in flight at once, or all of K.
         has_gate: whether to return ``silu(gate) * up`` of the two halves, as
             :func:`..linear.matmul.matmul` does.
 

@@ -1,7 +1,7 @@
 """Chooses, per weight shape, the row count up to which a matmul unpacks a weight in 4 or 8 bits.
 
 That way has to give the bits of the other, for many rows: of a matmul with the dequantised weight.
-It is observed, as in :mod:`..linear.plan`, on the GPU at hand.
+It is observed, as in :mod:`..linear.plan`, on the GPU available.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowLimits:
         """``max_fused_rows`` and ``max_custom_rows`` of :func:`.dispatch_int4.linear`.
 
         Raises:
-            UnsupportedModelError: as of :func:`..linear.plan.choose_plan`.
+            UnsupportedModelError: as in :func:`..linear.plan.choose_plan`.
         """
         key = (*weight.words.shape, num_inputs, *weight[2:])
         if key not in self._known:

@@ -1,6 +1,6 @@
 """``QuantizedWeight``: the forms in which a weight is held quantised, on every device.
 
-A form says how its parts are laid out and which values they stand for. Formats of checkpoints are
+A form says how its parts are arranged and which values they stand for. Formats of checkpoints are
 read into a form, and each kernel packs a form for itself. All parts have a row per output, so that
 weights can be merged and cut anywhere along their outputs.
 """
@@ -119,7 +119,7 @@ class Fp8Weight(QuantizedWeight):
     anywhere, at 3% more memory.
 
     Attributes:
-        values: uint8 ``[N, K]``, the bits of e4m3 numbers.
+        values: uint8 ``[N, K]``, the bits of e4m3 values.
         scales: float32 ``[N, ceil(K / 128)]``, or ``[N, 1]`` for all inputs.
     """
 

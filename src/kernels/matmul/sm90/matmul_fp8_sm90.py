@@ -10,7 +10,7 @@ instructions of the matrix unit that begin from zero. While the unit works on on
 before is multiplied by its scales and added to the float32 sums.
 
 Rows are on the right of the unit and 64 outputs or 128 on its left. Where a program owns fewer, the
-rest of the operand is whatever lies behind in shared memory, and its results are discarded.
+rest of the operand is whatever lies after in shared memory, and its results are discarded.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"

@@ -8,7 +8,7 @@ The bits are those of :mod:`.matmul_fp8`.
 
 A stage holds a group of 128 inputs: 64 rows of x for each warpgroup that multiplies, rows of the
 weight, and the scales of both. One warp fills it by TMA and one, with scales, by ``cp.async``; its
-barrier counts both. Warpgroups that loaded scales themselves held up the matmul behind them for as
+barrier counts both. Warpgroups that loaded scales themselves held up the matmul after them for as
 long as memory takes (docs/notes/fp8.md).
 
 With a gate, of two HALVES, the kernel applies it and quantises the result: ``silu(gate) * up``,
@@ -202,14 +202,14 @@ def _sums(
     HALVES: gl.constexpr,
 ):  # fmt: skip
     """64 rows by PART / HALVES outputs, of the gate and of up; and the next slot and phase. Of two
-    warpgroups each has two products under way, of three one: registers suffice for no more."""
+    warpgroups each has two products in flight, of three one: registers suffice for no more."""
     smem, x_smem, _, full, empty = stages
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART // HALVES, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, HALF)
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
-    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way: 2 with two warpgroups, 1 with three
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # products in flight: 2 with two warpgroups, 1 with three
     PIECES: gl.constexpr = smem.shape[0] // STAGES
     X: gl.constexpr = WARPGROUP * 8
     W: gl.constexpr = WARPGROUPS * 8
@@ -394,7 +394,7 @@ def launch_many_rows(
     Args:
         x: of ``[M, K]``, M above 0.
         weight: e4m3 ``[N, K]``; ``[2 N, K]`` (gate, then up) if ``out`` is quantised.
-        scales, shared, tile: as of :func:`.matmul_fp8_sm90.matmul`.
+        scales, shared, tile: as in :func:`.matmul_fp8_sm90.matmul`.
     """
     num_rows, k_size = x.values.shape
     gated = out if isinstance(out, QuantizedRows) else None

@@ -4,7 +4,7 @@ A step of few rows is a chain of short kernels, each waiting for the previous on
 mostly waits for its weight, which depends on none of them. Triton cannot load one operand before
 the wait and the other after it; Gluon can. Here every program loads all of its weights that fit in
 shared memory, waits (programmatic dependent launch), then loads x. With very few rows some weights
-are loaded behind the wait, as they would delay the previous kernel's loads (:func:`stages_ahead`).
+are loaded after the wait, as they would delay the previous kernel's loads (:func:`stages_ahead`).
 So **weights must be older than the previous kernel**: parameters, never computed.
 
 A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
@@ -19,7 +19,7 @@ the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of
 
 The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). At batch 1 a separate
 norm kernel has a microsecond of work. Here each program adds the residual and normalises all of x,
-behind the same wait, while its weights are loading. The bits are those of :mod:`..fused.rms_norm`
+after the same wait, while its weights are loading. The bits are those of :mod:`..fused.rms_norm`
 and of the matmul alone: a row is spread over four warps as there, so additions have the same order.
 Hence the bounds on K (:func:`serves_norm`).
 """
@@ -369,7 +369,7 @@ def describe(
 def stages_ahead(
     num_rows: int, num_weight_rows: int, row_bytes: int, atoms: int, stages: int
 ) -> int:
-    """Stages of weights loaded before the wait; the others are behind it.
+    """Stages of weights loaded before the wait; the others are after it.
 
     All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
     that is staged as a whole: the kernel before ends only when its pending loads have arrived.
@@ -479,8 +479,8 @@ def norm_matmul(
         x, residual: bfloat16 ``[M, K]`` on a Hopper GPU, contiguous; M at most
             :data:`MAX_NORM_ROWS`.
         norm_weight: ``[K]``, a parameter like ``weight``: both are read before the wait. eps and
-            form as of :func:`..fused.dispatch.add_rms_norm`.
-        weight, has_gate: as of :func:`matmul`.
+            form as in :func:`..fused.dispatch.add_rms_norm`.
+        weight, has_gate: as in :func:`matmul`.
         tile: one that :func:`serves_norm`.
 
     Returns:
