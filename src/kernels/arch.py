@@ -1,4 +1,5 @@
-"""Architectures that kernels are written for, and the functions that serve an operation on them."""
+"""The architectures that kernels are written for, and the functions that implement an operation on
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is experimental
 _NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -20,8 +21,8 @@ class Arch:
     """An architecture that kernels are written for.
 
     Attributes:
-        name: "sm" and the compute capability of an NVIDIA GPU, as "sm90"; else "cpu".
-        has_gluon: whether the installed Triton has the Gluon that our kernels are written in.
+        name: "cpu", or "sm" and the compute capability of an NVIDIA GPU, such as "sm90".
+        has_gluon: whether the installed Triton has the Gluon version that the kernels require.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Arch:
 
     @classmethod
     def of_capability(cls, major: int, minor: int) -> Arch:
-        """Of an NVIDIA GPU of this compute capability."""
+        """The architecture of an NVIDIA GPU with this compute capability."""
         return cls(f"sm{major}{minor}", is_gluon_known())
 
 
@@ -44,7 +45,7 @@ CPU = Arch("cpu")
 
 @cache
 def is_gluon_known() -> bool:
-    """Whether the installed Triton has the Gluon that our kernels are written in."""
+    """Whether the installed Triton has the Gluon version that the kernels require."""
     import triton
 
     return str(triton.__version__).startswith(_GLUON_VERSIONS)
@@ -52,15 +53,15 @@ def is_gluon_known() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Functions that serve an operation on some architectures.
+    """Functions that implement an operation on some architectures.
 
     Attributes:
-        operation: as callers name it. format: of weights, caches or rows; "" for any.
+        operation: the name that callers use. format: of weights, caches or rows; "" for any.
         archs: names of :class:`Arch`.
-        functions: "module:function" by the name that callers use, modules counted from
+        functions: "module:function" by the name that callers use. Module names are relative to
             ``pagespec.kernels``. Empty for formats of weights, whose entries only list
             architectures.
-        needs_gluon: whether the functions need Gluon.
+        needs_gluon: whether the functions require Gluon.
     """
 
     operation: str
@@ -73,7 +74,7 @@ class Implementation:
         return arch.name in self.archs and (arch.has_gluon or not self.needs_gluon)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function of that name; its module is imported at first use."""
+        """The function with that name. Its module is imported at first use."""
         module, attribute = _module_and_name(self.functions[name])
         found: Callable[..., Any] = getattr(module, attribute)
         return found

@@ -1,8 +1,7 @@
-"""Argument bundles of attention and recurrences, as NamedTuples: FX graphs carry them like any
-tuple.
+"""Argument bundles of attention and recurrences, as NamedTuples, which FX graphs treat as tuples.
 
-Shapes as in :mod:`.ops` and :mod:`.recurrent.ops`. The ops themselves take every field by itself,
-as torch's dispatcher needs it (:func:`.custom_op.custom_op`).
+Shapes: see :mod:`.ops` and :mod:`.recurrent.ops`. The ops themselves take each field as a separate
+argument, as torch's dispatcher requires (:func:`.custom_op.custom_op`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import Tensor
 
 
 class PagedKV(NamedTuple):
-    """Keys and values in blocks of slots, and which of them belong to which row.
+    """Keys and values in blocks of slots, and the blocks that belong to each row.
 
     Attributes:
-        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
+        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: likewise with Dv.
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[rows, M]``, of which row ``table_rows[b]`` is the table of row b.
+        block_tables: int32 ``[rows, M]``; the table of row b is ``block_tables[table_rows[b]]``.
         table_rows: int32 ``[B]``.
     """
 
@@ -32,7 +31,7 @@ class PagedKV(NamedTuple):
 
 
 class LatentKV(NamedTuple):
-    """Latent vectors in blocks of slots (:mod:`.mla.dispatch`), and which of them belong to which
+    """Latent vectors in blocks of slots (:mod:`.mla.dispatch`), and the blocks that belong to each
     row."""
 
     cache: Tensor
@@ -43,13 +42,13 @@ class LatentKV(NamedTuple):
 
 
 class LatentInputs(NamedTuple):
-    """Of latent attention, what a token's vector is made of before norm and rotation, and what
-    rotates and normalises it.
+    """Inputs of latent attention: a token's vector before norm and rotation, and the operands of
+    these.
 
     Attributes:
         latent: ``[.., T, R]``. rope: ``[.., T, P]``; leading dimensions of size 1, rows strided.
-        cos: float32 ``[1, T, P / 2]``, one for each pair of neighbours. sin: alike.
-        weight: ``[R]``, of an RMSNorm over R. eps: of the norm.
+        cos: float32 ``[1, T, P / 2]``, one per pair of adjacent elements. sin: likewise.
+        weight: ``[R]``, of an RMSNorm over R. eps: epsilon of that norm.
         form: a :data:`.fused.dispatch.NormForm`.
     """
 
@@ -63,7 +62,7 @@ class LatentInputs(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """Constants of an attention layer; and the positions that an indexer chose for each query.
+    """Constants of an attention layer, and the positions that an indexer selected for each query.
 
     Attributes:
         scale: factor on the scores. window: 0 for none. softcap: 0 for none.
@@ -71,8 +70,8 @@ class AttentionParams(NamedTuple):
         chunk: 0 for none.
         alibi_slopes: one per query head, or None; ``slope * (key position - query position)`` is
             added to a score.
-        indices: int32 ``[T, K]`` of :func:`.ops.index_topk`, without window, chunk and slopes; None
-            for all positions in view.
+        indices: int32 ``[T, K]`` from :func:`.ops.index_topk`, without window, chunk and slopes;
+            None for all positions in view.
     """
 
     scale: float
@@ -85,20 +84,21 @@ class AttentionParams(NamedTuple):
 
     @property
     def is_reference_only(self) -> bool:
-        """Whether the kernels for GPUs cannot serve such calls."""
+        """Whether the GPU kernels do not support such calls."""
         return self.chunk > 0 or self.alibi_slopes is not None
 
 
 class RopeInputs(NamedTuple):
-    """Queries, keys and values before norm and rotation, and what rotates and normalises them.
+    """Queries, keys and values before norm and rotation, and the operands of these.
 
     Attributes:
         query: ``[T, Hq, D]``. key: ``[T, Hkv, D]``. value: ``[T, Hkv, Dv]``; strided in tokens and
             heads, as slices of one merged matmul are.
-        cos: ``[1, T, R]`` or ``[1, T, R / 2]`` (then it serves both halves). sin: alike.
-        rotary_dim: R, even; the first R of D are rotated, in halves: i with i + R / 2.
-        q_weight: ``[D]``, for an RMSNorm over D before the rotation. k_weight: alike; both or none.
-        eps: of the norms. form: a :data:`.fused.dispatch.NormForm`.
+        cos: ``[1, T, R]``, or ``[1, T, R / 2]``, which then applies to both halves. sin: likewise.
+        rotary_dim: R, even. The first R of D elements are rotated, in halves: i with i + R / 2.
+        q_weight: ``[D]``, of an RMSNorm over D before the rotation. k_weight: likewise. Both or
+            none.
+        eps: epsilon of the norms. form: a :data:`.fused.dispatch.NormForm`.
     """
 
     query: Tensor
@@ -114,11 +114,11 @@ class RopeInputs(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Of a gated delta rule.
+    """Inputs of a gated delta rule.
 
     Attributes:
-        query: ``[T, Hk, K]``. key: alike. value: ``[T, H, V]``, H a multiple of Hk: heads of values
-            in succession share one of keys.
+        query: ``[T, Hk, K]``. key: likewise. value: ``[T, H, V]``, H a multiple of Hk: consecutive
+            value heads share a key head.
         decay: log a, ``[T, H]``, or ``[T, H, K]`` for one per channel (Kimi Linear).
         beta: ``[T, H]``.
     """
@@ -131,11 +131,11 @@ class DeltaInputs(NamedTuple):
 
 
 class SsdInputs(NamedTuple):
-    """Of Mamba-2.
+    """Inputs of Mamba-2.
 
     Attributes:
         x: ``[T, H, P]``. dt: ``[T, H]``. A: ``[H]``, negative.
-        B: ``[T, G, N]``, H a multiple of G. C: alike. D: ``[H]`` or None.
+        B: ``[T, G, N]``, H a multiple of G. C: likewise. D: ``[H]`` or None.
         dt_bias: ``[H]`` or None, added to dt before softplus and the limits.
     """
 
@@ -149,10 +149,10 @@ class SsdInputs(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """Of Mamba-1.
+    """Inputs of Mamba-1.
 
     Attributes:
-        x: ``[T, I]``. dt: alike. A: ``[I, N]``, negative. B: ``[T, N]``. C: alike.
+        x: ``[T, I]``. dt: likewise. A: ``[I, N]``, negative. B: ``[T, N]``. C: likewise.
         D: ``[I]`` or None. z: ``[T, I]`` or None.
         dt_bias: ``[I]`` or None, added to dt before softplus.
     """

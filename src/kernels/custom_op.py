@@ -1,4 +1,5 @@
-"""How an op of ``torch.ops.pagespec`` is defined: once, by an annotated function."""
+"""Definition of the ops of ``torch.ops.pagespec``: each is defined once, by an annotated
+function."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 import torch
 
-# Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
-# The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us per
-# call, 60 calls per step.
+# Registration in torch's dispatcher is process-wide, and this object keeps it alive. The code uses
+# the bare Library, because the wrappers of torch.library.custom_op cost about 20 us per call, at 60
+# calls per step.
 _LIBRARY: Final = torch.library.Library("pagespec", "FRAGMENT")
 
 R = TypeVar("R")
@@ -25,17 +26,18 @@ def custom_op(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Make an op of a function, under its name. Calls of the function then go through the op.
+    """Register a function as an op under its name. Calls of the function then go through the op.
 
-    The schema follows the function's annotations. In place of a parameter that is a NamedTuple, the
-    op has the fields of that tuple. The body is what the op computes on every device; it imports
-    Triton's kernels where it needs them, as Triton is not on every machine.
+    The function's annotations determine the schema. A parameter that is a NamedTuple becomes one op
+    parameter per field. The body computes the op on every device. It imports Triton kernels inside
+    the function, because Triton is not installed on every machine.
 
     Args:
-        fake: of the function's arguments, an empty result of the right shape and dtype.
-        mutates: names of parameters of the op that are written in place.
-        backward, setup_context: as in :func:`torch.library.register_autograd`; without them the
-            op has no gradient.
+        fake: takes the function's arguments and returns an empty result of the right shape and
+            dtype.
+        mutates: names of the op's parameters that are written in place.
+        backward, setup_context: see :func:`torch.library.register_autograd`. Without them the op
+            has no gradient.
     """
 
     def define(function: Callable[..., R]) -> Callable[..., R]:
@@ -63,8 +65,8 @@ def custom_op(
 
 
 def _of_fields(declared: Callable[..., Any], function: Callable[..., R]) -> Callable[..., R]:
-    """``function``, called with the parameters of ``declared``, with the fields of each NamedTuple
-    in its place. Of the fields, only those of the last one may have defaults."""
+    """``function`` with the parameters of ``declared``, where each NamedTuple is replaced by its
+    fields. Only the fields of the last NamedTuple may have defaults."""
     hints = get_type_hints(declared)
     result, sizes = hints.pop("return"), [len(getattr(h, "_fields", ())) for h in hints.values()]
     if not any(sizes):
@@ -82,7 +84,7 @@ def _of_fields(declared: Callable[..., Any], function: Callable[..., R]) -> Call
             )
 
     def of_fields(*args: Any) -> R:
-        rest = iter(args)  # without the last ones that equal their defaults
+        rest = iter(args)  # without trailing arguments that equal their defaults
         kinds = zip(hints.values(), sizes, strict=True)
         return function(*(kind(*islice(rest, n)) if n else next(rest) for kind, n in kinds))
 

@@ -1,7 +1,7 @@
-"""The GPU available, how kernels are launched on it, what was compiled for it; facts of the CPU's
-library.
+"""Properties of the GPU in use, options of kernel launches, and counts of compiled kernels; and one
+property of the CPU's matmul library.
 
-Triton is imported where it is used: a machine without a GPU need not have it.
+Triton is imported at first use: a machine without a GPU need not have it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from .arch import CPU, Arch
 
-_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
+_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the largest tuned tiles use up to 220 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Properties of a GPU that tile sizes depend on.
+    """Properties of a GPU that determine tile sizes.
 
     Attributes:
-        num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
-        arch: what :mod:`.registry` finds kernels by.
+        num_sms: number of multiprocessors. num_shared_bytes: shared memory that one program may
+            use.
+        arch: the key by which :mod:`.registry` finds kernels.
     """
 
     num_sms: int
@@ -39,7 +40,7 @@ class Gpu:
 
     @property
     def is_large(self) -> bool:
-        """As large as that which the tiles were tuned on."""
+        """Whether it is at least as large as the GPU that the tiles were tuned on."""
         return self.num_shared_bytes >= _LARGE_SHARED_BYTES
 
 
@@ -69,11 +70,11 @@ def vector_strides(*tensors: Tensor) -> tuple[int, ...]:
     """Token and head stride of each tensor ``[T, H, D]``, in units of the last result, 16 or 1.
 
     A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
-    the kernel for each kind of stride. Strides of a dimension of size 1 mean nothing and are 0.
+    the kernel per kind of stride. Strides of dimensions of size 1 have no meaning and are 0.
     """
     strides = [x.stride(i) if x.shape[i] > 1 else 0 for x in tensors for i in (0, 1)]
-    # The head size too: where heads are the outer dimension, their stride is T * D, and an odd D
-    # would make the step follow T.
+    # The head size counts as well: if heads are the outer dimension, their stride is T * D, and
+    # with an odd D the step would depend on T.
     step = 1 if any(n % 16 for n in (*strides, *(x.shape[2] for x in tensors))) else 16
     return *(stride // step for stride in strides), step
 
@@ -84,8 +85,8 @@ TUNED_SMS = 132
 
 @cache
 def count_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; where there is none and kernels are interpreted, as many as those
-    cards have."""
+    """Multiprocessors of a GPU. Where kernels are interpreted without a GPU, the number of the
+    tuned GPUs."""
     if device.type != "cuda":
         return TUNED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -93,41 +94,41 @@ def count_sms(device: torch.device) -> int:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).
+    """Whether a kernel may be launched before the preceding kernel has ended (Hopper and later).
 
-    The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
-    attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
-    it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
-    lie ahead of the one that works: a kernel is only put where all of those before it have their
-    place already. What that costs few rows, :func:`triggers_dependents_late` spares them. Each ends
-    after the one before it, as some program of each waits.
+    The launch of a kernel takes about a microsecond, for small batches a tenth of the attention
+    time. These kernels first let the next one start (``gdc_launch_dependents``; attention does so
+    after its wait). Then they wait (``gdc_wait``) before they touch data that kernels write. So
+    several kernels may be resident ahead of the running one: a kernel gets a slot only after all
+    kernels before it have theirs. :func:`triggers_dependents_late` avoids the cost of this for few
+    rows. Each kernel ends after its predecessor, because some program of each waits.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may overlap the kernel before it: the kernel's constant ``PDL``, and
-    Triton's ``launch_pdl``."""
+    """Options of a launch that may overlap with the preceding kernel: the kernel's constant
+    ``PDL``, and Triton's ``launch_pdl``."""
     overlap = has_dependent_launch(device)
     return {"PDL": overlap, "launch_pdl": overlap}
 
 
 def triggers_dependents_late(num_rows: int) -> bool:
-    """Whether attention and matmuls of a step of ``num_rows`` let the next kernel start only
-    after their own wait.
+    """Whether attention and matmuls of a step of ``num_rows`` let the next kernel start only after
+    their own wait.
 
-    A kernel that starts loads its weights. The sooner the better, as long as those before are
-    busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
-    what they wait for stands in line after megabytes of weights that are not needed yet, and a
-    kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
-    four rows, early from eight on (docs/notes/matmul.md).
+    A kernel loads its weights when it starts. An early start helps as long as the preceding kernels
+    are busy with their own data. Attention of few rows is a chain of short waits: its loads queue
+    after megabytes of weights that are not needed yet, and a kernel cannot end before the loads of
+    the next one have arrived. On an H100 a late trigger was faster up to four rows, an early one
+    from eight on (docs/notes/matmul.md).
     """
     return num_rows <= _LATE_TRIGGER_ROWS
 
 
 def count_triton_variants() -> int:
-    """Forms of our Triton and Gluon kernels that this process has, on all devices: what it compiled
-    and what it found on the disk."""
+    """Number of variants of Triton and Gluon kernels in this process, on all devices: compiled ones
+    and those loaded from disk."""
     triton = sys.modules.get("triton")
     if triton is None:
         return 0

@@ -1,21 +1,21 @@
-"""Matmuls whose order of summation is written out: the last resort of every CPU trial.
+"""Matmuls with an explicit order of summation: the fallback of every CPU trial.
 
-Each product of two elements is rounded to float32, and the K products of a sum are added in halves:
-the second half of what is left to the first, until one is left. All are elementwise operations, so
-the bits of a row follow that row and K alone. It reads and writes memory K times as often as a
-library, and serves shapes for which no call of a library passes its trial.
+Each elementwise multiplication is rounded to float32. The K results of a sum are then added in
+halves: the second half of the remaining ones to the first, until one is left. All operations are
+elementwise, so the bits of a row depend only on that row and K. These matmuls read and write memory
+K times as often as a library. They serve shapes for which no library call passes its trial.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# Of products held at once; 4 MiB.
+# Elements of multiplication results held at once; 4 MiB.
 _MOST_PRODUCTS = 1 << 20
 
 
 def bmm(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` of ``[B, M, K]`` and ``[B, K, N]``, any strides; summed in float32.
+    """``left @ right`` of ``[B, M, K]`` and ``[B, K, N]``, with any strides; summed in float32.
 
     Returns:
         ``[B, M, N]`` in the dtype of ``left``, rounded once.
@@ -37,7 +37,7 @@ def bmm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sums(products: Tensor) -> Tensor:
-    """``[M, N]`` of ``[M, K, N]``, which is overwritten."""
+    """``[M, N]`` from ``[M, K, N]``, which is overwritten."""
     size = products.shape[1]
     while size > 1:
         half = (size + 1) // 2

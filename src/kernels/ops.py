@@ -1,19 +1,20 @@
-"""The custom ops a captured graph calls: ``pagespec::kv_store``, ``pagespec::paged_attention``, of
-a model with indexers ``pagespec::index_topk`` and in a sharded model ``pagespec::all_reduce`` and
-``pagespec::all_gather``.
+"""The custom ops that a captured graph calls: ``pagespec::kv_store`` and
+``pagespec::paged_attention``. A model with indexers also has ``pagespec::index_topk``, and a
+sharded model ``pagespec::all_reduce`` and ``pagespec::all_gather``.
 
-Shapes: T tokens of B rows are back to back; row b owns tokens ``[query_starts[b],
-query_starts[b + 1])``; tokens from ``query_starts[B]`` on are padding. Caches are contiguous
-``[num_blocks + 1, block_size, Hkv, D]``. The last block is the *null block*, into which the slots
-of padding tokens point. slot = block id * block_size + offset.
+Shapes: T tokens of B rows are back to back. Row b owns the tokens ``[query_starts[b],
+query_starts[b + 1])``. Tokens from ``query_starts[B]`` on are padding. Caches are contiguous
+``[num_blocks + 1, block_size, Hkv, D]``. The last block is the *null block*: the slots of padding
+tokens point into it. slot = block id * block_size + offset.
 
-A step stores before it attends: ``context_lens[b]`` counts the row's own new tokens. The j-th
-query of a row with n queries sits at position ``context_lens[b] - n + j`` and sees positions up to
-its own, the last ``window`` of them if ``window > 0``, those of its own chunk of ``chunk``
-positions if ``chunk > 0``, of these the ones in ``indices`` if given. Padding tokens yield zeros.
+A step stores before it attends: ``context_lens[b]`` includes the row's new tokens. The j-th query
+of a row with n queries is at position ``context_lens[b] - n + j``. It attends to positions up to
+its own: to the last ``window`` of them if ``window > 0``, to those of its own chunk of ``chunk``
+positions if ``chunk > 0``, and of these only to the ones in ``indices`` if given. The outputs of
+padding tokens are zeros.
 
-Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
-the reference for all others. An engine replaces them in its graph by the functions of a
+Called directly, the ops run the Triton kernels for GPU tensors that these kernels support, and the
+reference for all others. An engine replaces the ops in its graph by the functions of an
 :class:`.attention.backend.AttentionBackend`.
 """
 
@@ -98,17 +99,18 @@ def index_topk(
     scale: float,
     num_chosen: int,
 ) -> Tensor:
-    """Write new index keys into the cache, in place, and choose the positions of highest score for
-    each query (:mod:`.attention.indexer`).
+    """Write new index keys into the cache, in place, and select the positions with the highest
+    scores for each query (:mod:`.attention.indexer`).
 
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
-        query_starts, context_lens, block_tables, table_rows: as in :class:`.arguments.PagedKV`.
-        scale: factor on the products. num_chosen: K.
+        query_starts, context_lens, block_tables, table_rows: see :class:`.arguments.PagedKV`.
+        scale: factor on the dot products. num_chosen: K.
 
     Returns:
-        int32 ``[T, K]``, in no order; -1 after the last of a query that sees fewer.
+        int32 ``[T, K]``, unordered. A query that sees fewer than K positions has -1 after its last
+        one.
     """
     rows = (query_starts, context_lens, block_tables, table_rows)
     if query.is_cuda:
@@ -121,11 +123,12 @@ def index_topk(
 
 @custom_op(fake=lambda partial: torch.empty_like(partial, memory_format=torch.contiguous_format))
 def all_reduce(partial: Tensor) -> Tensor:
-    """The sum of all ranks' ``partial``, in rank order (:mod:`.collectives.communicator`)."""
+    """The sum of ``partial`` over all ranks, in rank order (:mod:`.collectives.communicator`)."""
     return current_communicator().all_reduce(partial)
 
 
 @custom_op(fake=lambda part, sizes: part.new_empty(*part.shape[:-1], sum(sizes)))
 def all_gather(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
+    """The ranks' shards concatenated along the last dimension; rank r's has ``sizes[r]``
+    elements."""
     return current_communicator().all_gather(part, sizes)

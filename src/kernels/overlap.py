@@ -1,4 +1,4 @@
-"""The device function with which a kernel overlaps the one before it
+"""The device function with which a kernel overlaps the preceding one
 (:func:`.device.overlap_options`)."""
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def overlap(PDL: tl.constexpr, LATE_TRIGGER: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """With PDL, let the next kernel start, and wait until what those before wrote can be read.
+    """With PDL, let the next kernel start, and wait until the results of the preceding kernels can
+    be read.
 
-    LATE_TRIGGER: in the other order (:func:`.device.triggers_dependents_late`).
+    LATE_TRIGGER: wait first, then let the next kernel start
+        (:func:`.device.triggers_dependents_late`).
     """
     if PDL:
         if not LATE_TRIGGER:

@@ -1,11 +1,12 @@
-"""Which kernels serve an operation on an architecture: a table, read from :mod:`.families`.
+"""The kernel registry: which kernels implement an operation on an architecture, as listed in
+:mod:`.families`.
 
-A family is a module of :mod:`.families` for one generation of hardware. Its ``IMPLEMENTATIONS``
-name operations, formats and architectures, and where the functions stand. Kernels that run on every
-GPU are no entries: a caller uses them where :meth:`Registry.find` returns None. So a new generation
-is new kernels and one new family; no caller changes.
+A family is a module of :mod:`.families` for one hardware generation. Its ``IMPLEMENTATIONS`` list
+operations, formats, architectures and the functions that implement them. Kernels that run on every
+GPU have no entry: a caller uses them where :meth:`Registry.find` returns None. A new generation
+needs new kernels and one new family, and no change in callers.
 
-Nothing is imported before it is used: Triton and its Gluon are not installed everywhere.
+Modules are imported at first use: Triton and its Gluon are not installed everywhere.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from .arch import Arch, Implementation
 
 
 class Registry:
-    """Implementations in the order of preference."""
+    """Implementations in order of preference."""
 
     def __init__(self, implementations: tuple[Implementation, ...]) -> None:
         self._implementations = implementations
-        # By operation, format and architecture: steps without a graph look it up in each layer.
+        # Cache by operation, format and architecture: a step without a graph looks up every layer.
         self._found: dict[tuple[str, str, str, bool], Implementation | None] = {}
 
     def find(self, operation: str, format: str, arch: Arch) -> Implementation | None:
-        """The first that serves; None where the kernels for every device are to be used."""
+        """The first implementation that applies. None if the generic kernels are to be used."""
         key = operation, format, arch.name, arch.has_gluon
         if key not in self._found:
             self._found[key] = self._search(operation, format, arch)
@@ -52,8 +53,8 @@ class Registry:
     def changed(
         self, *, first: tuple[Implementation, ...] = (), without: tuple[str, ...] = ()
     ) -> Iterator[None]:
-        """Inside, ``first`` are preferred to all others, and operations in ``without`` have no
-        implementation: for tests and benchmarks that compare implementations."""
+        """Within the context, prefer ``first`` to all others, and drop the implementations of
+        operations in ``without``. For tests and benchmarks that compare implementations."""
         before = self._implementations
         kept = tuple(entry for entry in before if entry.operation not in without)
         self._implementations, self._found = (*first, *kept), {}
@@ -72,5 +73,5 @@ def _all_families() -> tuple[Implementation, ...]:
 
 @cache
 def registry() -> Registry:
-    """Of all families."""
+    """The registry of all families."""
     return Registry(_all_families())

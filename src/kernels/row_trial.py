@@ -1,5 +1,5 @@
-"""What the trials of a CPU's matmuls share: groups of rows to compare, the numbers of threads to
-compare them with, rows that show another order of summation, and the error where nothing passes."""
+"""Code shared by the trials of CPU matmuls: groups of rows to compare, the numbers of threads to
+compare them with, rows that reveal another order of summation, and the error if nothing passes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .device import MKL_ROW_UNIT
 MANY_ELEMENTS = 1 << 22
 """A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best."""
 
-# A weight of so many is multiplied in microseconds.
+# A weight with this many elements is multiplied in microseconds.
 _FEW_ELEMENTS = 1 << 14
 _MOST_PLACES = 3
 _MOST_EXPONENT = 8
-# Filled up to multiples of 4, as most recipes do: 4, 8, 12, 20, 36, 64 and 100 rows.
+# Numbers of rows. Padded to multiples of 4, as in most recipes: 4, 8, 12, 20, 36, 64 and 100.
 _OTHER_THREADS_COUNTS = (1, 5, 12, 17, 33, 64, 100)
 
 
 def no_recipe(operand: str) -> UnsupportedModelError:
-    """The error where no recipe for ``operand`` passes its trial."""
+    """The error for an ``operand`` for which no recipe passes the trial."""
     return UnsupportedModelError(
         f"no matmul of this CPU gives a row the same bits in every batch with {operand}; "
         "transparent=False does without"
@@ -33,7 +33,7 @@ def no_recipe(operand: str) -> UnsupportedModelError:
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """Torch's number of threads of the calling thread, set back at the end."""
+    """torch's number of threads in the calling thread, restored at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -43,11 +43,11 @@ def num_threads(number: int) -> Iterator[None]:
 
 
 def holds_with_all(threads: Sequence[int], is_equal: Callable[[bool], bool]) -> bool:
-    """Is ``is_equal`` true with each number of threads that a recipe may be used with?
+    """Whether ``is_equal`` holds with each number of threads that a recipe may be used with.
 
     Args:
-        threads: these numbers; none: the present number alone.
-        is_equal: takes whether the number is the first.
+        threads: these numbers of threads; empty: only the present number.
+        is_equal: its argument is whether the number is the first.
     """
     numbers = tuple(threads) or (torch.get_num_threads(),)
     for number in numbers:
@@ -64,12 +64,12 @@ def is_row_invariant(
     num_elements: int,
     threads: Sequence[int] = (),
 ) -> bool:
-    """Do ``rows [M, ..]`` get the same bits from ``multiply`` in groups of many sizes, with every
-    number of threads?
+    """Whether ``multiply`` gives ``rows [M, ..]`` the same bits in groups of many sizes, with every
+    number of threads.
 
-    All counts are tried with the first number. Each other number gets few groups, at one place
-    each: a library shares rows or outputs among threads, and these counts leave a thread none, few
-    or many. So a second number costs about a fifth of the first.
+    With the first number of threads, all counts are tried. Each other number gets a few groups, at
+    one place each: a library distributes rows or outputs over threads, and these counts give a
+    thread none, few or many. So a second number costs about a fifth of the first.
 
     Args:
         counts, num_elements: as in :func:`groups_of`.
@@ -94,12 +94,12 @@ def is_row_invariant(
 def keeps_batched_bits(
     num_rows: int, num_inputs: int, num_outputs: int, batches: Sequence[int], threads: Sequence[int]
 ) -> bool:
-    """Do batches of ``[num_rows, num_inputs] @ [num_inputs, num_outputs]`` in float32 get the same
-    bits in every size of batch, with every number of threads? For operations on a CPU whose matmuls
+    """Whether batches of ``[num_rows, num_inputs] @ [num_inputs, num_outputs]`` in float32 give the
+    same bits in every batch size, with every number of threads. For CPU operations whose matmuls
     have no recipe.
 
     Args:
-        batches: how many matmuls a call has.
+        batches: number of matmuls per call.
         threads: as in :func:`holds_with_all`.
     """
     with torch.random.fork_rng(devices=[]):
@@ -120,11 +120,11 @@ def keeps_batched_bits(
 
 
 def groups_of(num_rows: int, counts: Sequence[int], num_elements: int) -> Iterator[slice]:
-    """Groups of consecutive rows, of so many each, at different places.
+    """Groups of consecutive rows: ``counts`` rows each, at different places.
 
     Args:
-        num_elements: of the weight. With a small one few elements show a difference, and a call
-            costs little: then each row is seen alone, and in each of the smallest groups.
+        num_elements: size of the weight. With a small weight few elements reveal a difference, and
+            a call is cheap: then each row is tested alone and in each of the smallest groups.
     """
     for i, count in enumerate(counts):
         if count > num_rows:
@@ -139,11 +139,12 @@ def groups_of(num_rows: int, counts: Sequence[int], num_elements: int) -> Iterat
 
 
 def make_cancel(rows: Tensor, weight: Tensor) -> None:
-    """Change random ``rows [.., K]`` and ``weight [.., K]`` of 16 bits so that all sums are nothing
-    but the rounding of their float32 partial sums, well above the smallest float16. To round a sum
-    to 16 bits would hide another order in all but one of some hundred."""
+    """Change random 16-bit ``rows [.., K]`` and ``weight [.., K]`` so that every sum consists only
+    of the rounding errors of its float32 partial sums, well above the smallest float16. Otherwise
+    the rounding of a sum to 16 bits would hide another order in all but one of some hundred
+    sums."""
     for part in (rows, weight):
-        # Without different exponents, sums of a few products of 16 bits would be exact.
+        # Without different exponents, sums of a few 16-bit multiplications would be exact.
         part *= 2.0 ** torch.randint(0, _MOST_EXPONENT, part.shape)
     num_inputs = rows.shape[-1]
     first, second, rest = torch.randperm(num_inputs).split(

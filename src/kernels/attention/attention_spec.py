@@ -8,26 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention call of the model, as the probe found it.
+    """One attention call of the model, as found by the probe.
 
     Attributes:
-        call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
-            attention module as ``pagespec_call``, or is among its ``pagespec_calls``.
-        num_q_heads, num_kv_heads: the latter before any repetition.
-        k_dim, v_dim: head sizes of (query and) key, and of value.
+        call: its number in order of execution, 0, 1, 2, ... The attention module has the same
+            number as ``pagespec_call`` or among its ``pagespec_calls``.
+        num_q_heads, num_kv_heads: numbers of heads; KV heads are counted before any repetition.
+        k_dim, v_dim: head size of queries and keys, and head size of values.
         scale: factor on the scores.
-        window: positions a query sees, itself included; 0 means all.
+        window: number of positions that a query sees, its own included; 0 means all.
         softcap: cap on the scores, 0 for none.
         has_sinks: whether the call passes one learned sink logit per query head.
-        chunk: positions of a chunk, counted from 0, of which a query sees its own; 0 means all.
-        alibi_slopes: of each query head, what a score falls by per position between query and key
+        chunk: size of the chunks, counted from position 0; a query sees only its own chunk; 0 means
+            all.
+        alibi_slopes: per query head, the decrease of a score per position between query and key
             (ALiBi); empty for none.
-        is_latent: whether the values are the first ``v_dim`` elements of the keys, which alone are
-            cached (:mod:`..mla.dispatch`).
-        num_chosen: positions a query sees at most, which an indexer chose (:mod:`.indexer`); 0
-            means all.
-        index_dim: elements of the key that an indexer of the call's own leaves of a token; 0 if it
-            has none. index_dtype: of these, by name.
+        is_latent: whether the values are the first ``v_dim`` elements of the keys. Then only the
+            keys are cached (:mod:`..mla.dispatch`).
+        num_chosen: the most positions that a query sees, selected by an indexer (:mod:`.indexer`);
+            0 means all.
+        index_dim: elements of the index key per token, if this call has its own indexer; else 0.
+            index_dtype: name of their dtype.
     """
 
     call: int
@@ -48,12 +49,12 @@ class AttentionSpec:
 
     @property
     def num_kv_elements(self) -> int:
-        """Elements of K and V a token leaves in the caches of this call."""
+        """Number of K and V elements per token in the caches of this call."""
         return self.num_kv_heads * (self.k_dim + (0 if self.is_latent else self.v_dim))
 
 
 def reference_only(specs: Sequence[AttentionSpec]) -> str | None:
-    """The feature of one of the calls that the kernels for GPUs lack; None if they lack nothing."""
+    """A feature of these calls that the GPU kernels do not support, or None."""
     if any(spec.chunk for spec in specs):
         return "have no attention within chunks"
     if any(spec.alibi_slopes for spec in specs):

@@ -1,8 +1,8 @@
-"""The attention backend of an engine (Triton, FlashAttention or torch), selected at its start.
+"""The attention backend of an engine (Triton, FlashAttention or torch), selected at startup.
 
-Three implementations serve the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
-library, and the reference in plain torch. The runner puts the functions of an
-:class:`AttentionBackend` into the graph in place of the ops, so that a step makes no choice.
+Three implementations serve the ops of :mod:`.ops`: the Triton kernels, a FlashAttention library,
+and the reference in plain torch. The runner replaces the ops in the graph by the functions of an
+:class:`AttentionBackend`, so a step makes no choice.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ FusedRopeAttention = Callable[[RopeInputs, Tensor, PagedKV, AttentionParams], Te
 REQUESTS = ("auto", "triton", "flash", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
-_WIDEST_HEAD = 256  # a tile of keys and values of this size still fits shared memory
+_WIDEST_HEAD = 256  # the widest head whose tile of keys and values fits shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """An implementation.
+    """An implementation of attention.
 
     Attributes:
         name: "triton", "flash" or "reference".
         reason: one sentence for the log.
-        attend, store: what the ops do. One choice serves one engine: the calls of ``attend`` have
-            to follow one another on one stream.
-        fused_rope_attention: norm, rotation, store and attention as one call, with the bits of
-            two; None where there is none.
-        quantizing: by ``attend`` and ``fused_rope_attention``, the same with outputs quantised for
-            an FP8 matmul, ``fused.e4m3_groups.QuantizedRows`` with a token per row; empty where
-            there are none. For heads of a multiple of 128 values.
-        longest_first: :func:`.triton_backend.longest_first`, where ``attend`` and all the above but
-            ``store`` take what it returns as one argument more; None where they do not.
+        attend, store: implementations of the ops. One backend serves one engine: calls of
+            ``attend`` must follow one another on one stream.
+        fused_rope_attention: norm, rotation, store and attention in one call, with the same bits as
+            separate calls; None if there is no such call.
+        quantizing: versions of ``attend`` and ``fused_rope_attention`` that quantise outputs for an
+            FP8 matmul (``fused.e4m3_groups.QuantizedRows``, one row per token); empty if there are
+            none. Head sizes must be multiples of 128.
+        longest_first: :func:`.triton_backend.longest_first`. All functions above but ``store`` take
+            its result as an additional argument. None if they do not.
     """
 
     name: str
@@ -65,14 +65,15 @@ class AttentionBackend:
 
     @property
     def capturable(self) -> bool:
-        """Whether calls may be captured in a CUDA graph: the reference waits for the device."""
+        """Whether calls may be captured in a CUDA graph. The reference may not: it waits for the
+        device."""
         return self.name != "reference"
 
 
 def triton_limit(
     device: torch.device, dtype: torch.dtype, widest_head: int, block_size: int
 ) -> str | None:
-    """Why the Triton kernels cannot serve such calls, or None if they can.
+    """The reason why the Triton kernels cannot serve such calls, or None.
 
     Args:
         device: of the tensors. dtype: of queries and caches.
@@ -98,7 +99,7 @@ def triton_limit(
 def planes_limit(
     device: torch.device, specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
-    """Why a GPU cannot hold keys and values as e4m3 elements, or None if it can.
+    """The reason why a GPU cannot store keys and values in FP8 (e4m3), or None.
 
     Args:
         specs: the attention calls. block_size: slots per block.
@@ -131,23 +132,24 @@ def select_backend(
     block_size: int,
     kv_cache_dtype: str = "auto",
 ) -> AttentionBackend:
-    """Choose for a model whose attention calls are ``specs``.
+    """Select a backend for a model whose attention calls are ``specs``.
 
-    "auto" takes the reference on a CPU, and on a GPU Triton where it can serve all calls, else the
-    reference. A FlashAttention library serves on request alone: measured on an H100, none was
-    quicker in all cases (docs/notes/attention.md).
+    "auto" selects the reference on a CPU. On a GPU it selects Triton if Triton supports all calls,
+    else the reference. A FlashAttention library is used only on request: on an H100, none was
+    faster in all cases (docs/notes/attention.md).
 
     Args:
         requested: one of :data:`REQUESTS`.
         device: of the model. dtype: of queries and caches.
-        specs: the attention calls, none of a model without attention. block_size: slots per block.
+        specs: the attention calls; empty for a model without attention. block_size: slots per
+            block.
         kv_cache_dtype: "fp8" for caches of e4m3 elements, which FlashAttention does not read.
 
     Raises:
-        InvalidInputError: field "kv_cache_dtype": this GPU, these head sizes or this block size
-            have no such caches.
-        InvalidInputError: field "attention": ``requested`` is none of those, or it is "triton" or
-            "flash" and cannot serve; the limit says why.
+        InvalidInputError: field "kv_cache_dtype": FP8 caches do not support this GPU, these head
+            sizes or this block size.
+        InvalidInputError: field "attention": ``requested`` is unknown, or it is "triton" or "flash"
+            and does not support the model. The message gives the reason.
     """
     if requested not in REQUESTS:
         raise InvalidInputError("attention", requested, f"must be one of {', '.join(REQUESTS)}")
@@ -185,7 +187,7 @@ def _reference(why: str) -> AttentionBackend:
 
 
 def _triton(why: str) -> AttentionBackend:
-    # Triton is only there on machines with a GPU, and compiles nothing before the first call.
+    # Triton is installed only on machines with a GPU, and compiles nothing before the first call.
     from ..fused import kv_store
     from . import triton_backend
 
@@ -213,7 +215,7 @@ def _flash(
     specs: Sequence[AttentionSpec],
     block_size: int,
 ) -> AttentionBackend | str:
-    """The first of ``libraries`` that can serve, or why none can."""
+    """The first of ``libraries`` that supports the calls, or the reasons why none does."""
     if device.type != "cuda":
         return f'FlashAttention needs an NVIDIA GPU, not device "{device}"'
     capability = torch.cuda.get_device_capability(device)

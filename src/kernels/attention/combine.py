@@ -1,16 +1,16 @@
-"""The store of the attention kernels' outputs, and the combine step of split-KV decode.
+"""Storing the outputs of the attention kernels, and combining the splits of split-KV decode.
 
-Outputs are stored in the model's dtype, or quantised to e4m3 for the matmul after
-(:mod:`..fused.e4m3_groups`). Quantised is the output rounded to the model's dtype, as it would have
-been stored, so that the numbers are those of :func:`..fused.quantize_rows.quantize_rows` of a
-stored output. Heads have whole groups of 128 values then.
+Outputs are stored in the model's dtype, or quantised to e4m3 for the next matmul
+(:mod:`..fused.e4m3_groups`). Quantisation starts from the output rounded to the model's dtype, so
+its values equal those of :func:`..fused.quantize_rows.quantize_rows` of a stored output. Head sizes
+are then multiples of 128.
 
-Combine: the last program of a group to arrive folds all segments, as in the last-block reduction of
-CUDA's threadFenceReduction sample, for Flash-Decoding (Dao et al. 2023): an atomic counter per unit
-and KV head elects the program, so that no second kernel is needed. Its time is one of latency: the
-loads of one chunk are in flight together, and the next chunk's wait for the folds of this one. So a
-chunk is as large as the registers of the decode kernel allow; of few segments, a smaller one, since
-also segments that do not exist are folded.
+Combine: the last program of a group to arrive folds all segments (Flash-Decoding, Dao et al. 2023),
+as in the last-block reduction of CUDA's threadFenceReduction sample. An atomic counter per unit and
+KV head elects that program, so no second kernel is needed. Latency limits the combine: the loads of
+one chunk are in flight together, and the loads of the next chunk wait for the folds of this one. So
+a chunk is as large as the registers of the decode kernel allow. With few segments the chunk is
+smaller, because missing segments are folded, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROUP = tl.constexpr(GROUP)
 
 
 class Results(NamedTuple):
-    """Where the outputs of M lines, a query head of a token each, go: D values of each."""
+    """Destination of the outputs of M lines (one query head of a token each): D values each."""
 
     target: Any  # pointers [M, D]; to e4m3 if there are scales
     mask: Any
@@ -40,12 +40,12 @@ def results_at(  # type: ignore[no-untyped-def]
     out, scales, num_tokens, tokens, heads, is_line, part,
     D: tl.constexpr, HQ: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """The :class:`Results` of the D values from ``part`` on.
+    """The :class:`Results` of the D values from element ``part`` on.
 
     Args:
         out: ``[T, HQ, DV]``. scales: ``[HQ * DV / 128, T]``, or None. num_tokens: T.
-        tokens: int64 ``[M]``, or one of all lines. heads: query heads, ``[M]``. is_line: which of
-            the lines are there. part: 0, or with scales a multiple of 128.
+        tokens: int64 ``[M]``, or one token of all lines. heads: query heads, ``[M]``. is_line: mask
+            of the lines. part: 0, or with scales a multiple of 128.
     """
     dims = part + tl.arange(0, D)
     target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
@@ -53,7 +53,7 @@ def results_at(  # type: ignore[no-untyped-def]
     if scales is not None:
         groups = part // _GROUP + tl.arange(0, D // _GROUP)
         columns = heads.to(tl.int64)[:, None] * (DV // _GROUP) + groups[None, :]
-        # A token of all lines is a number.
+        # If all lines have one token, ``tokens`` is a scalar.
         scale_target = scales + columns * num_tokens + (tl.zeros_like(heads) + tokens)[:, None]
     else:
         scale_target = 0
@@ -79,7 +79,7 @@ def store_lines(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_zeros(results, QUANTIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """:func:`store_lines` of zeros."""
+    """:func:`store_lines` with zeros."""
     DTYPE: tl.constexpr = results.target.dtype.element_ty
     tl.store(results.target, tl.zeros(results.target.shape, DTYPE), mask=results.mask)
     if QUANTIZE:
@@ -94,14 +94,14 @@ def _fold_segments(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The total with segments ``first`` to ``first + CHUNK``, loaded together and folded in order.
 
-    Beyond the last segment there are empty ones, which change nothing.
+    Segments beyond the last one are empty and change nothing.
     """
     dims = tl.arange(0, DV_PAD)
     for i in tl.static_range(CHUNK):
         segment = tl.zeros((GROUP,), tl.int32) + (first + i)
         here = index + segment
         some = segment < num_segments
-        # From L2, where other programs put them.
+        # Load from L2, where other programs stored them.
         acc = tl.load(
             partial + here[:, None] * DV + dims[None, :],
             mask=some[:, None] & (dims < DV)[None, :],
@@ -125,12 +125,12 @@ def combine(  # type: ignore[no-untyped-def]
 
     Args:
         partial, stats, out, scales: as in :func:`.decode.decode_kernel`.
-        CHUNK: segments loaded at once. FEW: those loaded at once if there are no more; else twice
-            as many, if those suffice. DTYPE: the model's.
+        CHUNK: segments loaded at once. FEW: segments loaded at once if there are no more. If twice
+            as many suffice, that many are. DTYPE: the model's.
     """
     in_group = tl.arange(0, GROUP)
     is_head = in_group < G
-    # Beyond the group its last head again, whose row_sum is not 0.
+    # Beyond the group, use its last head again, whose row_sum is not 0.
     heads = head * G + tl.minimum(in_group, G - 1)
     index = (unit.to(tl.int64) * HQ + heads) * max_segments
     total = empty_state(GROUP, 1, DV_PAD)
@@ -157,14 +157,15 @@ def combine(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_last_arrival(counter, expected):  # type: ignore[no-untyped-def]
-    """Whether this program is the last of ``expected`` to call this; the counter is 0 again then.
+    """Whether this program is the last of ``expected`` programs to call this. The last one resets
+    the counter to 0.
 
-    What the others stored before can be loaded from L2 after it (``cache_modifier=".cg"``): the
-    barrier puts the stores of all threads before the one atomic, which releases them to the whole
-    card and acquires those of the others.
+    After the call, this program can load from L2 (``cache_modifier=".cg"``) what the other programs
+    stored before. The barrier orders the stores of all threads before the atomic. The atomic
+    releases them to the whole GPU and acquires those of the other programs.
 
     Args:
-        counter: pointer to an int32, 0 before the first of them arrives.
+        counter: pointer to an int32, 0 before the first program arrives.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1

@@ -1,18 +1,18 @@
 """Batch-invariant paged attention on a CPU: the same bits however steps are scheduled.
 
 The keys of a row are read in tiles of 64 positions, counted from position 0, and every matmul has
-the shape of a tile: a score is one sum over the head dimension, the values of a tile are one sum
-over its 64 positions, and tiles are added in order. The maximum has no order. What a query must
-not see (later positions, those left of a window, whole tiles that only pad a group) has
-probability 0 and adds an exact zero, so neither padding nor grouping shows in the bits, and a
-position gets the same from a long prompt as from a decode.
+the shape of a tile. A score is one sum over the head dimension. The weighted values of a tile are
+one sum over its 64 positions, and tiles are added in order. The maximum has no order. Positions
+that a query must not see (later positions, those left of a window, whole tiles that only pad a
+group) have probability 0 and add an exact zero. So neither padding nor grouping changes the bits,
+and a position gets the same bits in a long prompt as in a decode step.
 
-Matmuls are batched ones with a multiple of four rows: MKL has one order of summation for all of
-those (see :mod:`..matmul.cpu.invariant`), and others where a thread gets one to three. Values of
-few elements (1, 5, 7 ...) have other orders still; :mod:`.cpu_trial` chooses an
+Matmuls are batched, with a multiple of four rows. MKL has one order of summation for all of those
+(see :mod:`..matmul.cpu.invariant`), and other orders where a thread gets one to three rows. Values
+of few elements (1, 5, 7 ...) have still other orders; :mod:`.cpu_trial` chooses an
 :class:`AttentionRecipe` for the sizes of a model.
 
-As in :mod:`.reference`, what depends on the batch alone is arranged once per step.
+As in :mod:`.reference`, everything that depends only on the batch is computed once per step.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .reference_layout import first_seen, grouped_by_length
 
 TILE = 64
 _QUERY_TILE = 128
-# What the tiles' shares of an output may take before they are added up.
+# The most elements that the tiles' shares of an output may have before they are added.
 _PART_ELEMENTS = 1 << 18
 _NEG_INF = float("-inf")
 
 
 class AttentionRecipe(NamedTuple):
-    """How matmuls are called. A named tuple, which a graph can hold.
+    """How matmuls are called. A named tuple, because a graph can contain one.
 
     Attributes:
-        unit: elements of queries, keys and values are filled up with zeros to a multiple of this.
-        is_fixed_order: by :mod:`..fixed_order`, not a library.
+        unit: queries, keys and values are padded with zeros to a multiple of this many elements.
+        is_fixed_order: whether matmuls use :mod:`..fixed_order` instead of a library.
     """
 
     unit: int = 1
@@ -55,14 +55,14 @@ PLAIN = AttentionRecipe()
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Queries that are attended as one batch: n consecutive ones of each of R rows.
+    """Queries that are attended as one batch: n consecutive queries of each of R rows.
 
     Attributes:
-        tokens: where they lie, int64 ``[R * n]`` or a slice.
+        tokens: their indices, int64 ``[R * n]`` or a slice.
         num_rows: R.
-        num_tiles: how many of the gathered tiles they look at.
+        num_tiles: how many of the gathered tiles they read.
         first_hidden: before this tile, every query sees all positions.
-        hidden: bool ``[num_tiles - first_hidden, R, n, 1, 64]``, True where not seen.
+        hidden: bool ``[num_tiles - first_hidden, R, n, 1, 64]``, True where a query must not see.
         distances: float32 ``[num_tiles, R, n, 1, 64]``, positions from query to key, if scores
             depend on them.
     """
@@ -77,11 +77,11 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Cache slots of R rows and the queries that look at them.
+    """Cache slots of R rows and the queries that read them.
 
     Attributes:
         slots: int64 ``[num_tiles * R * 64]``: tile outermost, then row, then position.
-        buffers: what the slots hold, for one layer after the other: fresh memory for each would
+        buffers: memory for the gathered slots, reused by all layers. New memory per layer would
             cost more than the gather.
     """
 
@@ -92,7 +92,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AlignedLayout:
-    """The layout of one step, as attention needs it for one window, chunk and set of slopes."""
+    """The layout of one step for one window, chunk and set of slopes."""
 
     gathers: tuple[Gather, ...]
     num_tokens: int
@@ -116,7 +116,7 @@ def build_layout(
     tables = block_tables[table_rows]
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
-    # The first tile that the first query of a row sees, and how many from there to its last.
+    # The first tile that the first query of a row sees, and the number of tiles up to its last.
     lows = [
         first_seen(c - n, window, chunk) // TILE for c, n in zip(contexts, num_queries, strict=True)
     ]
@@ -130,7 +130,8 @@ def build_layout(
         last = torch.tensor([contexts[row] - 1 for row in rows], device=device)
         offsets = torch.arange(num_tiles * TILE, device=device).view(num_tiles, 1, TILE)
         positions = low.view(1, -1, 1) * TILE + offsets
-        # Positions after the last are not settled: read the last one there, and hide it.
+        # Positions after the last are not settled: the code reads the last position there and hides
+        # it.
         settled = torch.minimum(positions, last.view(1, -1, 1))
         blocks = tables[index.view(1, -1, 1), settled // block_size].long()
         slots = (blocks * block_size + settled % block_size).reshape(-1)
@@ -190,9 +191,10 @@ def attend(
 
     Args:
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
-        params: with ``indices``, int32 ``[T, K]``, the positions that each query sees of those in
-            view, or -1, for layouts from position 0. ``layout`` has the others' masks and slopes.
-        recipe: of :func:`.cpu_trial.choose_recipe` for these sizes.
+        params: with ``indices``, int32 ``[T, K]``: of the positions in view, those that each query
+            sees, or -1. Layouts must start at position 0. ``layout`` has the other masks and the
+            slopes.
+        recipe: from :func:`.cpu_trial.choose_recipe` for these sizes.
     """
     num_q_heads = query.shape[1]
     if v_cache is not None:
@@ -211,14 +213,14 @@ def attend(
 
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """Layout and attention in one; shapes as in :mod:`.ops`."""
+    """Compute layout and attention; shapes as in :mod:`.ops`."""
     masks = params.window, params.chunk, params.alibi_slopes
     layout = build_layout(kv.k_cache, *kv[2:], *masks)
     return attend(query, kv.k_cache, kv.v_cache, layout, params)
 
 
 def _filled(x: Tensor, unit: int) -> Tensor:
-    """``x [.., D]`` with zeros after it up to a multiple of ``unit`` elements."""
+    """``x [.., D]`` padded with zeros to a multiple of ``unit`` elements."""
     missing = -x.shape[-1] % unit
     return F.pad(x, (0, missing)) if missing else x
 
@@ -231,7 +233,8 @@ def _bmm(left: Tensor, right: Tensor, out: Tensor, is_fixed_order: bool) -> None
 
 
 def _unseen(indices: Tensor, group: QueryGroup) -> Tensor:
-    """Bool ``[num_tiles, R, n, 1, 64]``, True where a query's indices ``[R * n, K]`` are not."""
+    """Bool ``[num_tiles, R, n, 1, 64]``, True at positions that are not among a query's indices
+    ``[R * n, K]``."""
     num_positions = group.num_tiles * TILE
     unseen = indices.new_ones(len(indices), num_positions + 1, dtype=torch.bool)
     at = torch.where(indices < 0, num_positions, indices).long()
@@ -241,13 +244,13 @@ def _unseen(indices: Tensor, group: QueryGroup) -> Tensor:
 
 
 def gathered(which: str, cache: Tensor, gather: Gather) -> Tensor:
-    """``[num_tiles * R, 64, Hkv, D]``, contiguous, float32; good until the next call with the same
+    """``[num_tiles * R, 64, Hkv, D]``, contiguous, float32. Valid until the next call with the same
     ``which``."""
     num_heads, dim = cache.shape[2:]
     key = (which, num_heads, dim, cache.dtype)
     if key not in gather.buffers:
         gather.buffers[key] = cache.new_empty(gather.slots.shape[0], num_heads * dim)
-    # Whole slots: gathered head by head they cost 1.5 to 3 times as much.
+    # Gather whole slots: gathering per head costs 1.5 to 3 times as much.
     flat = cache.view(-1, num_heads * dim)
     found = torch.index_select(flat, 0, gather.slots, out=gather.buffers[key])
     found = found.view(-1, TILE, num_heads, dim)
@@ -272,14 +275,14 @@ def _attend(
     group_size = num_q_heads // num_kv_heads
     used = num_queries * group_size
     missing = -used % MKL_ROW_UNIT
-    # [Hkv, R, n * G, Dk]: the query heads of a KV head stand as further queries.
+    # [Hkv, R, n * G, Dk]: the query heads of a KV head are treated as additional queries.
     q = query.view(num_rows, num_queries, num_kv_heads, group_size, k_dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * params.scale
     if missing:
         q = F.pad(q, (0, 0, 0, missing))
     rows = q.shape[2]
 
-    # A head's matmuls of all tiles and rows are one batch.
+    # The matmuls of a head, for all tiles and rows, are one batch.
     scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, TILE)
     every = q.unsqueeze(1).expand(-1, num_tiles, -1, -1, -1)
     every = every.reshape(num_kv_heads, num_matmuls, rows, k_dim)
@@ -293,7 +296,7 @@ def _attend(
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if slopes is not None and group.distances is not None:
-        # A product and a sum, each rounded, whatever vectors they are computed in.
+        # A multiplication and an addition, each rounded, whatever the vector width.
         real += slopes.view(num_kv_heads, 1, 1, 1, group_size, 1) * group.distances
     real[:, group.first_hidden :].masked_fill_(group.hidden, _NEG_INF)
     if params.indices is not None:
@@ -308,7 +311,7 @@ def _attend(
         highest = torch.maximum(highest, sink)
     scores.sub_(highest[:, None, :, :, None]).exp_()
     total = torch.zeros_like(highest)
-    # Tile after tile: a sum over them all would take an order that follows their number.
+    # Tile by tile: the order of one sum over all tiles would depend on their number.
     for share in scores.sum(-1).unbind(1):
         total += share
     mixed = q.new_zeros(num_kv_heads, num_rows, rows, values.shape[3])

@@ -1,5 +1,5 @@
-"""Which recipe gives :mod:`.cpu_invariant` the same bits for a position in any step: a trial with
-the very sizes of a model's attention."""
+"""Choose the recipe with which :mod:`.cpu_invariant` computes the same bits for a position in any
+step, by a trial with the sizes of the model's attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECIPES = (
     AttentionRecipe(16),
     AttentionRecipe(is_fixed_order=True),
 )
-_CONTEXT = 80  # positions of a row: one tile and a part of one
+_CONTEXT = 80  # positions of a row: one full tile and a partial one
 _BLOCK = 16
 _ROWS = 3
 _LAST_COUNTS = (1, 2, 3, 4, 5, 7, 12, 33)
@@ -43,15 +43,15 @@ def choose_recipe(
     is_latent: bool,
     threads: Sequence[int] = (),
 ) -> AttentionRecipe:
-    """The first recipe that the trial finds to keep the bits of every position.
+    """The first recipe that keeps the bits of every position in the trial.
 
     Args:
-        is_latent: whether values are the first ``v_dim`` elements of the keys. All matmuls are of
+        is_latent: whether values are the first ``v_dim`` elements of the keys. All matmuls are in
             float32, whatever the dtype of the cache.
-        threads: as in :func:`..matmul.cpu.invariant.choose_recipe`.
+        threads: see :func:`..matmul.cpu.invariant.choose_recipe`.
 
     Raises:
-        UnsupportedModelError: no recipe passes its trial.
+        UnsupportedModelError: no recipe passes the trial.
     """
     num_blocks = _CONTEXT // _BLOCK
     with torch.random.fork_rng(devices=[]):
@@ -62,7 +62,7 @@ def choose_recipe(
     tables = torch.arange(_ROWS * num_blocks, dtype=torch.int32).view(_ROWS, num_blocks)
 
     def run(recipe: AttentionRecipe, parts: Sequence[_Part]) -> list[Tensor]:
-        """The results of each part, in one step."""
+        """The results of each range, all in one step."""
         counts = [end - begin for _, begin, end in parts]
         starts = torch.tensor([0, *counts]).cumsum(0)
         contexts = torch.tensor([end for _, _, end in parts])
@@ -94,8 +94,8 @@ def choose_recipe(
 
 
 def _steps(is_first: bool) -> list[tuple[_Part, ...]]:
-    """To be compared with whole rows. Others than the first number of threads get few of them, and
-    whole rows."""
+    """Steps to compare with whole rows. The first number of threads gets all of them; each other
+    number gets a few, and whole rows."""
     last: list[tuple[_Part, ...]] = [((0, _CONTEXT - n, _CONTEXT),) for n in _LAST_COUNTS]
     if not is_first:
         return [*_WHOLE, *last[::3], *_MIXED]

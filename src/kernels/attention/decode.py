@@ -1,22 +1,23 @@
-"""Split-KV decode attention over pages, its splits combined in the same launch.
+"""Split-KV decode attention over pages. The same launch combines the splits.
 
 PagedAttention (Kwon et al. 2023) with the splits of Flash-Decoding (Dao et al. 2023), for rows of
-one query: softmax(scale * q @ K.T) @ V.
+one query: ``softmax(scale * q @ K.T) @ V``.
 
 A program serves one token, one KV head with its G query heads, and some of the *segments* of the
-context. The first segment is the first splits, folded by the program; each later split is a
-segment. How many splits are first follows the size of the batch (``FIRST_SPLITS``), and a context's
-own length: one below ``UNSPLIT_BELOW`` is a single segment, in one of ``LONG_CONTEXT`` positions or
-more they reach to ``SPLIT_CHANGE``. Programs beside each other, the *workers* of a context, take
-segments ``worker``, ``worker + num_workers``, ... from the last one back (the first ones are short:
-what starts last should not take longest). If a context has more than one worker, their states go to
-``partial`` and ``stats``, and the program that arrives last combines them in order
-(:mod:`.combine`). All choices of segments and workers, and all orders of arrival, give the same
-bits (:mod:`.online_softmax`), so the choices may follow the size of the batch.
+context. The first segment contains the first splits, which one program folds. Each later split is a
+segment. The number of splits in the first segment depends on the batch size (``FIRST_SPLITS``) and
+on the context length. A context below ``UNSPLIT_BELOW`` is a single segment. In a context of
+``LONG_CONTEXT`` positions or more, the first segment ends at ``SPLIT_CHANGE``. The *workers* of a
+context are adjacent programs. They take segments ``worker``, ``worker + num_workers``, ... from the
+last one back: the first segments are short, and the work that starts last should end early. If a
+context has more than one worker, their states go to ``partial`` and ``stats``, and the program that
+arrives last combines them in order (:mod:`.combine`). Any choice of segments and workers and any
+order of arrival give the same bits (:mod:`.online_softmax`). So these choices may depend on the
+batch size.
 
-Given ``key`` the queries, and the keys and values of the step, come as a matmul leaves them,
-and the programs normalise, rotate and store first (:mod:`.decode_prologue`). With a late
-``TRIGGER`` the next kernel starts after that (:func:`.device.triggers_dependents_late`).
+With ``key``, the kernel takes the step's queries, keys and values directly from the matmul, and
+first normalises, rotates and stores them (:mod:`.decode_prologue`). With a late ``TRIGGER`` the
+next kernel starts after that (:func:`.device.triggers_dependents_late`).
 """
 
 from __future__ import annotations
@@ -76,14 +77,16 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     q, pages, blocks, begin, end, last, positions, scoring, factor, splits, shape,
     DTYPE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """The total of the tiles that begin in ``[begin, end)``; ``begin`` is a multiple of BLOCK_N.
+    """The total over the tiles that begin in ``[begin, end)``; ``begin`` is a multiple of BLOCK_N.
 
     Args:
-        q: of e4m3 keys, turned halves. factor: of maxima. DTYPE: of the queries.
-        pages: :class:`.HeadPages`. blocks: the :func:`.block_ids` of ``begin``, loaded early.
-        last: last position any of the queries sees. positions: of the queries, ``[M]``.
-        splits, shape: the bundles of that name.
-        FOLD: False if all tiles are of one split.
+        q: queries; for e4m3 keys, transposed halves. factor: scale of maxima. DTYPE: dtype of the
+            queries.
+        pages: :class:`.HeadPages`. blocks: the :func:`.block_ids` of ``begin``, loaded in advance.
+        last: last position that any of the queries sees. positions: positions of the queries,
+            ``[M]``.
+        splits, shape: :class:`.Splits` and :class:`.TileShape`.
+        FOLD: False if all tiles belong to one split.
     """
     BLOCK_M: tl.constexpr = positions.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
@@ -107,7 +110,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             if ends_split(start + BLOCK_N, splits):
                 total = fold(total, state, factor, IS_E4M3)
                 state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS, IS_E4M3)
-    # The last split, if its end was not reached; else empty, which is harmless.
+    # The last split if its end was not reached; otherwise an empty state, which changes nothing.
     return fold(joined(total, IS_E4M3), joined(state, IS_E4M3), factor)
 
 
@@ -115,10 +118,10 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 def token_of(  # type: ignore[no-untyped-def]
     starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr, OFFSETS: tl.constexpr = offsets_of
 ):
-    """(row, token, position) of a unit; position -1 if there is nothing to do.
+    """(row, token, position) of a unit; position -1 if the unit has no work.
 
-    A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
-    OFFSETS: as in :func:`.count_at_most`.
+    With BY_TOKEN a unit is a token (then at most B units). Otherwise it is a row, served if it has
+    one query. OFFSETS: see :func:`.count_at_most`.
     """
     if BY_TOKEN:
         row = unit
@@ -126,7 +129,7 @@ def token_of(  # type: ignore[no-untyped-def]
         begin = tl.load(starts + unit)
         end = tl.load(starts + unit + 1)
         context = tl.load(contexts + unit)
-        if (begin != unit) | (end != unit + 1):  # not the usual batch of one query each
+        if (begin != unit) | (end != unit + 1):  # unusual: a row without exactly one query
             row = count_at_most(starts + 1, num_rows - 1, unit, 1, 1, False, 256, OFFSETS)
             end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
             context = tl.load(contexts + row, mask=row < num_rows, other=0)
@@ -153,9 +156,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, out,
     partial,  # float32 [units, HQ, max_segments, DV]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
-    arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
+    arrival_counters,  # int32 [units * HKV], zero before and after the launch
     starts, contexts, tables, table_rows,
-    order,  # int32 [units]: the unit that starts first, second ...; None: as they are numbered
+    order,  # int32 [units]: unit that starts first, second ...; None: in order of their numbers
     sinks, factor, cap_in, cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
@@ -166,25 +169,26 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
-    # To fuse RoPE; norms None without FORM.
+    TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late", or "" without PDL
+    # For fused RoPE; norms are None without FORM.
     key=None, value=None, cos=None, sin=None, q_weight=None, k_weight=None, slot_mapping=None,
     eps=None, k_token_stride=None, k_head_stride=None,  # strides of heads in units of STEP
     v_token_stride=None, v_head_stride=None,
     cos_stride=None, cos_step=None, sin_stride=None, sin_step=None,  # steps None if both are 1
-    R: tl.constexpr = None,  # the first R of DK elements are rotated; TABLE angles serve them
+    R: tl.constexpr = None,  # the first R of DK elements are rotated, by TABLE angles
     TABLE: tl.constexpr = None, FORM: tl.constexpr = None,
 ):  # fmt: skip
-    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` over the pages of t's row and h's KV
+    head.
 
-    Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with ``order``, a unit
-    being a token if BY_TOKEN, else a row. Shapes: query ``[T, HQ, DK]``, out ``[T, HQ, DV]``,
-    caches ``[blocks, PAGE, HKV, DK or DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[rows, M]``, table_rows ``[B]``; key ``[T, HKV, DK]`` and value alike, cos and sin
-    ``[1, T, TABLE]``, slot_mapping ``[T]``.
+    Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with ``order``. A unit is
+    a token if BY_TOKEN, else a row. Shapes: query ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches
+    ``[blocks, PAGE, HKV, DK or DV]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[rows, M]``,
+    table_rows ``[B]``; key ``[T, HKV, DK]`` and value likewise, cos and sin ``[1, T, TABLE]``,
+    slot_mapping ``[T]``.
     """
     FUSE_ROPE: tl.constexpr = key is not None
-    # Whether rows of cos and sin can be read 8 elements at once.
+    # 8 if rows of cos and sin can be read 8 elements at once, else 1.
     ANGLES: tl.constexpr = 8 if cos_step is None else 1
     PDL: tl.constexpr = TRIGGER != ""
     IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
@@ -212,10 +216,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     else:
         head = tl.program_id(0) % HKV
         worker = tl.program_id(0) // HKV
-    # The batch's own tensors are written by the first kernels of a step, which let none start
-    # before they have ended, and weights never. So both are read already.
+    # The first kernels of a step write the tensors of the batch and let no kernel start before they
+    # end. Weights are never written. So both can be read before the wait.
     row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
-    seen = tl.maximum(position, 0)  # of padding, which has a table all the same
+    seen = tl.maximum(position, 0)  # a padding token, which also has a table
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
     low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS)
     if worker > last_segment - first_segment:
@@ -245,8 +249,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
-            # Not sooner: programs of the next kernel would take places where this one has none yet,
-            # and some multiprocessors would end up with three programs of a launch, others none.
+            # Not earlier: programs of the next kernel would take slots where this kernel has none
+            # yet. Some multiprocessors would then run three programs of one launch, and others
+            # none.
             tl.extra.cuda.gdc_launch_dependents()
 
     in_group = tl.arange(0, BLOCK_M)
@@ -270,7 +275,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     q_mask = is_head[:, None] & (k_dims < DK)[None, :]
     q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
     if FUSE_ROPE:
-        # Asked for before the keys, used after them: both are in flight together.
+        # Loaded before the keys and used after them, so that both loads are in flight together.
         y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
         q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
         c, s = load_angles(
@@ -330,7 +335,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         return
     num_segments = last_segment - first_segment + 1
     FEW: tl.constexpr = min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK)
-    # Workers without a segment have returned above.
+    # Workers without a segment have already returned.
     if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
         combine(
             partial, stats, out, scales, num_tokens, sinks, unit, token, head, num_segments,

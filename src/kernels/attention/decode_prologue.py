@@ -1,18 +1,18 @@
-"""RoPE prologue of decode attention: norms, rotation and KV store inside the decode kernel.
+"""The RoPE prologue of decode attention: norms, rotation and KV store inside the decode kernel.
 
-One launch then normalises, rotates and stores, as :mod:`..fused.norm_rope_store` does, and
-attends, on q, k and v as the merged matmul leaves them. A decode program
+One launch normalises, rotates and stores, as :mod:`..fused.norm_rope_store` does, and then attends.
+It reads q, k and v as the merged matmul stores them. A decode program
 
-- normalises and rotates its own queries, once more in every worker: a few hundred operations;
-- stores, before it attends, the new keys and values of its own segments: those of its row from the
-  row's first new token up to its own. In a decode step that is one token, and worker 0, which has
-  the last segment, stores it. Where a row has several new tokens (which the shapes of a step do not
-  show), each program stores all that it will read, so that none reads what another has yet to
-  store. Several programs then store the same bits.
+- normalises and rotates its own queries, again in every worker: a few hundred operations;
+- stores, before it attends, the new keys and values of its own segments: those from its row's first
+  new token up to its own token. In a decode step that is one token, and worker 0 stores it, because
+  worker 0 has the last segment. If a row has several new tokens (which the shapes of a step do not
+  show), each program stores everything that it will read, so that no program reads data that
+  another has yet to store. Several programs then store the same bits.
 
-Every token is stored by its own program at least, those of padding too (by worker 0). Blocks that
-requests share are full of settled tokens and not written to, so no program looks at a slot that
-another writes.
+At least a token's own program stores the token; worker 0 stores padding tokens. Blocks that
+requests share contain only settled tokens and are not written, so no program reads a slot that
+another program writes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..fused.norm_rope_store import norm_and_rotate
 from .e4m3_tiles import num_lines
 from .online_softmax import slot_pointers, split_of
 
-_KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as that of the queries
+_KEYS = 16  # new tokens per tile of keys: as many rows as a tile of queries has
 
 
 @triton.constexpr_function
 def keys_at_once(ARE_PLANES, DK_PAD):  # type: ignore[no-untyped-def]
-    """Height of the tile of new keys; of e4m3 ones at most 8 elements per thread. With more, a
-    thread would store 16 neighbours at once, and load as many: squares would be added up in another
-    order than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
+    """Height of the tile of new keys. For e4m3 keys, at most 8 elements per thread. With more, a
+    thread would store 16 adjacent elements at once and also load 16 at once. Then squares would be
+    added in another order than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
     return max(1, min(_KEYS, 1024 // DK_PAD)) if ARE_PLANES else _KEYS
 
 
@@ -46,10 +46,10 @@ def keys_at_once(ARE_PLANES, DK_PAD):  # type: ignore[no-untyped-def]
 def load_weights(  # type: ignore[no-untyped-def]
     weight, dims, partners, size, M: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr
 ):
-    """``[M, D_PAD]``, M times the first ``size`` weights of a norm and those of their partners;
-    zeros without FORM.
+    """``[M, D_PAD]``: the first ``size`` weights of a norm and those of their partners, repeated M
+    times; zeros without FORM.
 
-    A row for each head or token, so that each thread reads what it needs: no exchange.
+    There is one row per head or token, so each thread reads what it needs without an exchange.
     """
     own = tl.zeros((M, dims.shape[0]), DTYPE)
     others = own
@@ -64,8 +64,8 @@ def load_weights(  # type: ignore[no-untyped-def]
 class Angles(NamedTuple):
     """Pointers to cos and sin, and strides of their rows (in units of ANGLES) and elements.
 
-    Constants: the first R elements of a head are rotated, by TABLE angles, of which ANGLES are read
-    at once.
+    Constants: the first R elements of a head are rotated by TABLE angles, and ANGLES of these are
+    read at once.
     """
 
     cos: Any
@@ -80,8 +80,8 @@ class Angles(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the keys, values and slots of a step, their strides in units of STEP, a
-    constant; tokens ``first_new`` to ``end_new`` are to be stored."""
+    """Pointers to the keys, values and slots of a step, with their strides in units of STEP (a
+    constant). The tokens ``first_new`` to ``end_new`` are to be stored."""
 
     key: Any
     value: Any
@@ -96,7 +96,8 @@ class NewTokens(NamedTuple):
 
 
 class WorkerShare(NamedTuple):
-    """Which segments of a context are a program's; ``num_first``: splits in the first segment."""
+    """The segments of a context that belong to a program; ``num_first``: splits in the first
+    segment."""
 
     num_first: Any
     last_segment: Any
@@ -106,7 +107,8 @@ class WorkerShare(NamedTuple):
 
 @triton.jit
 def load_angles(angles, tokens, mask, dims):  # type: ignore[no-untyped-def]
-    """cos and sin of ``tokens [M]``, each ``[M, D_PAD]``; 0 but where ``mask [M]`` and dims < R."""
+    """cos and sin of ``tokens [M]``, each ``[M, D_PAD]``; 0 except where ``mask [M]`` holds and
+    dims < R."""
     c = _load_table(angles.cos, tokens, mask, dims, angles.cos_stride, angles.cos_step, angles)
     s = _load_table(angles.sin, tokens, mask, dims, angles.sin_stride, angles.sin_step, angles)
     return c, s
@@ -123,7 +125,7 @@ def _load_table(table, tokens, mask, dims, stride, step, angles):  # type: ignor
 
 @triton.jit
 def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Prefetch the lines of 128 bytes that contain the pointers into L2."""
+    """Prefetch into L2 the 128-byte lines that the pointers address."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -137,7 +139,7 @@ def prefetch_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Prefetch a tile of a cache into L2; arguments as in :func:`.online_softmax.load_rows`.
 
-    Reads nothing, so that what it prefetches may be written later.
+    The prefetch reads no values, so the data may be written later.
     """
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
     lines = tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE
@@ -151,10 +153,11 @@ def store_new(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr,
     token, position, share, dims, partners, splits, shape,
 ):  # fmt: skip
-    """Store those of the tokens ``first_new`` to ``end_new`` that are stored in this program's
+    """Store those of the tokens ``first_new`` to ``end_new`` that belong to this program's
     segments.
 
-    By segment, not by what the window shows: values of hidden slots are multiplied by zero.
+    The test is by segment, not by window: values of hidden slots are multiplied by zero, so they
+        must be finite.
 
     Args:
         new, angles, norm, share, splits, shape: :class:`NewTokens` (the first is the first new
@@ -202,17 +205,18 @@ def fits(
     are_planes: bool = False,
     quantizes: bool = False,
 ) -> bool:
-    """Whether one launch gives the bits of two, into caches of numbers or of planes, with outputs
-    as they are or quantised: by shapes, strides and dtypes alone.
+    """Whether one launch gives the same bits as two launches, for caches of the model's dtype or
+    FP8, with or without quantised outputs. The answer depends only on shapes, strides and dtypes.
 
-    - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
-    - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
-      threads: neighbours that one thread loads at once (16 bytes, if the strides allow it and the
-      tile has as many elements for each of its 128 threads), then lanes of a warp. The tile here
-      has another height than that of :mod:`..fused.norm_rope_store`; with heads of few elements or
-      in models of few heads it may not be spread alike. Nor where outputs are quantised and a
-      thread has more of the queries than those 16 bytes: it would store 16 outputs at once, and
-      load as many.
+    - The compiler uses other instructions for float32 matmuls where contraction is off, as it is
+      here.
+    - A norm adds its squares in an order that follows from how Triton distributes a tile over
+      threads. First come adjacent elements that one thread loads at once (16 bytes, if the strides
+      allow it and the tile has that many elements for each of its 128 threads), then lanes of a
+      warp. The tile here has another height than that of :mod:`..fused.norm_rope_store`. With heads
+      of few elements, or in models of few heads, its distribution may differ. It also differs if
+      outputs are quantised and a thread has more than 16 bytes of the queries: the thread would
+      store 16 outputs at once, and load as many.
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)

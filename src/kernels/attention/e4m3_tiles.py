@@ -1,20 +1,23 @@
-"""Tiles of keys and values, as the loops of decode and prefill load, score and weigh them: of the
-model's numbers as in :mod:`.online_softmax`, or of e4m3 elements with a scale per vector.
+"""Tiles of keys and values for the loops of decode and prefill: how they are loaded, scored and
+weighted. Elements are of the model's dtype as in :mod:`.online_softmax`, or e4m3 with one scale per
+vector.
 
-The steps are the same. A key's scale multiplies its scores, a value's the weights. What else e4m3
-has of its own:
+The steps are the same. A key's scale multiplies its scores, and a value's scale multiplies its
+weights. Differences for e4m3:
 
-- Operands are float16, which holds every e4m3 number; two are converted by one instruction. Powers
-  of two, which cost no bits, bring the other operands into float16's range: queries by one of their
-  own, weights by that in :func:`add_scored`. Of float32 queries all operands are float32.
-- Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
-  those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
-  another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
-- Decode is turned: keys and values are left operands. A matrix instruction multiplies 16 lines on
-  its left by 8 on its right, and decode seldom has more than 8 query heads per KV head: keys
-  ``[N, DK]`` times queries ``[DK, M]``, and values ``[DV, N]`` times weights ``[N, M]``, are half
-  the instructions of prefill's form, and leave half as many scores to the softmax. Each element is
-  the same chain of products, whichever side its operands are on.
+- Operands are float16, which represents every e4m3 value exactly. One instruction converts two
+  elements. Powers of two, which cost no bits, bring the other operands into float16's range: one
+  per query line, and for weights the one in :func:`add_scored`. With float32 queries, all operands
+  are float32.
+- Tiles are loaded as 16-bit pairs of elements, because operands of matrix instructions have 16-bit
+  elements. A pair is split in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
+  another, the *halves* of a vector. Scores are the sum over the even elements, then over the odd
+  ones.
+- Decode is transposed ("turned"): keys and values are left operands. A matrix instruction
+  multiplies 16 lines on its left by 8 on its right, and decode seldom has more than 8 query heads
+  per KV head. Keys ``[N, DK]`` times queries ``[DK, M]``, and values ``[DV, N]`` times weights
+  ``[N, M]``, need half the instructions of prefill's form, and leave half as many scores to the
+  softmax. Each element is the same chain of multiply-adds, whichever side its operands are on.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ from .online_softmax import (
 _HEADROOM = 14
 HEADROOM = tl.constexpr(_HEADROOM)
 """Logarithm of the largest magnitude that operands are brought to; float16 reaches 2^15.99."""
-# Of scales, beyond which weights are no longer brought into range: what is rescaled from one to the
-# other has to be a float32.
+# Scales with a smaller exponent no longer bring weights into range: the factor between two scales
+# must be a float32.
 SMALLEST_EXPONENT = tl.constexpr(-50)
 LARGEST_EXPONENT = tl.constexpr(70)
 _RIGHT = 8  # smallest right side of a matrix instruction
@@ -56,16 +59,17 @@ CONVERT = tl.constexpr("""{
 
 @triton.constexpr_function
 def num_lines(GROUP, DK_PAD, FUSE_ROPE):  # type: ignore[no-untyped-def]
-    """Query heads of a KV head with padding. Where RoPE is fused, more of small heads: threads then
-    have 8 elements each, as in the kernel of its own (:func:`.decode_prologue.fits`)."""
+    """Query heads of a KV head, with padding. With fused RoPE, small heads get more padding:
+    threads then have 8 elements each, as in the separate kernel (:func:`.decode_prologue.fits`)."""
     return max(GROUP, MIN_DOT if FUSE_ROPE and DK_PAD < 128 else _RIGHT)
 
 
 @triton.jit
 def halves_of_pairs(pairs):  # type: ignore[no-untyped-def]
-    """float16 of the lower and of the upper bytes of ``pairs``, uint16: exact."""
-    # Two neighbours along the sum share a register: their lower bytes go together, and the upper
-    # ones. From bytes the compiler makes three times the instructions.
+    """The lower and the upper bytes of ``pairs``, uint16, as float16: exact."""
+    # Two neighbours along the summed dimension share a register: their lower bytes are converted
+    # together, and so are the upper ones. Starting from bytes, the compiler emits three times the
+    # instructions.
     return tl.inline_asm_elementwise(
         CONVERT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
     )
@@ -73,8 +77,8 @@ def halves_of_pairs(pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scaled_queries(q, factor, cap_in, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For e4m3 keys: the halves of ``q [M, DK]``, turned if TURNED, the power of two, float32
-    ``[M]``, that they are in units of, and ``Scoring.factor`` of each line."""
+    """For e4m3 keys: the halves of ``q [M, DK]``, transposed if TURNED; the power of two, float32
+    ``[M]``, that is their unit; and ``Scoring.factor`` of each line."""
     even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
     ones = tl.full((q.shape[0],), 1.0, tl.float32)
     unit = ones
@@ -82,7 +86,7 @@ def scaled_queries(q, factor, cap_in, TURNED: tl.constexpr):  # type: ignore[no-
         even = even.to(tl.float32)
         odd = odd.to(tl.float32)
         largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1).to(tl.int32, bitcast=True)
-        # Bits of the power of two below the largest magnitude, that held between 2^-100 and 2^100.
+        # Bits of the power of two below the largest magnitude, clamped to 2^-100 .. 2^100.
         exponent = tl.minimum(tl.maximum(largest, 27 << 23), 227 << 23) & (255 << 23)
         inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
         even = (even * inverse).to(tl.float16)
@@ -95,15 +99,15 @@ def scaled_queries(q, factor, cap_in, TURNED: tl.constexpr):  # type: ignore[no-
 
 @triton.constexpr_function
 def sum_dtype(dtype, IS_E4M3):  # type: ignore[no-untyped-def]
-    """Dtype that weights are summed in, of queries of ``dtype``; those of values with scales are of
-    any size."""
+    """Dtype of the weighted sums for queries of ``dtype``. Values with scales may have any
+    magnitude."""
     return tl.bfloat16 if IS_E4M3 and dtype != tl.float32 else dtype
 
 
 @triton.jit
 def with_scale_blocks(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
-    """Where the tile at ``start`` lies: its :func:`.block_ids`, and those of its scales, each once,
-    which ``blocks`` repeats for each slot."""
+    """The location of the tile at ``start``: its :func:`.block_ids`, and the block ids of its
+    scales. The latter occur once each; ``blocks`` repeats them for each slot."""
     scale_blocks = blocks
     if is_e4m3(pages.k_cache.dtype.element_ty) and shape.PAGE < shape.BLOCK_N:
         offsets = tl.arange(0, shape.BLOCK_N // shape.PAGE) * shape.PAGE
@@ -114,7 +118,7 @@ def with_scale_blocks(pages, blocks, start, last, shape):  # type: ignore[no-unt
 
 @triton.jit
 def places_of(pages, start, last, shape):  # type: ignore[no-untyped-def]
-    """:func:`with_scale_blocks` of a tile whose block ids are not loaded yet."""
+    """:func:`with_scale_blocks` of a tile whose block ids are not yet loaded."""
     blocks = block_ids(pages.table, start, last, shape.PAGE, shape.BLOCK_N)
     return with_scale_blocks(pages, blocks, start, last, shape)
 
@@ -123,7 +127,7 @@ def places_of(pages, start, last, shape):  # type: ignore[no-untyped-def]
 def _load_scales(  # type: ignore[no-untyped-def]
     scales, blocks, start, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The scales ``[BLOCK_N]`` of a tile, of unused slots any number; ``blocks``: those of
+    """The scales ``[BLOCK_N]`` of a tile; undefined for unused slots. ``blocks``: from
     :func:`scale_blocks_of`."""
     base = scales.to(tl.pointer_type(tl.float32)) + blocks.to(tl.int64) * (BLOCK // SCALE_BYTES)
     if PAGE >= BLOCK_N:
@@ -140,7 +144,7 @@ def _load_halves(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, DTYPE: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as of
+    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as in
     :func:`.online_softmax.load_rows`."""
     pairs = load_rows(
         cache.to(tl.pointer_type(tl.uint16)), blocks, start, last,
@@ -154,9 +158,9 @@ def _load_halves(  # type: ignore[no-untyped-def]
 def load_tile(  # type: ignore[no-untyped-def]
     pages, places, start, last, shape, DTYPE: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``; of e4m3
-    numbers each is ``(even, odd, scales)``, halves in the DTYPE of the queries, and if TURNED the
-    halves of values are transposed."""
+    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``. For
+    e4m3 elements each is ``(even, odd, scales)``, with halves in the DTYPE of the queries. If
+    TURNED, the halves of values are transposed."""
     PAGE: tl.constexpr = shape.PAGE
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     blocks, scale_blocks = places
@@ -191,8 +195,9 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def score_tile(q, k, scoring, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores ``[M, N]``, turned ``[N, M]``, of queries, or their halves, and keys of
-    :func:`load_tile`; of e4m3 keys without softcap in units that ``scoring.factor`` contains."""
+    """Scores ``[M, N]`` (turned: ``[N, M]``) of queries, or their halves, and keys from
+    :func:`load_tile`. For e4m3 keys without softcap, ``scoring.factor`` contains the unit of the
+    scores."""
     if scoring.unit is None:
         scores = score(q, k, scoring)
     else:
@@ -212,7 +217,7 @@ def score_tile(q, k, scoring, TURNED: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def scale_exponents(v_scales):  # type: ignore[no-untyped-def]
-    """Logarithms of the powers of two above scales of values, less HEADROOM, as float32."""
+    """Logarithms of the powers of two above the scales of values, less HEADROOM, as float32."""
     exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
     exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
     return exponents.to(tl.float32)
@@ -220,11 +225,11 @@ def scale_exponents(v_scales):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_scored(scores, v, ones, state, scoring, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """:func:`.online_softmax.add_tile` of values that :func:`load_tile` gave.
+    """:func:`.online_softmax.add_tile` for values from :func:`load_tile`.
 
-    Of e4m3 ones ``row_max`` is a logarithm to base 2, of the largest weight times scale, the latter
-    as the power of two above it: no weight of a value is larger than 2^HEADROOM, and those that
-    matter are not much smaller.
+    For e4m3 values ``row_max`` is a base-2 logarithm: of the largest weight times the power of two
+    above its scale. So no weight of a value is larger than 2^HEADROOM, and those that matter are
+    not much smaller.
     """
     if scoring.unit is None:
         state = add_tile(scores, v, ones, state, scoring.factor)
@@ -247,13 +252,13 @@ def add_scored(scores, v, ones, state, scoring, TURNED: tl.constexpr):  # type: 
 
 @triton.jit
 def whole(even, odd):  # type: ignore[no-untyped-def]
-    """Vectors of their halves."""
+    """Whole vectors from their halves."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.jit
 def joined(state, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A state as :mod:`.online_softmax` has it, not turned and of whole values."""
+    """A state in the form of :mod:`.online_softmax`: not turned, with whole values."""
     if len(state) == 4:
         row_max, row_sum, even, odd = state
         if TURNED:

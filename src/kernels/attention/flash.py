@@ -1,12 +1,12 @@
-"""``pagespec::paged_attention`` by the FlashAttention libraries, where one is installed.
+"""``pagespec::paged_attention`` with the FlashAttention libraries, if one is installed.
 
 Two of them can read pages: ``flash-attn-4`` (``flash_attn.cute``; written for 4.0.0b36) on Hopper
 and Blackwell, and ``flash-attn`` 2 (written for 2.8) from Ampere on. :func:`attend_4` and
-:func:`attend_2` take what the op takes, bundled. What a library cannot do exactly
-:func:`limit_of` says before the first step; the functions themselves check nothing.
+:func:`attend_2` take the bundled arguments of the op. :func:`limit_of` reports, before the first
+step, what a library cannot compute exactly; the functions themselves check nothing.
 
-Neither promises the same bits under another schedule: tiles follow the lengths of the batch.
-Nothing here waits for the device, so calls can be captured in a CUDA graph.
+Neither library guarantees the same bits under another schedule: tiles follow the lengths of the
+batch. No function here waits for the device, so calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def limit_of(
     specs: Sequence[AttentionSpec],
     block_size: int,
 ) -> str | None:
-    """Why ``library`` cannot serve all ``specs``, or None if it can.
+    """The reason why ``library`` cannot serve all ``specs``, or None.
 
-    Imports the library, which may take seconds, after all other conditions hold.
+    Imports the library, which may take seconds, only after all other conditions hold.
 
     Args:
         capability: the GPU's compute capability, (major, minor).
@@ -62,20 +62,21 @@ def limit_of(
 def _limit_4(
     capability: tuple[int, int], specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
-    """The conditions in ``flash_attn/cute/interface.py`` for a forward pass over pages."""
+    """The conditions of ``flash_attn/cute/interface.py`` for a forward pass over pages."""
     if capability[0] not in (9, 10, 11):
         return f"reads pages on GPUs of compute capability 9 to 11 only, not {capability[0]}"
     for spec in specs:
         dims = (spec.k_dim, spec.v_dim)
-        # Its limit is a multiple of 8, but rows of pages are copied in units of 16 elements: what
-        # lies after a head of 24, perhaps NaN in an unused slot, would be read with it.
+        # Its limit is a multiple of 8, but rows of pages are copied in units of 16 elements. With a
+        # head of 24, the copy would include the elements after it, perhaps NaN in an unused slot.
         if any(dim % 16 for dim in dims):
             return f"reads pages of head sizes that are multiples of 16, not {dims}"
         allowed = max(dims) <= (256 if capability[0] == 9 else 128)
         if not allowed and dims not in ((192, 128), (256, 256)):
             return f"does not take head sizes {dims} on this GPU"
         # Pages as large as a tile of keys (128, or 64 for large or uneven heads) are loaded whole,
-        # unused slots included, and a NaN there reaches the output, as its documentation says.
+        # unused slots included. A NaN there reaches the output, according to the library's
+        # documentation.
         if block_size == 128 or (block_size == 64 and (max(dims) > 192 or len(set(dims)) > 1)):
             return f"reads unused slots where blocks hold {block_size}; use 16, 32 or 256"
     return None
@@ -84,7 +85,7 @@ def _limit_4(
 def _limit_2(
     capability: tuple[int, int], specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
-    """The conditions in ``csrc/flash_attn/flash_api.cpp``, ``mha_varlen_fwd`` with pages."""
+    """The conditions of ``csrc/flash_attn/flash_api.cpp``, ``mha_varlen_fwd`` with pages."""
     if capability[0] < 8:
         return f"needs a GPU of compute capability 8 or more, not {capability[0]}"
     if block_size % 256:
@@ -123,7 +124,7 @@ def attend_4(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
 
 
 def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """Same as :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which limit_of
+    """Same as :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which :func:`limit_of`
     refuses."""
     from flash_attn import flash_attn_varlen_func
 
@@ -131,7 +132,7 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     window, num_tokens = params.window, query.shape[0]
     if num_tokens == 0:
         return query.new_empty(0, query.shape[1], v_cache.shape[3])
-    # With pages, only the differences of these are looked at.
+    # With pages, the library reads only the differences of these.
     context_starts = torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     out: Tensor = flash_attn_varlen_func(
         query if query.stride(2) == 1 else query.contiguous(),
@@ -139,8 +140,8 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
         v_cache,
         query_starts,
         context_starts,
-        # A bound. At 1 the library takes it that there are as many queries as rows, which padded
-        # batches do not promise.
+        # A bound. With 1, the library assumes as many queries as rows, which padded batches do not
+        # guarantee.
         max(2, num_tokens),
         block_tables.shape[1] * k_cache.shape[1],
         softmax_scale=params.scale,
@@ -153,7 +154,7 @@ def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
 
 
 def _without_padding(out: Tensor, query_starts: Tensor) -> Tensor:
-    """``out [T, Hq, Dv]`` with zeros for the tokens after the last row, which no library writes;
-    in place."""
+    """``out [T, Hq, Dv]`` with zeros, written in place, for the tokens after the last row, which no
+    library writes."""
     tokens = torch.arange(out.shape[0], device=out.device)
     return out.masked_fill_((tokens >= query_starts[-1])[:, None, None], 0.0)

@@ -1,13 +1,14 @@
 """Host side of the attention kernels: tiles, grids and launches of ``paged_attention``.
 
-Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
+Everything here depends only on shapes and dtypes. No code waits for the device, so calls can be
 captured in a CUDA graph and replayed with other contents.
 
-- At most as many tokens as rows (decode, with or without padding): one decode program (or several
-  workers of them) a token and KV head, of which the last to arrive combines what all computed. With
-  few rows it normalises, rotates and stores too (:func:`fused_rope_attention`).
-- More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
-  the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
+- At most as many tokens as rows (decode, with or without padding): one decode program, or several
+  workers, per token and KV head. The last one to arrive combines the results of all. With few rows
+  the kernel also normalises, rotates and stores (:func:`fused_rope_attention`).
+- More tokens: the decode kernel serves rows of one query and the prefill kernel the others. Each
+  leaves the other's rows unchanged. On Hopper :mod:`.prefill_sm90` may replace the prefill kernel,
+  with the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .tiling import Tiling, choose_spread, choose_tiling, for_card, warps_and_re
 
 @dataclass(slots=True)
 class _Call:
-    """One call of attention: its tensors, and the arguments that its kernels have in common."""
+    """One attention call: its tensors, and the arguments that its kernels share."""
 
     query: Tensor
     kv: PagedKV
@@ -58,24 +59,25 @@ def paged_attention(
     rows: QuantizedRows | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Same as :func:`.ops.paged_attention`, with shapes as there.
+    """Same as :func:`.ops.paged_attention`; shapes are given there.
 
     ``query`` may be strided in tokens and heads. Matmuls have operands of the query's dtype and
-    float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
-    power of two.
+    float32 accumulators; float32 operands are multiplied in float32, not TF32. The block size may
+    be any power of two.
 
     Args:
-        tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+        tiling: a tiling to use instead of :func:`choose_tiling`'s; may change the bits.
         arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
-            stream. One per unit and KV head, if those are fewer than the ``unsplit_from`` of the
-            tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
-            launch.
-        rows: of :func:`quantized_like`, to quantise outputs into; their values are returned then.
-        order: of :func:`.triton_backend.longest_first`; None for rows as they come. Changes no
-            bits.
+            stream. They must have one element per unit and KV head if there are fewer of these than
+            ``unsplit_from`` of the tiling :func:`.for_card`; otherwise none is needed. With None
+            the call creates them, at the cost of one more launch.
+        rows: from :func:`quantized_like`: the call quantises outputs into them and returns their
+            values.
+        order: from :func:`.triton_backend.longest_first`; None for the order of the batch. Changes
+            no bits.
 
     Raises:
-        ValueError: the block size is no power of two, or there are too few counters.
+        ValueError: the block size is not a power of two, or there are too few counters.
     """
     call = _prepared(query, kv, params, tiling, arrival_counters, rows, order)
     (num_tokens, num_heads, _), out, num_rows = query.shape, call.out, len(kv.context_lens)
@@ -99,7 +101,7 @@ def paged_attention(
         **shared,
         BLOCK_M=block_m,
         PARTS=t.prefill_parts,
-        # All rows at once: thousands of programs look for their row, most to find none.
+        # All rows at once: thousands of programs search for their row, and most find none.
         ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
         num_warps=t.prefill_warps,
         num_stages=t.prefill_stages,
@@ -117,18 +119,18 @@ def fused_rope_attention(
     rows: QuantizedRows | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """:func:`..fused.norm_rope_store.norm_rope_store`, then :func:`paged_attention` of what it
-    returns, in one launch; with the same bits if :func:`.decode_prologue.fits`. Arguments as there.
+    """:func:`..fused.norm_rope_store.norm_rope_store` and :func:`paged_attention` of its result in
+    one launch, with the same bits if :func:`.decode_prologue.fits`. Arguments: see these functions.
 
-    Any rows of as many tokens altogether as there are rows, or fewer; rows of several new tokens
-    are stored several times.
+    The step must not have more tokens than rows. Rows of several new tokens are stored several
+    times.
 
     Returns:
         ``[T, Hq, Dv]``, or the values of ``rows``.
 
     Raises:
-        ValueError: no tokens or more than rows, a block size that is no power of two, or too few
-            counters.
+        ValueError: no tokens, or more tokens than rows; a block size that is not a power of two; or
+            too few counters.
     """
     num_tokens, num_rows = len(inputs.query), len(kv.context_lens)
     if not 0 < num_tokens <= num_rows:
@@ -156,7 +158,8 @@ def fused_rope_attention(
         "R": inputs.rotary_dim,
         "TABLE": cos.shape[2],
         "FORM": "" if inputs.q_weight is None else inputs.form,
-        # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
+        # The same setting as for norm_rope_store. The rest of the kernel states explicitly where to
+        # contract.
         "enable_fp_fusion": False,
     }
     _decode(call, by_token=True)
@@ -164,15 +167,15 @@ def fused_rope_attention(
 
 
 def can_quantize(v_dim: int) -> bool:
-    """Whether each group of channels that share a scale is of one head of ``v_dim`` values."""
+    """Whether each group of channels that share a scale belongs to one head of ``v_dim`` values."""
     return v_dim % GROUP == 0
 
 
 def quantized_like(query: Tensor, v_cache: Tensor) -> QuantizedRows:
-    """Rows ``[T, Hq * Dv]`` for the outputs of ``query [T, Hq, Dk]``.
+    """Quantised rows ``[T, Hq * Dv]`` for the outputs of ``query [T, Hq, Dk]``.
 
     Raises:
-        ValueError: a group of channels would be of several heads.
+        ValueError: a group of channels would span several heads.
     """
     v_dim = e4m3.head_dim(v_cache)
     if not can_quantize(v_dim):
@@ -183,7 +186,8 @@ def quantized_like(query: Tensor, v_cache: Tensor) -> QuantizedRows:
 def factors(params: AttentionParams) -> tuple[float, float | None, float | None]:
     """(factor, cap_in, cap_out) of :class:`.online_softmax.Scoring`."""
     scale, softcap = params.scale, params.softcap
-    # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
+    # The weight is exp2(score * factor). With a softcap the kernel first scales and caps the
+    # scores.
     if softcap:
         return LOG2E.value, scale / softcap, float(softcap)
     return scale * LOG2E.value, None, None
@@ -201,7 +205,7 @@ def _prepared(
     """Arguments as in :func:`paged_attention`.
 
     Raises:
-        ValueError: the block size is no power of two.
+        ValueError: the block size is not a power of two.
     """
     page = kv.v_cache.shape[1]
     if page & (page - 1):
@@ -223,7 +227,7 @@ def shared_arguments(
     t: Tiling,
     rows: QuantizedRows | None = None,
 ) -> dict[str, Any]:
-    """Arguments that the decode and the prefill kernels have in common."""
+    """Arguments that the decode and prefill kernels share."""
     factor, cap_in, cap_out = factors(params)
     token_stride, head_stride, step = vector_strides(query)
     return {
@@ -252,11 +256,11 @@ def shared_arguments(
 
 
 def _decode(call: _Call, by_token: bool) -> None:
-    """Launch the decode kernel: that of this architecture, or where it does not serve the one for
-    all.
+    """Launch the decode kernel: that of this architecture, or the generic one where that does not
+    apply.
 
     Args:
-        by_token: a program per token and KV head; else per row and KV head.
+        by_token: one program per token and KV head; else one per row and KV head.
 
     Raises:
         ValueError: there are too few counters.
@@ -276,7 +280,7 @@ def _decode(call: _Call, by_token: bool) -> None:
     spread = choose_spread(t, num_programs, length, shared["window"] or 0)
     fuses_rope = "key" in shared
     num_warps, registers = warps_and_registers(t, num_programs, spread, fuses_rope)
-    # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
+    # With at most one segment there is nothing to merge: these are empty, of the usual dtypes.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
@@ -294,7 +298,7 @@ def _decode(call: _Call, by_token: bool) -> None:
     if num_programs < t.some_unsplit_from or num_units != shared["num_rows"]:
         order = None
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
-    if order is not None:  # the second workers, most of which find nothing to do, after all others
+    if order is not None:  # second workers, which mostly have no work, come last
         grid = (num_kv_heads, num_units, spread.num_workers)
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, call.out, partial, stats, arrival_counters, *kv[2:], order,

@@ -1,33 +1,35 @@
 """Batch-invariant online softmax: device functions that all attention kernels share.
 
 Online softmax over tiles of keys (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023), with
-splits of the keys combined at the end (Flash-Decoding, Dao et al. 2023). Batch invariance as in
-He 2025, "Defeating Nondeterminism in LLM Inference". What makes the result of
-a query independent of how it was scheduled (decode, extend, prefill; alone or with others):
+splits of the keys combined at the end (Flash-Decoding, Dao et al. 2023). Batch invariance as in He
+2025, "Defeating Nondeterminism in LLM Inference". A query's result does not depend on its schedule
+(decode, extend or prefill, alone or with others), because:
 
-- tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
-  query's program begins and ends. Splits hold ``NEAR_SPLIT`` positions up to position
-  ``SPLIT_CHANGE``, so that few short sequences still make many programs, and ``FAR_SPLIT`` beyond.
-  A tile or a split in which a query sees nothing leaves its state as it was, to the bit;
-- every split has fresh accumulators, and splits are folded into the total one by one in order of
-  position, whether by the program that read them or by the last of several to arrive;
-- no sum depends on a layout: scores, weighted values and the sum of the weights (a matmul with
-  ones) come from ``tl.dot``, each output element of which is one chain over the tile in order of
-  position. Maxima are exact in any order;
-- where the compiler could contract a product and a sum or not, ``tl.fma`` says which.
+- Tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
+  query's program begins and ends. Splits have ``NEAR_SPLIT`` positions up to position
+  ``SPLIT_CHANGE``, so that a few short sequences still give many programs, and ``FAR_SPLIT``
+  positions beyond. A tile or split in which a query sees nothing leaves its state unchanged, to the
+  bit.
+- Every split has new accumulators. Splits are folded into the total one by one in order of
+  position, by the program that read them or by the last of several programs to arrive.
+- No sum depends on a layout: scores, weighted values and the sum of the weights (a matmul with
+  ones) come from ``tl.dot``. Each output element is one chain over the tile in order of position.
+  Maxima are exact in any order.
+- Where the compiler may or may not contract a multiplication and an addition, ``tl.fma`` fixes the
+  choice.
 
 The state of a split or a total is a tuple ``(row_max [M], row_sum [M, W], acc [M, DV])``, all
-float32, of M *lines*, a query and a head each: the largest score so far; the sum of the weights
-exp(score - row_max), the same in all W columns; the sum of weighted values, perhaps in two tensors,
-each of a half. In a *turned* state lines are columns: ``row_sum [W, M]``, ``acc [DV, M]``.
-``factor`` turns scores into logarithms to base 2.
+float32, of M *lines* (one query and head each): the largest score so far; the sum of the weights
+exp(score - row_max), the same in all W columns; and the sum of weighted values, perhaps in two
+tensors with one half each. In a *turned* (transposed) state, lines are columns: ``row_sum [W, M]``,
+``acc [DV, M]``. ``factor`` converts scores to base-2 logarithms.
 
-Of caches of e4m3 elements :mod:`.e4m3_tiles` takes the same steps.
+:mod:`.e4m3_tiles` computes the same steps for e4m3 caches.
 
-Bundles of arguments (:class:`Splits`, :class:`Scoring`, ...) are gone when a kernel is compiled:
-the PTX is that of separate arguments. Kernels themselves take no tuples: Triton ignores
-``do_not_specialize`` for a tuple's elements, and the forms of kernels that are compiled ahead
-(:mod:`..jit`) are JSON, which keeps no tuples.
+Bundles of arguments (:class:`Splits`, :class:`Scoring`, ...) do not exist in compiled code: the PTX
+is that of separate arguments. Kernels themselves take no tuples, for two reasons. Triton ignores
+``do_not_specialize`` for a tuple's elements. The signatures of ahead-of-time compiled kernels
+(:mod:`..jit`) are stored as JSON, which has no tuples.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def head_pages(  # type: ignore[no-untyped-def]
     k_cache, v_cache, table, head, part,
     HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """:class:`HeadPages` of a KV head, its values from element ``part`` on."""
+    """:class:`HeadPages` of a KV head, with values from element ``part`` on."""
     pages = HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
     if is_e4m3(k_cache.dtype.element_ty):
         pages = HeadPages(
@@ -60,7 +62,7 @@ def head_pages(  # type: ignore[no-untyped-def]
 
 
 class Splits(NamedTuple):
-    """Where the splits of a sequence begin: constants."""
+    """Constants: where the splits of a sequence begin."""
 
     NEAR_SPLIT: Any  # positions of a split up to SPLIT_CHANGE
     FAR_SPLIT: Any  # positions of a split beyond
@@ -70,11 +72,11 @@ class Splits(NamedTuple):
 class Scoring(NamedTuple):
     """How scores are masked, scaled and capped."""
 
-    window: Any  # or None
-    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one per line
-    cap_in: Any  # of a softcap, or None
+    window: Any  # size of the window, or None
+    factor: Any  # converts scores to base-2 logarithms; for e4m3 keys, one per line
+    cap_in: Any  # factors of a softcap, or None
     cap_out: Any
-    unit: Any = None  # of e4m3 keys, the unit of products with them, one per line
+    unit: Any = None  # for e4m3 keys, the unit of their scores, one per line
 
 
 class TileShape(NamedTuple):
@@ -84,21 +86,21 @@ class TileShape(NamedTuple):
     DV: Any
     DK_PAD: Any
     DV_PAD: Any
-    K_WIDTH: Any  # elements from a slot of the cache to the next in its block
+    K_WIDTH: Any  # elements from a slot of the cache to the next slot of its block
     V_WIDTH: Any
-    K_BLOCK: Any  # elements from a block to the next
+    K_BLOCK: Any  # elements from a block to the next block
     V_BLOCK: Any
     PAGE: Any
     BLOCK_N: Any
 
 
 class HeadPages(NamedTuple):
-    """Pointers to the pages of one KV head, in the first block, and to the row's block table."""
+    """Pointers to the pages of one KV head (in the first block) and to the row's block table."""
 
     k_cache: Any
     v_cache: Any
     table: Any
-    k_scales: Any  # bytes from k_cache to the head's scales, of e4m3 caches
+    k_scales: Any  # for e4m3 caches, bytes from k_cache to the head's scales
     v_scales: Any
 
 
@@ -109,19 +111,19 @@ ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weig
 
 @triton.constexpr_function
 def dot_size(size):  # type: ignore[no-untyped-def]
-    """``size``, padded to what ``tl.arange`` and a matrix instruction take."""
+    """``size``, padded to a size that ``tl.arange`` and matrix instructions support."""
     return max(MIN_DOT, triton.next_power_of_2(size))
 
 
 @triton.constexpr_function
 def head_size(size, IS_E4M3):  # type: ignore[no-untyped-def]
-    """:func:`dot_size` of a head, of whose e4m3 elements each half is an operand."""
+    """:func:`dot_size` of a head. For e4m3 elements, each half is an operand."""
     return 2 * dot_size((size + 1) // 2) if IS_E4M3 else dot_size(size)
 
 
 @triton.constexpr_function
 def dot_precision(dtype):  # type: ignore[no-untyped-def]
-    """``input_precision`` of matmuls: float32 operands are multiplied as such, not as TF32."""
+    """``input_precision`` of matmuls: float32 operands are multiplied in float32, not TF32."""
     return "ieee" if dtype == tl.float32 else "tf32"
 
 
@@ -148,21 +150,21 @@ def split_begin(split, splits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def begins_split(start, splits):  # type: ignore[no-untyped-def]
-    """Whether a split begins at ``start``, where a tile does."""
+    """Whether a split begins at ``start``, the begin of a tile."""
     size = tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
     return start & (size - 1) == 0
 
 
 @triton.jit
 def ends_split(end, splits):  # type: ignore[no-untyped-def]
-    """Whether a split ends in front of ``end``, where a tile does."""
+    """Whether a split ends before ``end``, the end of a tile."""
     size = tl.where(end <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
     return end & (size - 1) == 0
 
 
 @triton.jit
 def per_line(x, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``x [M]`` as a column beside a state, or as a row beside a turned one."""
+    """``x [M]`` as a column for a state, or as a row for a turned state."""
     return x[None, :] if TURNED else x[:, None]
 
 
@@ -171,7 +173,7 @@ def empty_state(  # type: ignore[no-untyped-def]
     M: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr = 1,
     TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """The state of M lines that have seen nothing, values in PARTS of DV elements."""
+    """The state of M lines that have seen no key, with values in PARTS of DV elements."""
     acc = tl.zeros((DV, M) if TURNED else (M, DV), tl.float32)
     row_sum = tl.zeros((W, M) if TURNED else (M, W), tl.float32)
     state = (tl.full((M,), float("-inf"), tl.float32), row_sum, acc)
@@ -185,7 +187,7 @@ def splits_in_first(  # type: ignore[no-untyped-def]
     position, splits, FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr,
     LONG_CONTEXT: tl.constexpr,
 ):  # fmt: skip
-    """Splits in the first segment of a context that ends at ``position``."""
+    """Number of splits in the first segment of a context that ends at ``position``."""
     num_first = tl.full((), FIRST_SPLITS, tl.int32)
     if UNSPLIT_BELOW > 0:
         num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
@@ -200,10 +202,10 @@ def splits_in_first(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def segments_of(position, window, num_first, splits):  # type: ignore[no-untyped-def]
-    """First position in view, and the first and last segment of a query at ``position``.
+    """First position in view, and first and last segment, of a query at ``position``.
 
     Args:
-        num_first: splits in the first segment.
+        num_first: number of splits in the first segment.
     """
     low = tl.zeros_like(position)
     if window is not None:
@@ -215,7 +217,7 @@ def segments_of(position, window, num_first, splits):  # type: ignore[no-untyped
 
 @triton.jit
 def segment_begin(segment, low, num_first, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First tile in view of a segment."""
+    """First tile of a segment that is in view."""
     begin = tl.where(segment == 0, 0, split_begin(segment + (num_first - 1), splits))
     return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
 
@@ -223,7 +225,7 @@ def segment_begin(segment, low, num_first, splits, BLOCK_N: tl.constexpr):  # ty
 @triton.jit
 def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
     """Softcap: ``cap_out * tanh(scores * cap_in)``."""
-    # tanh x = 1 - 2 / (e^2x + 1), right at both ends where e^2x is 0 or infinite.
+    # tanh x = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite.
     power = tl.exp2(scores * (cap_in * (2.0 * LOG2E)))
     return tl.fma(-2.0, 1.0 / (power + 1.0), 1.0) * cap_out
 
@@ -239,7 +241,7 @@ def score(q, k, scoring):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def visible_in(start, positions, window, BLOCK_N: tl.constexpr, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which positions of the tile at ``start`` the lines at ``positions [M]`` see: ``[M, N]``, or
+    """Which positions of the tile at ``start`` the lines at ``positions [M]`` see: ``[M, N]``,
     turned ``[N, M]``."""
     keys = per_line(start + tl.arange(0, BLOCK_N), not TURNED)
     visible = keys <= per_line(positions, TURNED)
@@ -250,7 +252,7 @@ def visible_in(start, positions, window, BLOCK_N: tl.constexpr, TURNED: tl.const
 
 @triton.jit
 def dot(a, b, acc, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``a [M, K] @ b [K, N] + acc``; turned, of the three transposed."""
+    """``a [M, K] @ b [K, N] + acc``; if turned, all three are transposed."""
     if TURNED:
         a, b = b, a
     return tl.dot(a, b, acc, input_precision=dot_precision(a.dtype))
@@ -258,14 +260,14 @@ def dot(a, b, acc, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_tile(scores, v, ones, state, factor, TURNED: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``.
-    Turned, all are transposed."""
+    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``. If
+    turned, all are transposed."""
     row_max, row_sum, acc = state
     new_row_max = tl.maximum(row_max, tl.max(scores, 0 if TURNED else 1))
-    # Lines that have seen nothing yet: without this, -inf - -inf.
+    # For lines that have seen no key: without this, -inf - -inf would be NaN.
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(tl.fma(scores, factor, per_line(-(base * factor), TURNED)))
-    if TURNED:  # a matmul reads them from shared memory: as soon as they are there
+    if TURNED:  # a matmul reads them from shared memory, so they are stored at once
         weights = weights.to(v.dtype)
     rescale = per_line(tl.exp2((row_max - base) * factor), TURNED)
     weights = weights.to(v.dtype)
@@ -290,7 +292,7 @@ def fold(total, state, factor, TURNED: tl.constexpr = False):  # type: ignore[no
 
 @triton.jit
 def finish(state, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
-    """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, ``mask`` says which."""
+    """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, masked by ``mask``."""
     row_max, row_sum, acc = state
     weight = tl.max(row_sum, 1)
     if sinks is not None:
@@ -301,9 +303,9 @@ def finish(state, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Block ids of the tile at ``start``: one if a tile is stored in one block, else ``[BLOCK_N]``.
+    """Block ids of the tile at ``start``: one if one block contains the tile, else ``[BLOCK_N]``.
 
-    Positions beyond ``last`` stand for ``last``: the unused ends of tables are not looked at.
+    Positions beyond ``last`` are replaced by ``last``: unused entries of tables are not read.
     """
     if PAGE >= BLOCK_N:
         positions = tl.minimum(start, last)
@@ -321,9 +323,9 @@ def slot_pointers(  # type: ignore[no-untyped-def]
     """Pointers to one head's vectors in the tile at ``start``: ``[BLOCK_N, 1]``, or turned
     ``[1, BLOCK_N]``.
 
-    ``cache`` points to that head; WIDTH are the elements from a slot to the next, BLOCK those from
-    a block to the next. The kernels are bound by instructions where they are not by memory: what
-    can be a constant of the loop is one.
+    ``cache`` points to that head. WIDTH is the number of elements from a slot to the next, BLOCK
+    from a block to the next. The kernels are bound by instructions or by memory, so everything that
+    can be constant in the loop is.
     """
     offsets = tl.arange(0, BLOCK_N)
     base = cache + blocks.to(tl.int64) * BLOCK
@@ -340,8 +342,8 @@ def load_rows(  # type: ignore[no-untyped-def]
     D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """``[BLOCK_N, D_PAD]`` of one KV head, or turned its transpose, zeros beyond D, and beyond
-    ``last`` if ZEROED; arguments as in :func:`slot_pointers`."""
+    """``[BLOCK_N, D_PAD]`` of one KV head, or its transpose if turned, with zeros beyond D, and
+    beyond ``last`` if ZEROED; arguments as in :func:`slot_pointers`."""
     dims = per_line(tl.arange(0, D_PAD), not TURNED)
     pointers = slot_pointers(cache, blocks, start, WIDTH, BLOCK, PAGE, BLOCK_N, TURNED) + dims
     if ZEROED:
@@ -357,7 +359,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def offsets_of(WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0, 1, ... WIDTH - 1. Gluon's kernels have others, with a layout."""
+    """0, 1, ... WIDTH - 1. Gluon kernels replace this by a version with a layout."""
     return tl.arange(0, WIDTH)
 
 
@@ -366,8 +368,8 @@ def count_at_most(  # type: ignore[no-untyped-def]
     starts, last, bound, TIMES: tl.constexpr, STEP: tl.constexpr, INDEXED: tl.constexpr,
     WIDTH: tl.constexpr, OFFSETS: tl.constexpr = offsets_of,
 ):  # fmt: skip
-    """How many i up to ``last`` have ``starts[i] * TIMES // STEP + (i if INDEXED) <= bound``; looks
-    at WIDTH at a time."""
+    """The number of i up to ``last`` with ``starts[i] * TIMES // STEP + (i if INDEXED) <= bound``;
+    reads WIDTH entries at a time."""
     total = 0
     for first in range(0, last + 1, WIDTH):
         i = first + OFFSETS(WIDTH)

@@ -1,19 +1,20 @@
 """Prefill attention over pages: rows with several queries (FlashAttention-2, Dao 2023).
 
-A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row, whose
-G query heads are side by side along M, so that a tile of keys is read once for the group. It reads
-all splits and folds them in order, as the decode kernel does. Where the sums of all values would
-not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
-of its part of the values' dimensions.
+A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row. The G
+query heads of a query are side by side along M, so a tile of keys is read once for the group. The
+program reads all splits and folds them in order, as the decode kernel does. If the accumulators of
+all values do not fit its registers, ``PARTS`` programs serve the tile: each computes all scores,
+and accumulates its share of the value dimensions.
 
-The grid holds ``T // queries per tile + B + 1`` tiles, enough for any row lengths; each program
-finds its row from ``query_starts``. Tokens after the last row are one more row, which gets zeros.
-Long tiles should start first and idle programs last. So single queries in front, which are the
-decode kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier
-step began before a new prompt; and of each row the last tile first, which sees the most keys.
+The grid has ``T // queries per tile + B + 1`` tiles, enough for any row lengths. Each program finds
+its row from ``query_starts``. Tokens after the last row form one more row, whose outputs are zeros.
+Long tiles should start first and idle programs last. So the grid skips leading rows of a single
+query, which the decode kernel serves. Then come the rows in order: the rest of a prompt that an
+earlier step began before a new prompt. Within a row the last tile, which sees the most keys, comes
+first.
 
-Bits are those of the decode kernel. :func:`attend_tiles_fold_late` takes the steps of its
-``attend_tiles`` (:mod:`.online_softmax`), but folds later, and says why.
+The bits are those of the decode kernel. :func:`attend_tiles_fold_late` computes the steps of the
+decode kernel's ``attend_tiles`` (:mod:`.online_softmax`), but folds later.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from .online_softmax import (
 def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     q, pages, begin, first, last, positions, scoring, factor, splits, shape, DTYPE: tl.constexpr
 ):
-    """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
+    """The total over the tiles from ``begin``, a multiple of BLOCK_N, to the tile of ``last``.
 
-    A split is folded not where it ends but in the next tile, after that tile's scores. There, no
-    matmul with ``acc`` is in flight: on Hopper such a matmul runs beside other instructions, and
-    one place that touches its sums before they have been waited for makes ptxas wait for every
-    matmul of the kernel at once (its warning C7515). Times: docs/notes/attention.md.
+    A split is folded in the next tile, after that tile's scores, not at its end. At that point no
+    matmul with ``acc`` is in flight. On Hopper such a matmul runs concurrently with other
+    instructions. If any code reads its accumulators before the wait, ptxas waits for every matmul
+    of the kernel at once (its warning C7515). Times: docs/notes/attention.md.
 
     Args:
-        q: of e4m3 keys, halves. factor: of maxima. DTYPE: of the queries.
-        positions: of the queries, ``[M]``, from ``first`` to ``last``.
+        q: queries; for e4m3 keys, halves. factor: scale of maxima. DTYPE: dtype of the queries.
+        positions: positions of the queries, ``[M]``, from ``first`` to ``last``.
     """
     BLOCK_M: tl.constexpr = positions.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
@@ -85,9 +86,10 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
         if begins_split(start, splits):
             total = fold(total, state, factor)
             state = empty_state(BLOCK_M, ONES, shape.DV_PAD // PARTS, PARTS)
-            # Masks what is masked below in any case, and so keeps all this after the scores.
+            # Masks only what is masked below in any case, and so keeps all this code after the
+            # scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
-        in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
+        in_part = start >= diagonal  # queries may see only a part of the tile
         if scoring.window is not None:
             in_part |= start <= last - scoring.window
         if in_part:
@@ -103,7 +105,7 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
 def num_leading_singles(  # type: ignore[no-untyped-def]
     starts, num_rows, WIDTH: tl.constexpr, OFFSETS: tl.constexpr = offsets_of
 ):
-    """How many rows of one query come before the first other one; looks at WIDTH at a time."""
+    """The number of leading rows with one query; reads WIDTH rows at a time."""
     num_singles = num_rows
     for first in range(0, num_rows, WIDTH):
         row = first + OFFSETS(WIDTH)

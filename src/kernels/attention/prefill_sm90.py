@@ -1,22 +1,22 @@
 """Warp-specialised prefill attention for Hopper (FlashAttention-3, Shah et al. 2024).
 
-The grid and the arithmetic are those of :mod:`.prefill`, and so are the
-bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
-over k, and the same operations per row. What differs is how warps share the work:
+Grid and arithmetic are those of :mod:`.prefill`, and the bits are equal: the same tiles of
+``BLOCK_N`` positions in the same order, the same matmuls, each one chain over k, and the same
+operations per row. The difference is the division of work among warps:
 
-- one warp loads (:mod:`.prefill_sm90_producer`). Keys and values come through TMA into a ring of
-  ``STAGES`` slots: slot s holds the keys of step s and the values of step s - 1, which are used
-  together. A step is 64 positions: a tile, or two where heads above 128 have tiles of 32;
-- two warpgroups have 64 lines each (:mod:`.prefill_sm90_consumer`). Beside the softmax of a step
-  run the scores of the next one and the other warpgroup's matmuls.
+- A producer warp loads (:mod:`.prefill_sm90_producer`). Keys and values come through TMA into a
+  ring of ``STAGES`` slots: slot s holds the keys of step s and the values of step s - 1, which are
+  used together. A step is 64 positions: one tile, or two where heads above 128 have tiles of 32.
+- Two consumer warpgroups have 64 lines each (:mod:`.prefill_sm90_consumer`). The softmax of a step
+  overlaps with the scores of the next step and with the other warpgroup's matmuls.
 
-Heads of other sizes than 64, 128 and 256 are padded with zeros, which TMA writes; they add exact
-zeros to a score. Of values of 256 a program has one half, as in :mod:`.prefill`: the sums of all
-would not fit its registers.
+Head sizes other than 64, 128 and 256 are padded with zeros, which TMA writes and which add exact
+zeros to a score. With values of 256, a program has one half, as in :mod:`.prefill`: the
+accumulators of all values would not fit its registers.
 
-What has to be so for this kernel: see :func:`fits`. Unowned slots may hold NaN: scores of keys
-beyond a query are masked; of the last step's values, those beyond ``last`` are zeroed in shared
-memory, by each warpgroup for itself, which writes what the other writes.
+:func:`fits` lists the requirements of this kernel. Unowned slots may hold NaN. Scores of keys
+beyond a query are masked. In the last step, each warpgroup zeroes values beyond ``last`` in shared
+memory; both write the same zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -49,14 +49,14 @@ from .prefill_sm90_consumer import (
 from .prefill_sm90_producer import convert, produce
 from .tiling import Tiling
 
-# Rows read together: most batches at once. As wide for all: a kernel for each width would be
-# seconds of compiling.
+# Rows read together: enough for most batches at once. The width is fixed, because a kernel per
+# width would cost seconds of compilation.
 _ROWS = gl.constexpr(1024)
 _SHARED_BYTES = 216 << 10  # for queries and the ring
 _MAX_STAGES = 8
-_MAX_VALUES = 128  # elements of a value that a warpgroup has registers for
-# Keys and values that the L2 cache keeps while programs read them at different paces. Tiles of
-# longer contexts are taken head by head: programs that run together then read one head's.
+_MAX_VALUES = 128  # elements of a value that fit a warpgroup's registers
+# Bytes of keys and values that stay in the L2 cache while programs read them at different rates.
+# Tiles of longer contexts are ordered head by head: concurrent programs then read one head.
 _CACHED_BYTES = 32 << 20
 
 
@@ -68,7 +68,7 @@ _CACHED_BYTES = 32 << 20
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "table_rows"],
 )  # fmt: skip
 def prefill_kernel(
-    # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; of e4m3 elements
+    # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; for e4m3,
     # pointers to the caches
     k_desc, v_desc, query, out, starts, contexts, tables, table_rows, sinks, factor, cap_in,
     cap_out, window,
@@ -79,9 +79,9 @@ def prefill_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
     SPLIT_CHANGE: gl.constexpr, PAGE: gl.constexpr,
     K_PAD: gl.constexpr,  # elements of a key in shared memory
-    V_PAD: gl.constexpr,  # those of a value that a program has
+    V_PAD: gl.constexpr,  # elements of a value per program
     PARTS: gl.constexpr, STAGES: gl.constexpr,
-    HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
+    HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not ordered head by head
     IS_E4M3: gl.constexpr,
 ):  # fmt: skip
     """Same as :func:`.prefill.prefill_kernel`.
@@ -174,7 +174,8 @@ def prefill_kernel(
             )),
         ],
         [4, 4 if IS_E4M3 else 1],
-        # Of a thread; the first partition gets as many as the second of those that are left, too.
+        # Registers per thread. The first partition also gets the registers that the second one
+        # leaves.
         [224, 56] if IS_E4M3 else [240, 24],
     )  # fmt: skip
 
@@ -182,7 +183,8 @@ def prefill_kernel(
 def fits(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, shared: dict[str, Any], t: Tiling
 ) -> bool:
-    """Whether there is a kernel for this. ``shared``: what all attention kernels are given."""
+    """Whether this kernel supports the call. ``shared``: arguments that all attention kernels
+    share."""
     dim, v_dim = query.shape[2], e4m3.head_dim(v_cache)
     if e4m3.are_planes(k_cache):
         fits_cache = dim == v_dim and dim in (64, 128)
@@ -193,7 +195,7 @@ def fits(
         and fits_cache
         and 32 < v_dim <= dim <= 256
         and dim % 16 == v_dim % 16 == 0
-        and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
+        and shared["PAGE"] >= 16  # with smaller blocks, one warp cannot issue the copies in time
         and t.block_m == 128
         and t.block_n in (32, 64)
         and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even steps
@@ -203,7 +205,7 @@ def fits(
 
 
 def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
-    """The kernel's own constants, beside those in ``shared``."""
+    """The constants of this kernel that are not in ``shared``."""
     is_e4m3 = e4m3.are_planes(k_cache)
     k_pad, v_size = (max(64, triton.next_power_of_2(shared[name])) for name in ("DK", "DV"))
     v_pad = min(v_size, _MAX_VALUES)
@@ -221,15 +223,16 @@ def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict
 
 
 def descriptor(x: Tensor, sizes: list[int], box: list[int]) -> TensorDescriptor:
-    """Of contiguous ``x`` as ``sizes``, in boxes whose rows are 64 elements of 2 bytes."""
+    """A TMA descriptor of contiguous ``x``, viewed as ``sizes``, in boxes with rows of 64 elements
+    of 2 bytes."""
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     return TensorDescriptor(x, sizes, strides, box, gl.NVMMASharedLayout(128, 16, len(box)))
 
 
 def _descriptor(cache: Tensor, box_rows: int) -> TensorDescriptor:
-    """Of a cache ``[blocks, page, heads, D]``. Boxes are 64 elements wide; where a head's last one
-    would reach into the next head, heads are a dimension of their own, after whose end TMA reads
-    zeros."""
+    """A TMA descriptor of a cache ``[blocks, page, heads, D]``. Boxes are 64 elements wide. If the
+    last box of a head would reach into the next head, heads are a separate dimension, and TMA reads
+    zeros after its end."""
     num_blocks, page, num_heads, dim = cache.shape
     if dim % 64 == 0 and dim & (dim - 1) == 0:
         sizes, box = [num_blocks * page, num_heads * dim], [box_rows, 64]
@@ -245,15 +248,17 @@ def launch(
     shared: dict[str, Any],
     t: Tiling,
 ) -> bool:
-    """Attention of all rows but those of one query, which are left alone; zeros for padding.
+    """Launch attention for all rows except rows of one query, which stay unchanged. Padding gets
+    zeros.
 
     Args:
-        query: ``[T, Hq, Dk]`` on a GPU. out: ``[T, Hq, Dv]``, contiguous, of its dtype, or of e4m3
-            if there are scales.
-        shared: what the attention kernels are given alike.
+        query: ``[T, Hq, Dk]`` on a GPU. out: ``[T, Hq, Dv]``, contiguous, of the query's dtype, or
+            e4m3 if there are scales.
+        shared: arguments that all attention kernels share.
 
     Returns:
-        Whether it was launched: False where it does not fit the GPU, the shapes or the model.
+        Whether the kernel was launched: False if it does not support the GPU, the shapes or the
+            model.
     """
     k_cache, v_cache, *metadata = kv
     if not (query.is_cuda and fits(query, k_cache, v_cache, shared, t)):

@@ -1,18 +1,19 @@
-"""The consumer warpgroups of Hopper's prefill attention, from scores to stored outputs; see
+"""The consumer warpgroups of Hopper's prefill attention, from scores to stored outputs: see
 :mod:`.prefill_sm90`.
 
-The arithmetic is that of :mod:`.online_softmax`, and over e4m3 elements that of :mod:`.e4m3_tiles`,
-in Gluon and operation by operation: the bits depend on that. A state is ``(row_max, row_sum, acc,
-total_row_max, total_row_sum, total_acc)``, of the current split and of those before it, for the 64
-lines of a warpgroup. Loops take steps of ``STEP_N`` positions: one tile of 64, or two of 32.
+The arithmetic is that of :mod:`.online_softmax` (for e4m3 elements that of :mod:`.e4m3_tiles`) in
+Gluon, operation by operation, because the bits depend on it. A state is ``(row_max, row_sum, acc,
+total_row_max, total_row_sum, total_acc)``, for the current split and for those before it, of the 64
+lines of a warpgroup. Loops advance by ``STEP_N`` positions: one tile of 64, or two of 32.
 
-Over e4m3 elements heads are stored in halves, elements 0, 2, 4, ... and after them 1, 3, 5, ...: so
-are keys, queries, and outputs until they are stored. Keys and values come as float16, with scales
-beside them (:func:`.prefill_sm90_producer.convert`), and maxima are logarithms.
+With e4m3 elements, vectors are stored in halves: elements 0, 2, 4, ... and then 1, 3, 5, ... This
+holds for keys and queries, and for outputs until they are stored. Keys and values arrive as float16
+with separate scales (:func:`.prefill_sm90_producer.convert`), and maxima are logarithms.
 
-Matmuls run beside other instructions. ptxas allows that only while no other instruction touches
-their sums (else its warning C7515, and all wait for all): so sums are rescaled, and splits folded,
-where none of theirs is in flight. Masks stay away from the loop over steps that all queries see.
+Matmuls run concurrently with other instructions. ptxas allows this only while no other instruction
+touches their accumulators. Otherwise it emits warning C7515, and every matmul is waited for. So the
+code rescales accumulators and folds splits only while no matmul on them is in flight. The loop over
+steps that all queries see fully has no masks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -38,7 +39,7 @@ STEP_N = gl.constexpr(64)
 
 @gluon.jit
 def offsets_of(WIDTH: gl.constexpr):
-    """:func:`.online_softmax.offsets_of` of a warpgroup."""
+    """:func:`.online_softmax.offsets_of` for a warpgroup."""
     return gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -47,7 +48,7 @@ def lines_of(
     FROM: gl.constexpr, COUNT: gl.constexpr, head, begin, first, num_queries,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Tokens and heads of lines, and which of them are there."""
+    """Tokens and heads of lines, and the mask of the lines that exist."""
     lines = FROM + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
     queries = first + lines // G
     is_line = (lines < BLOCK_Q * G) & (queries < num_queries)
@@ -56,8 +57,8 @@ def lines_of(
 
 @gluon.constexpr_function
 def num_entries(BLOCK_N, DV, D):
-    """Entries of the ring, each the values ``[BLOCK_N, DV]`` of a tile, that a step's keys of D
-    elements and its values take."""
+    """Number of ring entries, each the values ``[BLOCK_N, DV]`` of a tile, that hold a step's keys
+    of D elements and its values."""
     return STEP_N.value // BLOCK_N * (D // DV + 1)
 
 
@@ -80,14 +81,15 @@ def values_of(ring, slot, tile: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _beside(by, sums, TURNED: gl.constexpr):
-    """``by [M]`` beside sums of the same lines, which are columns if TURNED."""
+    """``by [M]``, broadcast to accumulators of the same lines, which are columns if TURNED."""
     by = gl.convert_layout(by, gl.SliceLayout(0 if TURNED else 1, sums.type.layout))
     return per_line(by, TURNED)
 
 
 @gluon.jit
 def times(sums, by, TURNED: gl.constexpr = False):
-    """Sums of lines, each times ``by``, ``[M]`` of another layout of the same lines."""
+    """Accumulators of lines, each multiplied by ``by``, ``[M]`` in another layout of the same
+    lines."""
     return sums * _beside(by, sums, TURNED)
 
 
@@ -99,7 +101,7 @@ def fold_sums(total, sums, a, b, TURNED: gl.constexpr = False):
 
 @gluon.jit
 def fold_factors(total_row_max, row_max, factor):
-    """The new maxima, and the factors of the total's sums and of the split's."""
+    """The new maxima, and the factors for the accumulators of the total and of the split."""
     new_row_max = gl.maximum(total_row_max, row_max)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     a = gl.exp2((total_row_max - base) * factor)
@@ -109,7 +111,7 @@ def fold_factors(total_row_max, row_max, factor):
 
 @gluon.jit
 def fold(state, factor):
-    """:func:`.online_softmax.fold`, and the state of a split that begins."""
+    """:func:`.online_softmax.fold`, followed by the state of a new split."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     total_row_max, a, b = fold_factors(total_row_max, row_max, factor)
     total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
@@ -142,7 +144,7 @@ def masked(scores, step, positions, scoring):
 def weigh(scores, row_max, factor):
     """The first half of :func:`.online_softmax.add_tile`: row_max, rescale and weights."""
     new_row_max = gl.maximum(row_max, gl.max(scores, 1))
-    # Rows that have seen nothing yet: without this, -inf - -inf.
+    # For rows that have seen no key: without this, -inf - -inf would be NaN.
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = gl.exp2(gl.fma(scores, factor, -(base * factor)[:, None]))
     rescale = gl.exp2((row_max - base) * factor)
@@ -151,19 +153,19 @@ def weigh(scores, row_max, factor):
 
 @gluon.jit
 def sum_weights(weights, rescale, row_sum, acc, ones, dtype: gl.constexpr):
-    """Weights as an operand, and the sums of weights with them added."""
+    """The weights as an operand, and the sums of weights after adding them."""
     weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     narrow = gl.convert_layout(
         weights, gl.DotOperandLayout(0, row_sum.type.layout, 2), assert_trivial=True
     )
-    # Each warp's own matmul: a warpgroup's made prefill 4% slower on an H100 (8 x 2k: 10%).
+    # A matmul per warp: with one per warpgroup, prefill was 4% slower on an H100 (8 x 2k: 10%).
     row_sum = mma_v2(narrow, ones, times(row_sum, rescale))
     return weights, row_sum
 
 
 @gluon.jit
 def sides(scores):
-    """``[M, 2 N]`` as the left and the right ``[M, N]``, each thread's own registers."""
+    """``[M, 2 N]`` as its left and right ``[M, N]``, without moving registers between threads."""
     M: gl.constexpr = scores.shape[0]
     N: gl.constexpr = scores.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -174,10 +176,11 @@ def sides(scores):
 
 @gluon.jit
 def add(scores, state, v, second_v, ones, scoring):
-    """:func:`.online_softmax.add_tile` of a step's tiles, the last one's values' sums in flight.
+    """:func:`.online_softmax.add_tile` for a step's tiles. The matmul with the last tile's values
+    is in flight on return.
 
     Args:
-        v: values of the first tile. second_v: those of the second, if there is one.
+        v: values of the first tile. second_v: values of the second tile, if there is one.
     """
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     if v.shape[0] == STEP_N:
@@ -198,7 +201,7 @@ def add(scores, state, v, second_v, ones, scoring):
 
 @gluon.jit
 def wait(state):
-    """The state with its sums done."""
+    """The state after its matmuls have completed."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     acc = warpgroup_mma_wait(0, deps=(acc,))
     return row_max, row_sum, acc, total_row_max, total_row_sum, total_acc
@@ -206,7 +209,7 @@ def wait(state):
 
 @gluon.jit
 def finish(state, sinks, heads, is_line, factor):
-    """:func:`.online_softmax.finish` of a folded state; heads and is_line: of lines, ``[M]``, in
+    """:func:`.online_softmax.finish` of a folded state. heads, is_line: of the lines, ``[M]``, in
     the layout of the sums of weights."""
     weight = gl.max(state[4], 1)
     if sinks is not None:
@@ -222,7 +225,7 @@ SCALE_ROWS = gl.constexpr(3)
 
 @gluon.jit
 def halves(x):
-    """``[M, D]``, the even elements of each row in front of the odd ones."""
+    """``[M, D]``: the even elements of each row, then the odd ones."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     return x.reshape([M, D // 2, 2]).permute([0, 2, 1]).reshape([M, D])
@@ -230,7 +233,7 @@ def halves(x):
 
 @gluon.jit
 def whole(x):
-    """What :func:`halves` was given."""
+    """The inverse of :func:`halves`."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     return x.reshape([M, 2, D // 2]).permute([0, 2, 1]).reshape([M, D])
@@ -254,7 +257,7 @@ def _row_of_scales(scales, slot, row: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scaled(scores, scales, slot, scoring):
-    """The end of :func:`.e4m3_tiles.score_tile`: scores times keys' scales, capped."""
+    """The last steps of :func:`.e4m3_tiles.score_tile`: scores times the keys' scales, capped."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     scores = scores * _row_of_scales(scales, slot, 0, COLUMN)[None, :]
     if scoring.cap_in is not None:
@@ -264,7 +267,8 @@ def scaled(scores, scales, slot, scoring):
 
 @gluon.jit
 def add_e4m3(scores, state, v, scales, slot, ones, scoring):
-    """:func:`.e4m3_tiles.add_scored`, the values' sums in flight; v: the step's values."""
+    """:func:`.e4m3_tiles.add_scored`, with the matmul of the values in flight on return; v: the
+    step's values."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     factor = scoring.factor[:, None]
@@ -294,12 +298,12 @@ def store_lines(
     lines, out, scales, num_tokens, tokens, heads, is_line, part,
     HQ: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
-    """Store ``lines [M, D]``, of each head the D values from ``part`` on, rounded to the model's
-    dtype; with scales, a group of 128 channels.
+    """Store ``lines [M, D]``: the D values of each head from element ``part`` on, rounded to the
+    model's dtype. With scales, D is a group of 128 channels.
 
     Args:
         out: ``[T, HQ, DV]``. scales: ``[HQ * DV / 128, T]``, or None. num_tokens: T.
-        tokens: int64 ``[M]``. heads: query heads, ``[M]``. is_line: which of them are there.
+        tokens: int64 ``[M]``. heads: query heads, ``[M]``. is_line: mask of the lines.
     """
     if scales is None:
         _store(lines, out, tokens, heads, is_line, part, HQ, DV)
@@ -315,10 +319,11 @@ def store_zeros(
     out, scales, num_tokens, tokens, heads, is_line, part,
     HQ: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """:func:`store_lines` of zeros, of LAYOUT.
+    """:func:`store_lines` of zeros in LAYOUT.
 
-    Not by quantising zeros: as constants all their pairs of e4m3 elements are one, and where a word
-    is a pair twice, ptxas before CUDA 13 takes the upper half from a register that nothing wrote.
+    The code does not quantise constant zeros: then all pairs of e4m3 elements are the same, and if
+    a word is a pair twice, ptxas before CUDA 13 reads the upper half from a register that was never
+    written.
     """
     M: gl.constexpr = tokens.shape[0]
     zeros = gl.zeros([M, D], out.dtype.element_ty, LAYOUT)
@@ -359,12 +364,13 @@ def _weigh_step(
     MASKED: gl.constexpr, MAY_BEGIN_SPLIT: gl.constexpr,
     step, scores, state, slot, v, second_v, scales, ones, positions, scoring, splits,
 ):  # fmt: skip
-    """The state with a step, its values' sums in flight; ``slot``: of its values in the ring.
+    """The state after a step, with the matmul of its values in flight. ``slot``: the ring slot of
+    its values.
 
     Args:
         MASKED: whether a query may not see all keys. MAY_BEGIN_SPLIT: whether ``step`` may begin a
             split.
-        scales: of e4m3 elements, else None.
+        scales: for e4m3 elements, else None.
     """
     if scales is None:
         scores = capped(scores, scoring)
@@ -374,7 +380,7 @@ def _weigh_step(
         scores = masked(scores, step, positions, scoring)
     if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
         if begins_split(step * STEP_N, splits):
-            # Of e4m3 elements maxima are logarithms.
+            # With e4m3 elements maxima are logarithms.
             state = fold(state, scoring.factor if scales is None else 1.0)
     if scales is None:
         state = add(scores, state, v, second_v, ones, scoring)
@@ -390,8 +396,8 @@ def _step(
     step, scores, state, at, q_smem, ring, scales, ones, bars, positions, scoring, splits,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Softmax and sums of ``step`` and, beside them, the scores of the next. ``scales``: of e4m3
-    elements, else None."""
+    """Softmax and weighted values of ``step``, overlapped with the scores of the next step.
+    ``scales``: for e4m3 elements, else None."""
     slot, _, before = at
     full, empty = bars
     D: gl.constexpr = q_smem.shape[1]
@@ -400,8 +406,8 @@ def _step(
     second_v = values_of(ring, slot, STEP_N // ring.shape[1] - 1, D)
     zeros = gl.zeros_like(scores)
     following = warpgroup_mma(q_smem, k, zeros, use_acc=False, is_async=True)
-    # Waiting for the next keys here keeps the scores where they are: ptxas mixes what lies between
-    # two branches, and would begin some of them after the softmax.
+    # Waiting for the next keys here fixes the place of the scores: ptxas reorders the code between
+    # two branches, and would start some of them after the softmax.
     at = _next(at, STAGES)
     mbarrier.arrive(empty.index(before))
     mbarrier.wait(full.index(at[0]), at[1])
@@ -419,11 +425,11 @@ def _attend(
     state, begin, in_window, middle, final, q_smem, ring, scales, ones, bars, positions, scoring,
     splits, S: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The scores of the last step, the state of all steps before it, and the slot of its values.
+    """The scores of the last step, the state after all steps before it, and the slot of its values.
 
     Args:
-        begin, final: the first and the last step. in_window: the first one that is in the window
-            of all queries. middle: the first after it that a query sees in part.
+        begin, final: the first and the last step. in_window: the first step that is in the window
+            of all queries. middle: the first later step that some query sees only in part.
     """
     full, _ = bars
     mbarrier.wait(full.index(0), 0)
@@ -431,7 +437,7 @@ def _attend(
     k = keys_of(ring, 0, q_smem.shape[1]).permute((1, 0))
     scores = warpgroup_mma(q_smem, k, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # The next slot, how often its barrier has been waited for (modulo 2), and the last slot.
+    # The next slot, its barrier's phase (number of waits modulo 2), and the last slot.
     at = (1, 0, 0)
     mbarrier.wait(full.index(1), 0)
     middle = middle // 2 * 2
@@ -468,12 +474,13 @@ def consume(
     HQ: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STEP: gl.constexpr,
     BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: 64 lines from queries to outputs.
+    """The work of a consumer warpgroup: 64 lines from queries to outputs.
 
     Args:
-        scales_smem: of e4m3 elements, else None.
-        task: ``start`` is the position of the row's first query, ``last`` the tile's last.
-        part: the first of the values' elements. first_step: the first step of the keys.
+        scales_smem: for e4m3 elements, else None.
+        task: ``start`` is the position of the row's first query, ``last`` the last position of the
+            tile.
+        part: first element of the values. first_step: first step of the keys.
     """
     (
         query, out, scales, sinks, head, begin, first, num_queries, num_tokens, start, last,
@@ -490,7 +497,7 @@ def consume(
     K_LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K_PAD, K_PAD // 8], [4, 1], [1, 0])
     V_LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0])
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    # Weights of values with scales are of any size.
+    # Weights of values with scales may have any magnitude.
     SUM: gl.constexpr = gl.bfloat16 if IS_E4M3 else ring.dtype
     ones = gl.full([BLOCK_N, 8], 1.0, SUM, gl.DotOperandLayout(1, MASS, 2))
 
@@ -538,7 +545,7 @@ def consume(
     v = values_of(ring, at[0], 0, K_PAD)
     second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)
     if not IS_E4M3:
-        # Values of unowned slots have to be numbers.
+        # Values of unowned slots must be finite.
         for tile in gl.static_range(STEP_N // BLOCK_N):
             tile_v = values_of(ring, at[0], tile, K_PAD)
             offsets = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, V_LINE))
@@ -560,7 +567,7 @@ def consume(
     if IS_E4M3 or V_PAD < K_PAD:
         result_smem = q_smem._reinterpret(query.dtype.element_ty, [64, V_PAD], q_smem.layout)
     result_smem.store(result)
-    # Another layout than above: else addresses, worked out once, would be spilled for the loop.
+    # Another layout than above: otherwise addresses, computed once, would be spilled over the loop.
     OUT: gl.constexpr = gl.BlockedLayout(
         [V_PAD // 16, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0]
     )

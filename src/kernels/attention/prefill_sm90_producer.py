@@ -1,10 +1,10 @@
-"""The producer warps of Hopper's prefill attention, which fill the ring of :mod:`.prefill_sm90`
-with keys and values.
+"""The producer warps of Hopper's prefill attention. They fill the ring of :mod:`.prefill_sm90` with
+keys and values.
 
-``produce`` is one warp that loads through TMA; a message is a part of a block: up to ``BLOCK_N``
+``produce`` is one warp that loads through TMA. A message is a part of a block: up to ``BLOCK_N``
 slots by 64 elements. ``convert`` is a warpgroup for e4m3 elements: it loads the next step into
-registers while it converts this one to float16. A slot of the ring then holds the keys of step s,
-and of step s - 1 the values and the scales of both; heads are stored in halves
+registers while it converts the current one to float16. Then a slot of the ring holds the keys of
+step s, the values of step s - 1, and the scales of both. Vectors are stored in halves
 (:mod:`.prefill_sm90_consumer`).
 """
 
@@ -22,7 +22,7 @@ from .prefill_sm90_consumer import SCALE_ROWS, STEP_N, keys_of, values_of
 
 @gluon.jit
 def _halves(words):
-    """The even and the odd ones of four e4m3 elements per word, as pairs of float16."""
+    """The even and the odd elements of words of four e4m3 elements, as pairs of float16."""
     return gl.inline_asm_elementwise(
         CONVERT, "=r,=r,r", [words], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
     )
@@ -30,21 +30,21 @@ def _halves(words):
 
 @gluon.jit
 def _store_halves(words, target):
-    """float16 of ``words [N, D / 4]``, four e4m3 elements each, into ``target [N, D]`` of the ring,
-    whose even elements are in front of the odd ones."""
+    """Convert ``words [N, D / 4]`` of four e4m3 elements each to float16, and store them to
+    ``target [N, D]`` in the ring, even elements first."""
     N: gl.constexpr = words.shape[0]
     WIDTH: gl.constexpr = words.shape[1] * 2
     even, odd = _halves(words)
     both = gl.join(even, odd).permute([0, 2, 1]).reshape([N, WIDTH])
-    # Pairs of float16, which the ring's swizzle, of 16 bytes, keeps together.
+    # Pairs of float16: the ring's 16-byte swizzle keeps a pair together.
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     target._reinterpret(gl.uint32, [N, WIDTH], PAIRS).store(both)
 
 
 @gluon.jit
 def _blocks_of(table, start, last, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Block ids of the step at ``start``: one if it is stored in one block, else one per position.
-    Those beyond ``last`` stand for ``last``."""
+    """Block ids of the step at ``start``: one if one block contains the step, else one per
+    position. Positions beyond ``last`` are replaced by ``last``."""
     if PAGE >= STEP_N:
         positions = gl.minimum(start, last)
     else:
@@ -57,7 +57,7 @@ def _words_of(
     cache, blocks, start, D: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The vectors of a step, four numbers per word: ``[STEP_N, D / 4]``."""
+    """The vectors of a step, four elements per word: ``[STEP_N, D / 4]``."""
     WIDTH: gl.constexpr = D // 4
     offsets = gl.arange(0, STEP_N, gl.SliceLayout(1, LAYOUT))
     words = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -95,8 +95,8 @@ def convert(
     HKV: gl.constexpr, PAGE: gl.constexpr, K_PAD: gl.constexpr, D: gl.constexpr,  # noqa: ARG001
     DV: gl.constexpr, STAGES: gl.constexpr,  # noqa: ARG001 (arguments are those of produce)
 ):  # fmt: skip
-    """Keys of the first step alone, keys of each next one with values and scales of the one before,
-    and the last one's values and scales alone."""
+    """Convert the keys of the first step; then the keys of each next step with values and scales of
+    the step before it; then the values and scales of the last step."""
     WIDTH: gl.constexpr = D // 4
     BLOCK: gl.constexpr = block_width(True, PAGE, HKV, D)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
@@ -141,7 +141,7 @@ def convert(
             slot = 0
             phase ^= 1
     mbarrier.wait(empty.index(slot), phase)
-    # Of unowned slots, NaN perhaps: as values they have to be numbers.
+    # Unowned slots may hold NaN, but values must be finite.
     beyond = last - (end - 1) * STEP_N
     v_scales = gl.where(gl.arange(0, STEP_N, LINE) <= beyond, v_scales, 0.0)
     exists = gl.arange(0, STEP_N, ROW) <= beyond
@@ -154,8 +154,8 @@ def convert(
 
 @gluon.jit
 def _load_async(desc, table, start, last, head, element, target, bar, PAGE: gl.constexpr):
-    """Start loading positions from ``start`` on, of a head from ``element`` on, in parts of a
-    block: ``target [N, D]``, a row of it 64 elements after another."""
+    """Start loading a head's elements from ``element`` on, at positions from ``start`` on, in parts
+    of a block: ``target [N, D]``, 64 elements of a row at a time."""
     N: gl.constexpr = target.shape[0]
     ROWS: gl.constexpr = desc.block_type.shape[0]
     COUNT: gl.constexpr = N // ROWS
@@ -165,7 +165,7 @@ def _load_async(desc, table, start, last, head, element, target, bar, PAGE: gl.c
     SHAPE: gl.constexpr = [NUM, ROWS, 1, 64] if PADDED else [NUM, ROWS, 64]
     parts = target._reinterpret(target.dtype, SHAPE, desc.layout)
     for i in gl.static_range(COUNT):
-        # After the end of the context: its last block once more.
+        # After the end of the context, load its last block again.
         position = gl.minimum(start + i * ROWS, last)
         block = gl.load(table + position // PAGE)
         slot = block * PAGE + position % PAGE // ROWS * ROWS
@@ -202,8 +202,8 @@ def produce(
     HKV: gl.constexpr, PAGE: gl.constexpr, K_PAD: gl.constexpr, DK: gl.constexpr,  # noqa: ARG001
     DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Keys of the first step alone, keys of each next one with values of the one before, and the
-    last one's values alone.
+    """Load the keys of the first step; then the keys of each next step with the values of the step
+    before it; then the values of the last step.
 
     Args:
         part: the first element of the values that are loaded.
@@ -211,7 +211,7 @@ def produce(
     V_PAD: gl.constexpr = ring.shape[2]
     K_BYTES: gl.constexpr = STEP_N * K_PAD * 2
     V_BYTES: gl.constexpr = STEP_N * V_PAD * 2
-    # Of heads that are padded, a descriptor has a dimension for the head.
+    # For padded heads, the descriptor has a dimension for the head.
     k_at = 0
     v_at = part
     if len(k_desc.block_type.shape) == 2:

@@ -1,12 +1,12 @@
-"""Paged attention and the KV store in plain torch: what a CPU runs, and the reference for tests.
+"""Paged attention and KV store in plain torch: the CPU implementation, and the reference for tests.
 
-The work of a step splits in two. What depends on the batch alone (which cache slots every row
-reads, and under which mask) is an :class:`.reference_layout.AttentionLayout`, the same for every
-layer of equal window, so a graph pass hoists it out of the layers. What depends on the layer is
-:func:`attend`. :func:`paged_attention` does both and is what the custom op runs.
+The work of a step has two parts. An :class:`.reference_layout.AttentionLayout` has everything that
+depends only on the batch: the cache slots of every row, and the masks. It is the same for all
+layers with the same window, so a graph pass hoists it out of the layers. :func:`attend` computes
+what depends on the layer. :func:`paged_attention` does both and implements the custom op.
 
-Only slots that hold settled positions are ever read: gathers are clamped to the row's last
-position and masked there, so whatever is stored in unused slots (NaN included) cannot leak.
+Only slots of settled positions are read: gathers are clamped to the row's last position and masked
+there. So the contents of unused slots (including NaN) cannot leak.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend(
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]`` over the slots of ``layout``; returns ``[T, Hq, Dv]``.
 
-    Tokens that belong to no row (padding) get zeros.
+    Outputs of tokens that belong to no row (padding) are zeros.
 
     Args:
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
@@ -52,8 +52,8 @@ def attend(
 
     for group in layout.groups:
         rows = group.num_rows
-        # The query heads that share a KV head stand where several queries would: no head of K or
-        # V is copied or expanded.
+        # The query heads of a KV head take the place of several queries, so no head of K or V is
+        # copied or expanded.
         q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
         keys, values = gathered(group.slots)
         k = keys.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
@@ -112,7 +112,7 @@ def _float32_tile(
     q = q.reshape(1, num_kv_heads, num_queries * group_size, k_dim)
     bias = bias.repeat_interleave(group_size, 0)
     if slopes is not None:
-        # The last key is the last query's own.
+        # The last key is at the position of the last query.
         at = torch.arange(mask.shape[1], device=q.device)
         distances = (at - at[-num_queries:, None]).float().repeat_interleave(group_size, 0)
         per_row = slopes.view(num_kv_heads, 1, group_size).expand(-1, num_queries, -1)
@@ -125,10 +125,11 @@ def _float32_tile(
 def _float32_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """Attention written out, in float32: ``q [R, Hkv, Q * G, Dk]``, heads of a group innermost.
+    """Attention as separate operations, in float32: ``q [R, Hkv, Q * G, Dk]``, heads of a group
+    innermost.
 
     ``softcap`` c maps a score s to c * tanh(s / c) (Gemma 2). A sink is one more logit per query
-    head, which takes probability and gives no value (gpt-oss).
+    head, which takes probability and contributes no value (gpt-oss).
     """
     softcap, sinks = params.softcap, params.sinks
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * params.scale

@@ -1,4 +1,5 @@
-"""The layout of a step for :mod:`.reference`: which cache slots every row reads, and its masks."""
+"""The layout of a step for :mod:`.reference`: the cache slots that each row reads, and its
+masks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Rows of very different length are attended in separate groups, each at most this much padded.
+# Rows of very different lengths form separate groups. Padding grows a group by at most this factor.
 _MAX_PADDING_RATIO = 2.0
 # Queries that share one explicit mask; bounds the mask of a long chunk to 512 x context.
 _QUERY_TILE = 512
@@ -20,10 +21,10 @@ class DecodeGroup:
     """Rows with one query each, of similar context, attended as one batch.
 
     Attributes:
-        tokens: where their queries lie: a slice if consecutive, else int64 ``[R]``.
+        tokens: the indices of their queries: a slice if consecutive, else int64 ``[R]``.
         slots: flat cache slots to gather, int64 ``[R * L]``; L is the longest context in view.
-        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L; with slopes,
-            of each query head: ``[R, Hq, 1, L]``.
+        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L. With slopes
+            it has a bias per query head: ``[R, Hq, 1, L]``.
     """
 
     tokens: slice | Tensor
@@ -34,7 +35,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Consecutive queries ``[begin, end)`` of one row and the cache slots they look at.
+    """Consecutive queries ``[begin, end)`` of one row and the cache slots that they read.
 
     Attributes:
         slots: flat cache slots, int64 ``[L]``, in order of position.
@@ -49,7 +50,7 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The layout of one step, as attention needs it for one window, chunk and set of slopes."""
+    """The layout of one step for one window, chunk and set of slopes."""
 
     groups: tuple[DecodeGroup, ...]
     tiles: tuple[QueryTile, ...]
@@ -64,7 +65,7 @@ def first_seen(position: int, window: int, chunk: int) -> int:
 
 
 def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
-    """Split row numbers so that no group is padded beyond ``_MAX_PADDING_RATIO``."""
+    """Split row numbers into groups of which none is padded beyond ``_MAX_PADDING_RATIO``."""
     if not rows:
         return []
     groups: list[list[int]] = []
@@ -88,17 +89,18 @@ def build_layout(
     chunk: int = 0,
     slopes: Sequence[float] | None = None,
 ) -> AttentionLayout:
-    """Lay out a step: which slots each row gathers, and its masks.
+    """Build the layout of a step: the slots that each row gathers, and its masks.
 
     Args:
-        query: of the additive masks' dtype. cache: ``[blocks, block size, ..]``.
+        query: gives the dtype of the additive masks. cache: ``[blocks, block size, ..]``.
         query_starts: int32 ``[B + 1]``; row b's queries are tokens ``[starts[b], starts[b + 1])``.
-        context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
+        context_lens: int32 ``[B]``, number of positions that each row's last query sees, its own
+            included.
         block_tables: int32 ``[rows, M]``; entries past a row's context are not read.
         table_rows: int32 ``[B]``, the row of ``block_tables`` that holds each row's table.
-        window: positions a query sees, itself included; 0 means all.
-        chunk: positions of a chunk, of which a query sees its own; 0 means all.
-        slopes: of ALiBi, one a query head, or None.
+        window: number of positions that a query sees, its own included; 0 means all.
+        chunk: size of the chunks; a query sees only its own chunk; 0 means all.
+        slopes: ALiBi slope per query head, or None.
     """
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()

@@ -1,8 +1,7 @@
-"""Tile sizes of the attention kernels, and how decode splits contexts over programs.
+"""Tile sizes of the attention kernels, and how decode distributes contexts over programs.
 
-Tile and split of the keys depend on dtype and head sizes only, never on the batch: see
-:mod:`.online_softmax` for what that buys. The spread changes no bits, and follows
-the size of the batch.
+Tile and split sizes of the keys depend only on dtype and head sizes, never on the batch:
+:mod:`.online_softmax` explains why. The spread changes no bits and depends on the batch size.
 """
 
 from __future__ import annotations
@@ -25,31 +24,35 @@ class Tiling:
     """Tile sizes of one dtype and head size; measured in docs/notes/attention.md.
 
     Attributes:
-        block_n: keys per tile. near_split: keys per split up to position ``split_change``,
-            far_split: beyond; multiples of block_n. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel. decode_registers: those that a thread of
-            it may have, None for as many as the compiler chooses. Change no bits.
-        many_warps: alike, of ``some_unsplit_from`` programs or more that fuse no RoPE;
-            many_fused_registers: of as many that do. unsplit_registers: where each program reads a
-            whole context and fuses no RoPE. With fewer, more programs share a multiprocessor.
+        block_n: keys per tile. near_split: keys per split up to position ``split_change``.
+            far_split: keys per split beyond it. All are multiples of block_n. These four determine
+            the bits.
+        decode_warps, decode_stages: of the decode kernel. decode_registers: its limit of registers
+            per thread; None leaves the choice to the compiler. Change no bits.
+        many_warps: warps of the decode kernel for ``some_unsplit_from`` programs or more without
+            fused RoPE. many_fused_registers: register limit for as many programs with fused RoPE.
+            unsplit_registers: register limit where each program reads a whole context without fused
+            RoPE. With fewer registers, more programs share a multiprocessor.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
-        prefill_parts: programs that share the values of a prefill tile, each with as many of their
-            dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
-            the parts are powers of two. Changes no bits.
-        combine_chunk: segments whose loads a combining program has in flight together, of groups of
-            up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
-        unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
-            This and the other numbers of programs are those for a card of :data:`TUNED_SMS`
-            multiprocessors; :func:`for_card` makes them others'.
-        some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``,
-            and the longest may start first.
-        first_splits_from: those from which the first segment reaches to ``split_change``.
-        long_context: with fewer, positions of a context from which its first segment reaches to
+        prefill_parts: number of programs that share the value dimensions of a prefill tile, so that
+            the accumulators of each fit its registers. More than 1 requires that these dimensions
+            and the parts are powers of two. Changes no bits.
+        combine_chunk: number of segments whose loads a combining program has in flight together,
+            for groups of up to 512 values. Larger groups have proportionally fewer. A small number
+            of segments is loaded at once.
+        unsplit_from: number of decode programs (rows x KV heads) from which each reads its whole
+            context. This and the other numbers of programs hold for a GPU with :data:`TUNED_SMS`
+            multiprocessors; :func:`for_card` scales them for other GPUs.
+        some_unsplit_from: number of programs from which each reads the whole of a context that ends
+            below ``unsplit_below``, and the longest context may start first.
+        first_splits_from: number of programs from which the first segment ends at ``split_change``.
+        long_context: with fewer programs, the context length from which its first segment ends at
             ``split_change``; 0 for none.
-        workers: programs that share a context of many segments, or more where there are few: up to
-            ``few_programs`` altogether. Those without a segment cost time, too.
-        max_programs: what contexts of many segments are spread over at most.
+        workers: programs that share a context of many segments. With few contexts there are more,
+            up to ``few_programs`` in total. A program without a segment also costs time.
+        max_programs: limit on the number of programs over which contexts of many segments are
+            distributed.
     """
 
     block_n: int
@@ -77,11 +80,11 @@ class Tiling:
     max_programs: int = 4096
 
     def combine_chunk_of(self, num_values: int) -> int:
-        """Segments loaded at once by groups of ``num_values``, query heads x value elements."""
+        """Segments loaded at once for groups of ``num_values`` (query heads x value elements)."""
         return max(1, self.combine_chunk * 512 // max(512, num_values))
 
     def num_splits(self, num_positions: int) -> int:
-        """Splits that begin below ``num_positions``."""
+        """Number of splits that begin below ``num_positions``."""
         short = math.ceil(min(num_positions, self.split_change) / self.near_split)
         return short + math.ceil(max(num_positions - self.split_change, 0) / self.far_split)
 
@@ -90,10 +93,11 @@ class Tiling:
 def choose_tiling(
     dtype: torch.dtype, k_dim: int, v_dim: int, cache_dtype: torch.dtype | None = None
 ) -> Tiling:
-    """The tiling for queries of ``dtype`` and head sizes, by what fits shared memory and registers.
+    """The tiling for queries of ``dtype`` and these head sizes: the largest that fits shared memory
+    and registers.
 
     Args:
-        cache_dtype: None if that of the queries.
+        cache_dtype: dtype of the cache; None if it is that of the queries.
     """
     widest = triton.next_power_of_2(max(k_dim, v_dim))
     if dtype == torch.float32:
@@ -106,9 +110,9 @@ def choose_tiling(
 
 
 def for_card(t: Tiling, num_sms: int) -> Tiling:
-    """``t`` with its numbers of decode programs in proportion to a card's multiprocessors. Changes
-    no bits."""
-    # Without the cost of a lookup by 20 fields for the cards it was tuned on.
+    """``t`` with its numbers of decode programs scaled to the GPU's number of multiprocessors.
+    Changes no bits."""
+    # On the GPUs that were tuned for, avoid the cost of a lookup by 20 fields.
     return t if num_sms == TUNED_SMS else _scaled(t, num_sms)
 
 
@@ -122,13 +126,14 @@ def _scaled(t: Tiling, num_sms: int) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a batch's contexts are spread over decode programs.
+    """How a batch's contexts are distributed over decode programs.
 
     Attributes:
-        first_splits: those that the first segment of a context holds; all of a context that ends
-            below position ``unsplit_below``, those up to ``Tiling.split_change`` of one of
-            ``long_context`` positions or more. 0 for neither.
-        max_segments: the most that a context may have. num_workers: programs that share them.
+        first_splits: number of splits in the first segment of a context. A context that ends below
+            position ``unsplit_below`` has all its splits in it. In a context of ``long_context``
+            positions or more, it ends at ``Tiling.split_change``. 0 disables either rule.
+        max_segments: the most segments that a context may have. num_workers: programs that share
+            them.
     """
 
     first_splits: int
@@ -139,7 +144,8 @@ class Spread:
 
 
 def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spread:
-    """The spread for ``num_programs``, units x KV heads, of contexts of up to ``length``."""
+    """The spread for ``num_programs`` (units x KV heads) and contexts of up to ``length``
+    positions."""
     unsplit_below = long_context = 0
     if num_programs >= t.unsplit_from:
         first_splits = ALL_SPLITS.value
@@ -161,7 +167,7 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
 def warps_and_registers(
     t: Tiling, num_programs: int, spread: Spread, fuses_rope: bool
 ) -> tuple[int, int | None]:
-    """Warps of a decode program, and the registers that a thread may have. Changes no bits."""
+    """Warps of a decode program, and its register limit per thread. Changes no bits."""
     is_many = num_programs >= t.some_unsplit_from
     if fuses_rope:
         return t.decode_warps, t.many_fused_registers if is_many else t.decode_registers

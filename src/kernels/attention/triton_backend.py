@@ -21,7 +21,7 @@ from .tiling import choose_tiling, for_card
 
 @triton.jit
 def _longest_first_kernel(contexts, order, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``order[n]``: the row that n others come before. Grid: ``(num_rows,)``; ROWS: no fewer."""
+    """``order[n]``: the row with n rows before it. Grid: ``(num_rows,)``; ROWS >= num_rows."""
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     lengths = tl.load(contexts + others, mask=others < num_rows, other=-1)
@@ -32,26 +32,26 @@ def _longest_first_kernel(contexts, order, num_rows, ROWS: tl.constexpr):  # typ
 
 def longest_first(contexts: Tensor, num_kv_heads: int) -> Tensor | None:
     """The rows of a step in the order of their decode programs: longest contexts first, equal ones
-    as they come.
+    in batch order.
 
-    The list scheduling of Graham (1969), longest processing time first: programs that start last
-    should not take longest. With caches of e4m3 elements a multiprocessor, not memory, limits how
-    fast its programs read, so long contexts have to be spread over all of them
-    (docs/notes/attention.md). The order changes no bits, and is computed once per step.
+    List scheduling by longest processing time first (Graham 1969): programs that start last should
+    not take longest. With e4m3 caches, a multiprocessor rather than memory limits the read rate of
+    its programs, so long contexts must be distributed over all multiprocessors
+    (docs/notes/attention.md). The order changes no bits and is computed once per step.
 
     Args:
         contexts: int32 ``[B]``.
-        num_kv_heads: the most that an attention call has.
+        num_kv_heads: the largest number among the attention calls.
 
     Returns:
-        int32 ``[B]``, a permutation; None where there are so few rows that no call takes it.
+        int32 ``[B]``, a permutation; None if there are so few rows that no call uses it.
     """
     num_rows = len(contexts)
     tiling = for_card(choose_tiling(torch.bfloat16, 1, 1), count_sms(contexts.device))
     if num_rows * num_kv_heads < tiling.some_unsplit_from:
         return None
     order = torch.empty_like(contexts)
-    if may_skip_launches():  # other kernels read at what this one has not written
+    if may_skip_launches():  # other kernels read data that this kernel has not written
         torch.arange(num_rows, out=order)
     _longest_first_kernel[(num_rows,)](
         contexts, order, num_rows, ROWS=triton.next_power_of_2(num_rows)
@@ -59,14 +59,15 @@ def longest_first(contexts: Tensor, num_kv_heads: int) -> Tensor | None:
     return order
 
 
-_MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
+_MAX_FUSED = 64  # rows; with more rows, the work repeated by each worker costs more than a launch
 
 
 class TritonBackend:
-    """:func:`paged_attention` with counters of its own, on the device of the first call.
+    """:func:`paged_attention` with its own counters, on the device of the first call.
 
-    An engine makes one, whose counters the calls of all layers, steps and CUDA graphs share: on one
-    stream a launch waits for those before it. Larger batches need no more, they combine nothing.
+    An engine has one backend. The calls of all layers, steps and CUDA graphs share its counters,
+    because a launch waits for those before it on the same stream. Larger batches need no more
+    counters, because they combine nothing.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class TritonBackend:
         """Same as :func:`paged_attention`.
 
         Raises:
-            RuntimeError: the first call is being captured in a CUDA graph.
+            RuntimeError: the first call happens while a CUDA graph is captured.
         """
         counters = self._counters(query)
         return paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
@@ -91,11 +92,11 @@ class TritonBackend:
     def attend_quantized(
         self, query: Tensor, kv: PagedKV, params: AttentionParams, order: Tensor | None = None
     ) -> QuantizedRows:
-        """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, a token per row, with no
-        kernel of its own. Heads have a multiple of 128 values.
+        """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, one row per token, without
+        a separate kernel. Head sizes are multiples of 128.
 
         Raises:
-            RuntimeError: as :meth:`attend`.
+            RuntimeError: see :meth:`attend`.
         """
         rows = quantized_like(query, kv.v_cache)
         self.attend(query, kv, params, order, rows)
@@ -112,11 +113,11 @@ class TritonBackend:
     ) -> Tensor:
         """:func:`fused.norm_rope_store`, then :func:`paged_attention` of the queries it returns.
 
-        One launch for the steps of up to 64 rows that have as many tokens, two for others: by
-        shapes alone, and with the same bits.
+        One launch for steps of up to 64 rows with at most as many tokens, two for others. The
+        choice depends only on shapes, and the bits are the same.
 
         Raises:
-            RuntimeError: as :meth:`attend`.
+            RuntimeError: see :meth:`attend`.
         """
         query, key, value = inputs[:3]
         is_decode = 0 < len(query) == len(kv.context_lens) <= _MAX_FUSED
@@ -137,15 +138,16 @@ class TritonBackend:
         params: AttentionParams,
         order: Tensor | None = None,
     ) -> QuantizedRows:
-        """:meth:`fused_rope_attention`, quantised as by :meth:`attend_quantized`."""
+        """:meth:`fused_rope_attention` with outputs quantised as in :meth:`attend_quantized`."""
         rows = quantized_like(inputs.query, kv.v_cache)
         self.fused_rope_attention(inputs, slot_mapping, kv, params, order, rows)
         return rows
 
     def _counters(self, query: Tensor) -> Tensor:
-        """Made at the first call, on the device of ``query``."""
+        """Created by the first call, on the device of ``query``."""
         if self._arrived is None:
-            # The zeros would be written when that graph is replayed, and by it alone.
+            # Zeros created during capture would be written by each replay of that graph, and only
+            # then.
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention has to be called once before it is captured")
             most = for_card(choose_tiling(query.dtype, 1, 1), count_sms(query.device)).unsplit_from

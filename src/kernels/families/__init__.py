@@ -1,1 +1,1 @@
-"""A module per generation of hardware, whose ``IMPLEMENTATIONS`` :mod:`..registry` reads."""
+"""One module per hardware generation. :mod:`..registry` reads the ``IMPLEMENTATIONS`` of each."""

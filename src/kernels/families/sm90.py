@@ -1,5 +1,5 @@
-"""Hopper (H100, H200): kernels in Gluon with TMA, warp specialisation and weights that are loaded
-before the kernel in front has ended; and the formats of quantised weights that were measured."""
+"""Hopper (H100, H200): Gluon kernels with TMA, warp specialisation and weights that are loaded
+before the preceding kernel has ended; and the formats of quantised weights that were measured."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ IMPLEMENTATIONS = (
         serves_decode="mla.decode_sm90:serves",
         launch_decode="mla.decode_sm90:launch",
     ),
-    # Weights that stay quantised, tried and measured there. FP8 rows need sm89 at least.
+    # Formats of weights that stay quantised, tested and measured there. FP8 rows need at least
+    # sm89.
     *(Implementation("weights", format, _SM90) for format in ("fp8", "int4", "int8")),
 )
