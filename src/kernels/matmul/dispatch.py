@@ -1,14 +1,15 @@
-"""Linear layers on a GPU: our kernel for few rows, cuBLAS or ours for many, with equal bits.
+"""Linear layers on a GPU: own kernels for few rows, cuBLAS or own kernels for many, with equal
+bits.
 
-cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
-changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
-the order of our two kernels: :mod:`.matmul_sm90` on Hopper, where it has a tile, and
-:mod:`.matmul` elsewhere. Up to 16, 64 or 256 rows they are faster, too. So a shape needs one
-number, ``max_custom_rows``: up to it ours, above it cuBLAS. :func:`.plan.choose_plan` finds it on
-the GPU available, by comparing bits. Above it :mod:`.matmul_sm90_many` takes the place of cuBLAS
-where it is quicker, which depends on the number of rows (:mod:`.tiles`) and changes no bit, either.
-Where the bits of our tiles are not known to agree (float32, rows that are not whole 16-byte units),
-the Triton kernel computes all rows, with one tile. A norm before a matmul of a few rows may join it
+cuBLAS selects another algorithm, and with it another order of summation, as the number of rows
+changes. Without split-K it uses the plain order from some number of rows up. The own kernels use
+the same order: :mod:`.matmul_sm90` on Hopper, where it has a tile, and :mod:`.matmul` elsewhere. Up
+to 16, 64 or 256 rows they are also faster. So each shape needs one value, ``max_custom_rows``: up
+to it the own kernels compute, above it cuBLAS. :func:`.plan.choose_plan` finds it on this GPU by
+comparing bits. Above it :mod:`.matmul_sm90_many` replaces cuBLAS where it is faster, which depends
+on the number of rows (:mod:`.tiles`) and changes no bits. Where equal bits of all tiles are not
+established (float32, rows that are not whole 16-byte units), the Triton kernel computes all rows
+with one tile. A norm before a matmul of a few rows may be fused with it
 (:func:`.matmul_sm90.norm_matmul`).
 """
 
@@ -30,14 +31,14 @@ from ..registry import registry
 from .matmul import matmul, supports_tma
 from .tiles import choose_tile
 
-MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
+MAX_FEW_ROWS = 16  # on an H100 the own kernels beat cuBLAS at least up to here on every shape tried
 ALL_ROWS = 1 << 30
 
 
 def _ours(
     x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False, prefetches: bool = True
 ) -> Tensor:
-    """Multiply by one of our kernels; leading dims as those of x. ``prefetches``: whether it may
+    """Multiply by an own kernel; leading dims as those of x. ``prefetches``: whether the kernel may
     read the weight before the previous kernel has ended."""
     rows = x.reshape(-1, x.shape[-1])
     few = None
@@ -61,7 +62,8 @@ def _matmul_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
 def few_rows_kernel(
     weight: Tensor, num_rows: int, has_gate: bool
 ) -> tuple[Implementation, Any] | None:
-    """This architecture's kernel for ``num_rows`` rows and its tile; None for the Triton kernel."""
+    """This architecture's kernel for ``num_rows`` rows, and its tile; None selects the Triton
+    kernel."""
     if weight.dtype != torch.bfloat16 or not supports_tma(weight):
         return None
     card = Gpu.of(weight.device)
@@ -74,7 +76,7 @@ def few_rows_kernel(
 
 
 def many_rows_kernel(weight: Tensor, bias: Tensor | None, has_gate: bool) -> Implementation | None:
-    """Our kernel that may replace cuBLAS for some row counts, if there is one."""
+    """The kernel that may replace cuBLAS for some row counts, or None."""
     if bias is not None or weight.dtype != torch.bfloat16 or not _has_tma_rows(weight):
         return None
     found = registry().find("many_rows_matmul", "bfloat16", Gpu.of(weight.device).arch)
@@ -87,14 +89,14 @@ def _has_tma_rows(matrix: Tensor) -> bool:
 
 
 def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool) -> Tensor | None:
-    """Multiply by our kernel; None if cuBLAS is to multiply."""
+    """Multiply by the kernel for many rows; None if cuBLAS is to multiply."""
     if x.numel() == 0 or x.dtype != weight.dtype:
         return None
     by_arch = many_rows_kernel(weight, bias, has_gate)
     if by_arch is None:
         return None
     num_rows, shape = x.numel() // x.shape[-1], _matmul_shape(weight, has_gate)
-    # Compiling for later steps, whose row counts differ: compile both kernels.
+    # During compilation for later steps with other row counts, compile both kernels.
     wants_both = may_skip_launches()
     is_quicker = by_arch.function("is_quicker")
     if not wants_both and not is_quicker(num_rows, *shape, has_gate, Gpu.of(weight.device)):
@@ -129,7 +131,7 @@ def linear(
     Args:
         x: ``[..., K]`` on a GPU. bias: ``[N]`` or None.
         weight: ``[N, K]``, a parameter: it may be read before earlier kernels have ended.
-        max_custom_rows: up to how many rows our kernels for few compute, from
+        max_custom_rows: the largest row count for the kernels for few rows, from
             :func:`.plan.choose_plan`.
 
     Returns:
@@ -139,11 +141,12 @@ def linear(
 
 
 def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_ROWS) -> Tensor:
-    """``weight @ columns`` in the order of :func:`linear`, whatever the number of columns.
+    """``weight @ columns`` in the summation order of :func:`linear`, whatever the number of
+    columns.
 
     Args:
         weight: ``[N, K]``, a parameter. columns: ``[..., K, T]``.
-        max_custom_rows: as in :func:`linear`, of columns.
+        max_custom_rows: see :func:`linear`; counts columns.
 
     Returns:
         ``[..., N, T]``, contiguous.
@@ -154,11 +157,11 @@ def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_
 def linear_silu_mul(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, max_custom_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
-    """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, gate and up being its halves.
+    """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, whose halves are gate and up.
 
     Args:
         x: ``[..., K]``. weight: ``[2 N, K]``, a parameter. bias: ``[2 N]`` or None.
-        max_custom_rows: as in :func:`linear`.
+        max_custom_rows: see :func:`linear`.
 
     Returns:
         ``[..., N]``.
@@ -167,7 +170,7 @@ def linear_silu_mul(
 
 
 def has_joined_norm(weight: Tensor, has_gate: bool) -> bool:
-    """Whether :func:`norm_linear` has one launch for this weight, given few rows."""
+    """Whether :func:`norm_linear` uses a single launch for this weight, given few rows."""
     return _kernel_with_norm(weight, 1, has_gate) is not None
 
 
@@ -181,12 +184,12 @@ def norm_linear(
     max_custom_rows: int,
     has_gate: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The matmul of ``add_rms_norm``'s first result, and its second; for few rows one launch.
+    """The matmul of ``add_rms_norm``'s first result, and its second result; for few rows one
+    launch.
 
     Args:
-        x, residual, norm_weight, eps, form: as in :func:`.dispatch.add_rms_norm`.
-        weight, max_custom_rows: as in :func:`linear`; with ``has_gate`` of
-            :func:`linear_silu_mul`.
+        x, residual, norm_weight, eps, form: see :func:`.dispatch.add_rms_norm`.
+        weight, max_custom_rows: see :func:`linear`; with ``has_gate``, see :func:`linear_silu_mul`.
 
     Returns:
         ``[..., N]``, and ``residual + x``.
@@ -218,11 +221,11 @@ def _kernel_with_norm(
 
 
 class RowParallel:
-    """Row-parallel linear layers of this rank (Shoeybi et al. 2019), with the sum of their results
-    over the ranks and the norm after it.
+    """Row-parallel linear layers of this rank (Shoeybi et al. 2019), with the all-reduce of their
+    results and the norm after it.
 
     Args:
-        communicator: sums the results.
+        communicator: sums the results over the ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -242,8 +245,8 @@ class RowParallel:
         itself pushes its results to the other ranks.
 
         Args:
-            x, weight, max_custom_rows: as in :func:`linear`.
-            residual, norm_weight, eps, form: as of
+            x, weight, max_custom_rows: see :func:`linear`.
+            residual, norm_weight, eps, form: see
                 :meth:`..collectives.communicator.Communicator.all_reduce_norm`.
         """
         norm = residual, norm_weight, eps, form
@@ -258,5 +261,5 @@ class RowParallel:
                 result = target.all_reduce_norm(out.view(*x.shape[:-1], -1), *norm)
                 if target.is_connected:
                     return result
-                del out, result  # until then all was only compiled
+                del out, result  # so far the calls only compiled
         return self._communicator.all_reduce_norm(linear(x, weight, None, max_custom_rows), *norm)

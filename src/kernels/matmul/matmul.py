@@ -1,16 +1,15 @@
 """Batch-invariant matmul ``x @ weight.T`` as a Triton kernel without split-K.
 
 Every output is one float32 accumulator that runs over K from 0 to its end, whatever the tile, the
-number of rows or the number of programs, and gets the bias last. With one tile a row's result does
-not depend on how many rows share the step. With several it did not on an H100 for 16-bit dtypes and
-rows of whole 16-byte units; nothing is claimed for others
-(:func:`.tiles.has_one_tile`). On Hopper a bf16 result equals what cuBLAS
-computes when it may not split K, bit for bit (:func:`.dispatch.sweep` looks for
-itself).
+number of rows or the number of programs. The bias is added last. With one tile, a row's result does
+not depend on the number of rows in the step. On an H100 the results of different tiles were equal
+for 16-bit dtypes and rows of whole 16-byte units; for other operands this is not guaranteed
+(:func:`.tiles.has_one_tile`). On Hopper a bf16 result equals that of cuBLAS without split-K, bit
+for bit (:func:`.dispatch.sweep` verifies it).
 
-With few rows the time is that of reading the weight. On Hopper both operands come through tensor
-descriptors (TMA), whole tiles at a time, and with ``swap_ab`` the weight is the left operand of the
-matrix unit, whose left side has 64 rows at least: then no register holds a weight on its way.
+With few rows, reading the weight takes the time. On Hopper both operands come through tensor
+descriptors (TMA), whole tiles at a time. With ``swap_ab`` the weight is the left operand of the
+matrix unit, which takes at least 64 rows on the left: then the weight passes through no register.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from ..fused.rounding import EMULATE, silu
 class Tile:
     """Tile sizes of one matmul.
 
-    No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
-    units; for other operands that is not claimed.
+    No field changes the bits of a result if the dtype has 16 bits and rows are whole 16-byte units.
+    For other operands this is not guaranteed.
 
     Attributes:
         block_m, block_n, block_k: rows, outputs and summands of a tile; powers of two.
-        num_stages: tiles in flight at once, plus one. num_warps: of a program.
+        num_stages: tiles in flight at once, plus one. num_warps: warps of a program.
         swap_ab: compute the transpose, ``weight @ x.T``.
     """
 
@@ -49,13 +48,13 @@ class Tile:
 
 @triton.jit
 def tile_begin(tile, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of a tile of ROWS rows; 0 where there are fewer.
+    """First row of a tile of ROWS rows; 0 if there are fewer rows.
 
-    The last tile ends with the last row, over rows of the one before. TMA writes zeros where a box
-    reaches beyond its tensor, and on an H200 all multiprocessors together get some 1.5 TB/s of
-    them, a third of the bandwidth of memory: with 136 rows in tiles of 128 the matmuls of Qwen3-8B
-    took up to 1.8 times as long as with 256 (docs/notes/matmul.md). Rows that two tiles share are
-    computed and stored twice, with the same bits.
+    The last tile ends with the last row, and overlaps the tile before it. TMA writes zeros where a
+    box reaches beyond its tensor. On an H200 all multiprocessors together write about 1.5 TB/s of
+    zeros, a third of the memory bandwidth. With 136 rows in tiles of 128, the matmuls of Qwen3-8B
+    took up to 1.8 times as long as with 256 (docs/notes/matmul.md). Rows in two tiles are computed
+    and stored twice, with the same bits.
     """
     return tl.maximum(tl.minimum(tile * ROWS, num_rows - ROWS), 0)
 
@@ -78,8 +77,8 @@ def place_of_tile(  # type: ignore[no-untyped-def]
 def load_tile(  # type: ignore[no-untyped-def]
     tiles, first, begin, at, mask, MASKED: tl.constexpr
 ):
-    """The tile from row ``first`` and summand ``begin`` on: by a descriptor, or if ``tiles`` is
-    None from pointers ``at + begin``; zeros beyond the ends."""
+    """The tile that starts at row ``first`` and summand ``begin``: by a descriptor, or from
+    pointers ``at + begin`` if ``tiles`` is None; zeros beyond the ends."""
     if tiles is not None:
         loaded = tiles.load([first, begin])
     elif MASKED:
@@ -91,7 +90,8 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
-    """silu(gate) * up, each rounded to the operands' dtype, as two kernels of torch leave it."""
+    """silu(gate) * up, each operation rounded to the operands' dtype, as two torch kernels
+    would."""
     activated = silu(gate.to(tl.float32)).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
@@ -104,7 +104,7 @@ def _fold(  # type: ignore[no-untyped-def]
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """total + rows @ weights.T, or the transpose of that."""
+    """total + rows @ weights.T, or its transpose."""
     if EMULATE:  # NumPy has no bfloat16
         rows, weights = rows.to(tl.float32), weights.to(tl.float32)
     if SWAP:
@@ -118,8 +118,9 @@ def _fold(  # type: ignore[no-untyped-def]
 def _add_bias(total, bias):  # type: ignore[no-untyped-def]
     """total + bias, after all summands of total.
 
-    Where one tile holds all of K there is no loop, and Triton makes ``dot + bias`` a dot that
-    starts from the bias: other bits than from a tile with a loop. It leaves this one alone.
+    Where one tile holds all of K there is no loop, and Triton turns ``dot + bias`` into a dot that
+    starts from the bias, which gives other bits than a tile with a loop. It does not transform this
+    form.
     """
     return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32))
 
@@ -129,8 +130,8 @@ def finished(  # type: ignore[no-untyped-def]
     total, up_total, bias, n, N: tl.constexpr, SIDE: tl.constexpr, HAS_GATE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of outputs ``n`` plus their bias, rounded; with a gate ``silu(gate) * up``. SIDE: the
-    dimension of rows of x."""
+    """Accumulators of outputs ``n`` plus their bias, rounded; with a gate ``silu(gate) * up``.
+    SIDE: the dimension of rows of x."""
     if bias is not None:
         total = _add_bias(total, tl.expand_dims(tl.load(bias + n), SIDE))
     result = total.to(DTYPE)
@@ -157,7 +158,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
 
-    Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
+    Grid: one program per tile of BLOCK_M rows by BLOCK_N outputs. Each sums over K in order,
+        without split-K.
     """
     PRECISION: tl.constexpr = "ieee" if x.dtype.element_ty == tl.float32 else "tf32"
     if PDL:
@@ -189,7 +191,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             ups = load_tile(weight_tiles, begin_n + N, begin, up_at, in_k, K % BLOCK_K > 0)
             up_total = _fold(rows, ups, up_total, SWAP, PRECISION)
 
-    side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
+    side: tl.constexpr = 1 if SWAP else 0  # the other dimension than that of x's rows
     DTYPE: tl.constexpr = out.dtype.element_ty
     result = finished(total, up_total, bias, n_read, N, side, HAS_GATE, DTYPE)
     m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
@@ -207,22 +209,22 @@ def matmul(
 ) -> Tensor:
     """``x @ weight.T + bias``, rounded; one launch, any number of rows.
 
-    bfloat16, float16, or float32 (multiplied as such, not as TF32); sums in float32, the bias
-    added before rounding, as ``F.linear`` does.
+    bfloat16, float16, or float32 (multiplied in float32, not TF32). Accumulators are float32, and
+    the bias is added before rounding, as in ``F.linear``.
 
     Args:
         x: ``[M, K]``. Rows may be strided.
         weight: ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate. Rows may be strided.
         bias: ``[N]`` (``[2 N]``), or None.
-        tile: sizes; :class:`Tile` says when they are without influence on the result.
-        has_gate: whether to return ``silu(gate) * up`` of the matmuls with the two halves, each
-            operation rounded to the dtype.
+        tile: sizes; :class:`Tile` states when they do not affect the result.
+        has_gate: whether to return ``silu(gate) * up`` of the matmuls with the two halves, with
+            each operation rounded to the dtype.
 
     Returns:
         ``[M, N]``, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     num_rows, width = x.shape
     num_outs, k_size = weight.shape

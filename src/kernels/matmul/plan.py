@@ -1,10 +1,10 @@
-"""Chooses, per weight shape, the largest row count at which our matmul kernels replace cuBLAS.
+"""Choose, per weight shape, the largest row count at which the own matmul kernels replace cuBLAS.
 
-The choice compares bits on the GPU available: see :func:`sweep`. Two orders of summation differ in
-the last places of a float32 sum, and once that is rounded to 16 bits, in one result of thousands or
-fewer. So some hundred thousand results are compared for each number of rows above 16, up to which
-ours computes in any case. A weight of few outputs, for which that would take long and cuBLAS gains
-little, is ours for all row counts.
+The choice compares bits on this GPU: see :func:`sweep`. Two orders of summation differ in the last
+bits of a float32 sum. After rounding to 16 bits, one result in thousands or fewer differs. So some
+hundred thousand results are compared for each number of rows above 16; up to 16 rows the own
+kernels compute in any case. A weight of few outputs, for which the comparison would take long and
+cuBLAS gains little, uses the own kernels for all row counts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .tiles import fastest_custom_rows, has_one_tile
 
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
-MANY_ROWS = 1023  # no whole tile at the end
+MANY_ROWS = 1023  # the last tile is not full
 LEAST_OUTPUTS = 64  # of a weight that cuBLAS may multiply with
 _LEAST_RESULTS = 1 << 20  # of a sweep's draws of 512 rows
 _MAX_DRAWS = 16
-_MAX_SLICES = 4  # of a draw that a number of rows is tried with
-_MAX_UNSAFE_ROWS = 64  # cuBLAS that differs above this and our rows is not used at all
+_MAX_SLICES = 4  # of a draw that a number of rows is tested with
+_MAX_UNSAFE_ROWS = 64  # if cuBLAS still differs above this, it is not used
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Row counts whose bits differ from those of :data:`REFERENCE_ROWS` rows through cuBLAS.
+    """Row counts whose bits differ from those of cuBLAS with :data:`REFERENCE_ROWS` rows.
 
     Attributes:
-        counts: the row counts tried, ascending.
-        cublas_differs: those at which some row of cuBLAS's result differs.
-        ours_differs: the same for our kernel, as far as it was tried.
-        many_differs: the same for that for many rows, where it may serve.
+        counts: the row counts tested, ascending.
+        cublas_differs: counts at which some row of cuBLAS's result differs.
+        ours_differs: the same for the own kernel, as far as it was tested.
+        many_differs: the same for the kernel for many rows, where it may be used.
     """
 
     counts: tuple[int, ...]
@@ -56,18 +56,20 @@ def sweep(
     ours_up_to: int = ALL_ROWS,
     has_gate: bool = False,
 ) -> SweepReport:
-    """Compare every row of matmuls with ``counts`` rows with cuBLAS's for 512, bit by bit.
+    """Compare every row of matmuls with ``counts`` rows to cuBLAS's result for 512 rows, bit by
+    bit.
 
     Args:
         weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
-        counts: row counts. The inputs of rows beyond 512 repeat the first. All are tried with
-            several draws of 512 rows, and a few of several parts of a draw.
-        ours_up_to: the highest at which to try our kernel; each of its tiles is compiled once.
-        has_gate: whether the weight is one of gate and up, which our kernel for many rows then
-            joins here, too.
+        counts: row counts. The inputs of rows beyond 512 repeat the first ones. All counts are
+            tested with several draws of 512 rows, and small ones with several parts of a draw.
+        ours_up_to: the highest count at which to test the own kernel. Each of its tiles is compiled
+            once.
+        has_gate: whether the weight contains gate and up. Then the kernel for many rows is tested
+            with the fused activation.
 
     Returns:
-        The report. It holds for this card, these libraries, and the settings in force
+        The report. It holds for this GPU, these libraries, and the settings in effect
         (:func:`.cublas.without_split_k`).
     """
     counts = sorted(set(counts))
@@ -91,8 +93,8 @@ def differing_counts(
     counts: Sequence[int],
 ) -> tuple[int, ...]:
     """The row counts, of ascending ``counts``, at which a row of ``matmul`` has other bits than
-    ``reference`` gives it among 512; both multiply with ``weight``. Several draws of 512 rows are
-    tried, the more the fewer outputs there are."""
+    ``reference`` computes for it among 512 rows; both multiply with ``weight``. Several draws of
+    512 rows are tested, more of them the fewer outputs there are."""
     found: set[int] = set()
     num_draws = min(-(-_LEAST_RESULTS // (REFERENCE_ROWS * len(weight))), _MAX_DRAWS)
     for draw in range(num_draws if counts else 0):
@@ -102,8 +104,8 @@ def differing_counts(
 
 
 def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
-    """Row counts at which our kernel for many rows differs in bits from cuBLAS's 512 rows and the
-    activation after it; none where that kernel never serves."""
+    """Row counts at which the own kernel for many rows differs in bits from cuBLAS with 512 rows
+    and the activation after it; empty if that kernel is never used."""
     by_arch = many_rows_kernel(weight, bias, has_gate)
     if by_arch is None:
         return ()
@@ -117,7 +119,7 @@ def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[i
 
 
 def _rows_to_try(weight: Tensor, num_rows: int, draw: int = 0) -> Tensor:
-    """At least ``num_rows`` and 512 random rows for ``weight``; those beyond 512 repeat them."""
+    """At least ``num_rows`` and 512 random rows for ``weight``; rows beyond 512 repeat them."""
     generator = torch.Generator(weight.device).manual_seed(draw)
     shape = (REFERENCE_ROWS, weight.shape[1])
     x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
@@ -127,8 +129,9 @@ def _rows_to_try(weight: Tensor, num_rows: int, draw: int = 0) -> Tensor:
 def _differing(
     matmul: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
 ) -> tuple[int, ...]:
-    """The counts c at which some row of a matmul with c rows of ``x`` has other bits than it has in
-    ``expected``, that with the first 512. Of those below, up to four times c rows are tried."""
+    """The counts c at which some row of a matmul with c rows of ``x`` has other bits than in
+    ``expected``, the matmul with the first 512. For counts below 512, up to four times c rows are
+    tested."""
     bits = _bits(expected)
 
     def differs(count: int) -> Tensor:
@@ -139,26 +142,27 @@ def _differing(
                 found.append((part != bits[first : first + len(part)]).any())
         return torch.stack(found).any()
 
-    # One look at the device for all of them.
+    # One synchronisation with the device for all counts.
     found = torch.stack([differs(count) for count in counts]).tolist()
     return tuple(c for c, is_other in zip(counts, found, strict=True) if is_other)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """As integers, so that NaN equals itself and 0 is not -0."""
+    """The bits as integers, so that NaN equals itself and 0 differs from -0."""
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = False) -> int:
     """The plan for weights of this shape, dtype and device, by :func:`sweep`: ``max_custom_rows``
-    of :func:`.dispatch.linear`, :data:`ALL_ROWS` for our kernel alone.
+    of :func:`.dispatch.linear`, or :data:`ALL_ROWS` for the own kernel alone.
 
-    Tens of milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
-    alone, without a look at cuBLAS, where it has one tile, that is one class of bits for all rows,
-    and where the weight has few outputs. ``has_gate``: whether the weight is one of gate and up.
+    Costs tens of milliseconds and the compilation of the tiles to be used, so results should be
+    kept. The own kernel is used alone, without testing cuBLAS, if the weight has few outputs, or if
+    the kernel has one tile, which gives one class of bits for all rows. ``has_gate``: whether the
+    weight contains gate and up.
 
     Raises:
-        UnsupportedModelError: our kernel would have to compute all rows, but its tiles differ.
+        UnsupportedModelError: the own kernel would have to compute all rows, but its tiles differ.
     """
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
@@ -174,7 +178,7 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = Fal
             _check_ours(weight, bias)
         if found in (max_custom_rows, ALL_ROWS):
             return found
-        max_custom_rows = found  # so our kernel is to be tried further
+        max_custom_rows = found  # so the own kernel is to be tested further
 
 
 def rows_worth_it(weight: Tensor, has_gate: bool) -> int:
@@ -185,7 +189,7 @@ def rows_worth_it(weight: Tensor, has_gate: bool) -> int:
 
 
 def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
-    """Raise UnsupportedModelError unless our kernel's tiles agree among themselves."""
+    """Raise UnsupportedModelError if the own kernel's tiles differ in their bits."""
 
     def ours(rows: Tensor) -> Tensor:
         return _ours(rows, weight, bias)
@@ -200,13 +204,14 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
 
 
 def plan_from(report: SweepReport, worth_it: int) -> int:
-    """``max_custom_rows``, above which cuBLAS is of one class of bits, that of our kernel.
+    """Choose ``max_custom_rows``: above it, cuBLAS has the class of bits of the own kernel.
 
-    ``worth_it``: the largest row count at which our kernel is faster.
+    ``worth_it``: the largest row count at which the own kernel is faster.
 
-    Row counts between two that were tried count as the lower one. If the last that differs is above
-    64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows; as
-    well if that for many rows differs, which then serves none.
+    Row counts between two tested ones count as the lower one. The own kernel computes all rows in
+    three cases: cuBLAS differs at a count above both 64 and ``worth_it``, the own kernel differs
+    at a count at which it would be used, or the kernel for many rows differs. The latter then
+    serves no rows.
     """
     last_bad = max(report.cublas_differs, default=0)
     first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)

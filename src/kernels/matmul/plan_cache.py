@@ -1,4 +1,5 @@
-"""Disk cache of the matmul plans: our kernel or cuBLAS, found once per shape by comparing bits."""
+"""Disk cache of the matmul plans: own kernel or cuBLAS, determined once per shape by comparing
+bits."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from .tiles import has_one_tile
 
 
 class LinearPlans:
-    """The largest row count at which our kernel computes a matmul, per weight shape.
+    """Per weight shape, the largest row count at which the own kernel computes a matmul.
 
     Args:
-        transparent: sweep each shape, and choose the kernels that keep a row's bits for all row
-            counts; else those that were measured to be fast.
-        folder: of the kept sweeps, None to keep none. A sweep holds for the settings in force in
-            its process (:mod:`.cublas`), so a folder is for processes that set them.
+        transparent: True sweeps each shape and chooses the kernels that keep a row's bits for all
+            row counts. False chooses the kernels that were measured to be fast.
+        folder: where sweeps are kept; None keeps none. A sweep holds for the settings in effect in
+            its process (:mod:`.cublas`), so a folder is for processes that make these settings.
     """
 
     def __init__(self, transparent: bool, folder: Path | None = None) -> None:
@@ -35,8 +36,8 @@ class LinearPlans:
         self._file: Path | None = None
 
     def max_custom_rows(self, weight: Tensor, bias: Tensor | None, has_gate: bool) -> int:
-        """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None; ``has_gate``: whether
-        they are those of gate and up, joined by their activation."""
+        """The value for the matmul with ``weight [N, K]`` and ``bias [N]`` or None. ``has_gate``:
+        whether they contain gate and up, joined by their activation."""
         if not self.transparent:
             return plan.rows_worth_it(weight, has_gate)
         key = _key(weight, bias, has_gate)
@@ -47,8 +48,8 @@ class LinearPlans:
         return self._few_rows[key]
 
     def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None, bool]]) -> None:
-        """Compile in parallel all kernels that sweeps will launch: of (weight, bias, whether they
-        are of gate and up)."""
+        """Compile in parallel all kernels that the sweeps will launch. Elements are (weight, bias,
+        whether they contain gate and up)."""
         if not self.transparent:
             return
         new: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
@@ -69,7 +70,7 @@ class LinearPlans:
                 for count in (c for c in plan.SWEEP_ROWS if c <= most):
                     x = weight.new_empty(count, weight.shape[1])
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
-                plan.many_differs(weight, bias, has_gate)  # its result means nothing yet
+                plan.many_differs(weight, bias, has_gate)  # the result is not used
 
     def _kept(self, device: torch.device) -> dict[str, int]:
         if self._file is None and self._folder is not None:
@@ -84,7 +85,7 @@ def _key(weight: Tensor, bias: Tensor | None, has_gate: bool) -> str:
 
 
 def _fingerprint(device: torch.device) -> str:
-    """A digest of all that a sweep depends on: the card, the libraries, our kernel."""
+    """A digest of everything that a sweep depends on: GPU, libraries, own kernels."""
     import triton
 
     digest = hashlib.sha256()

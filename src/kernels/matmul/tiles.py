@@ -1,8 +1,8 @@
-"""Tile sizes of the matmul kernels for few rows, measured or by a rule, and a rule for when the
+"""Tile sizes of the matmul kernels for few rows, measured or by a rule; and a rule for when the
 kernel for many rows is faster than cuBLAS.
 
-Only speed depends on the tile where its bits were compared (16-bit dtypes, rows of whole 16-byte
-units). Elsewhere a weight has one tile for all row counts (:func:`has_one_tile`).
+Where bits were compared (16-bit dtypes, rows of whole 16-byte units), the tile affects only speed.
+Elsewhere a weight has one tile for all row counts (:func:`has_one_tile`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .tuned_tiles import GATED, TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _
 
 _SHORT_PRODUCT_BYTES = 24 << 20
 _MOST_STAGES = 16
-_BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
+_BUCKETS = (16, 32, 64, 128, 256)  # rows; the last bucket also serves all larger counts
 
 
-MANY_ROWS = 128  # of x, of a tile of :mod:`.matmul_sm90_many`
-MANY_WEIGHT_ROWS = 256  # of such a tile; with a gate half of them are up's
+MANY_ROWS = 128  # rows of x in a tile of :mod:`.matmul_sm90_many`
+MANY_WEIGHT_ROWS = 256  # rows of the weight in such a tile; with a gate half of them are up's
 _LEAST_MANY_ROWS = 512
 _MOST_MANY_SUMMANDS = 4096
 _MOST_MANY_SUMMANDS_GATED = 5120
@@ -32,7 +32,7 @@ def has_one_tile(k_size: int, itemsize: int) -> bool:
     """Whether a weight with rows of ``k_size`` elements has one tile for all row counts.
 
     On an H100 (Triton 3.6) every tile gave the same bits for 16-bit dtypes and rows of whole
-    16-byte units. For float32, and float16 with K = 50, that is not known.
+    16-byte units. For float32, and for float16 with K = 50, this was not established.
     """
     return itemsize == 4 or k_size * itemsize % 16 != 0
 
@@ -40,13 +40,13 @@ def has_one_tile(k_size: int, itemsize: int) -> bool:
 def choose_tile(
     num_rows: int, num_outs: int, k_size: int, itemsize: int, has_gate: bool, card: Gpu
 ) -> Tile:
-    """The tile for ``num_rows`` rows, by the bucket they fall into and the shape of the weight.
+    """The tile for ``num_rows`` rows, by their bucket and the shape of the weight.
 
     One tile for all row counts where :func:`has_one_tile`.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
-        k_size: its K. itemsize: bytes of an element. card: the GPU.
+        k_size: K of the matmul. itemsize: bytes per element. card: the GPU.
     """
     if has_one_tile(k_size, itemsize):
         return _ONE_TILE_WIDE if itemsize == 4 else _ONE_TILE_NARROW
@@ -71,10 +71,11 @@ def choose_tile(
 def choose_prefetch_tile(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
 ) -> PrefetchTile | None:
-    """The tile for a bfloat16 matmul without bias, or None where :func:`choose_tile` serves it.
+    """The tile for a bfloat16 matmul without bias, or None if :func:`choose_tile` applies.
 
-    Up to 16 rows by a rule (:func:`_early_for_few`), beyond, and for weights of which others were
-    measured to be quicker, those, and what is like them for other short ones.
+    Up to 16 rows, and for most weights, a rule decides (:func:`_early_for_few`). Measured tiles
+    apply to larger row counts and to weights for which others were faster, and similar tiles to
+    other short weights.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -93,23 +94,23 @@ def choose_prefetch_tile(
 
 
 def tuned_prefetch_rows(num_outs: int, k_size: int, has_gate: bool) -> tuple[int, ...]:
-    """Numbers of rows whose tiles were measured for this shape."""
+    """Row counts whose tiles were measured for this shape."""
     return tuple(TUNED_PREFETCH.get((num_outs, k_size, has_gate), ()))
 
 
 def _early_for_few(
     x_rows: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int
 ) -> PrefetchTile | None:
-    """The tile for at most ``x_rows`` rows, 8 or 16, by what was quickest among the weights of
-    eight models on an H100, alone and in the engine (docs/notes/matmul.md).
+    """The tile for at most ``x_rows`` rows, 8 or 16. The rule follows the fastest tiles among the
+    weights of eight models on an H100, alone and in the engine (docs/notes/matmul.md).
 
-    *Short weights*: programs that all have a multiprocessor of their own and fill its shared
-    memory, as few as possible. Where there are more, programs of the next kernel find no place to
+    *Short weights*: each program has its own multiprocessor and fills its shared memory; there are
+    as few programs as possible. With more, programs of the next kernel find no slot in which to
     prefetch their weights. The router of a mixture of experts has few outputs.
 
-    *Long ones* are read slowly by few programs. Where all do not have a place at once, of either,
-    three or four share a multiprocessor; and where that is not enough they take many turns, for
-    heads two at a time.
+    *Long weights* are read slowly by few programs. If not all programs have a slot at once in
+    either layout, three or four share a multiprocessor. If that is not enough, they run in many
+    waves; for LM heads, two at a time.
     """
     parts = _parts(has_gate)
     shape = num_outs, k_size, has_gate
@@ -133,19 +134,19 @@ def _early_for_few(
         tile = _filling_tile(part, rows, share, most_stages, *shape)
         if tile is not None:
             return tile
-    tile = PrefetchTile(parts[0], 2, 5)  # two to a multiprocessor
+    tile = PrefetchTile(parts[0], 2, 5)  # two per multiprocessor
     return tile if num_outs > 512 * parts[0] and tile.fits(*shape) else None
 
 
 def _filling_tile(
     part: int, x_rows: int, share: int, most_stages: int, num_outs: int, k_size: int, has_gate: bool
 ) -> PrefetchTile | None:
-    """As many stages as shared memory holds for each of ``share`` programs; None if those are fewer
+    """As many stages as shared memory holds for each of ``share`` programs. None if these are fewer
     than three and not all of K, or if the shape has no whole parts."""
     num_atoms = k_size // 64
     atoms = next(a for a in (4 if share == 1 else 2, 2, 1) if num_atoms % a == 0)
     rows = part * (2 if has_gate else 1)
-    # Beside stages: barriers, and padding that the last operand reads.
+    # In addition to stages: barriers, and padding that the last operand reads.
     room = _LARGE_SHARED_BYTES // share - 2048 - max(0, 64 - rows) * 128
     stages = min(room // (atoms * (rows + x_rows) * 128), num_atoms // atoms, most_stages)
     tile = PrefetchTile(part, atoms, stages, x_rows)
@@ -169,18 +170,18 @@ def _bucket_of(num_rows: int) -> int | None:
 
 
 def _parts(has_gate: bool) -> tuple[int, ...]:
-    """Rows of the weight per program, the most of one warpgroup first."""
+    """Options for the rows of the weight per program, starting with the most of one warpgroup."""
     return (32, 16, 8) if has_gate else (64, 32, 16, 8)
 
 
 def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int) -> Tile:
-    """For less shared memory, and operands that are loaded through registers."""
+    """For less shared memory, and for operands that are loaded through registers."""
     if bucket > 64:
         block_n = 128 if num_outs >= 64 * num_sms else 64
         block_m = 128 if bucket > 128 else 64
         num_warps = 8 if block_m * block_n > 64 * 128 else 4
         return _tile(block_m, block_n, 64, 3 if has_gate else 4, num_warps)
-    # The widest tile that keeps most of the multiprocessors at work.
+    # The widest tile that keeps most of the multiprocessors busy.
     widths = (64, 32, 16)
     block_n = next((w for w in widths if 10 * num_outs >= 7 * w * num_sms), widths[-1])
     if bucket > 16:
@@ -190,7 +191,7 @@ def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms
 
 
 def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> int:
-    """The largest row count at which our kernel was measured to be faster than cuBLAS.
+    """The largest row count at which the own kernel was measured to be faster than cuBLAS.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -209,14 +210,14 @@ def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -
 
 
 def fits_many_rows(num_outs: int, k_size: int) -> bool:
-    """Whether :mod:`.matmul_sm90_many` can compute such a matmul.
+    """Whether :mod:`.matmul_sm90_many` supports such a matmul.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
     num_steps, rest = divmod(k_size, 64)
-    # Outputs of a tile are stored beside the steps of the next one, 64 of its columns with each,
-    # from the second on; TMA takes rows of whole 16-byte units.
+    # The outputs of a tile are stored during the steps of the next one, 64 of its columns in each,
+    # from the second step on. TMA takes rows of whole 16-byte units.
     return rest == 0 and num_steps > MANY_WEIGHT_ROWS // 64 and num_outs % 8 == 0
 
 
@@ -239,21 +240,21 @@ def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool) -> bool:
 def is_quicker_for_many_rows(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
 ) -> bool:
-    """Whether :mod:`.matmul_sm90_many` is quicker than cuBLAS, as far as was measured.
+    """Whether :mod:`.matmul_sm90_many` is faster than cuBLAS, as far as measured.
 
-    It has one size of tile, so that its time is that of whole waves of tiles, one per
-    multiprocessor. cuBLAS goes over to smaller tiles, which are slower where waves are full. So it
-    depends on the *fill*: outputs, as a share of those that the waves have place for. Rates on an
-    H200, as parts of that of cuBLAS, with a gate and its activation (docs/notes/matmul.md):
+    It has one tile size, so its time is that of whole waves of tiles, one per multiprocessor.
+    cuBLAS switches to smaller tiles, which are slower where waves are full. So the result depends
+    on the *fill*: the outputs as a fraction of those that the waves have slots for. Rates on an
+    H200, relative to cuBLAS, with a gate and its activation (docs/notes/matmul.md):
 
     - without a gate, fill 0.97: 1.00 to 1.14 in all 8 cases of K from 1,024 to 4,096, but with
       K = 12,288 1.01 (2,048 rows) and 0.96 (8,192); fill 0.73: 0.79; 0.12 and 0.48: 0.27 to 0.66.
     - with a gate, fill 0.97 to 0.99: 1.08 to 1.10 with K = 4,096, 1.35 and 1.37 with 1,024; fill
       0.85, K = 4,096: 0.91; fill 0.73, K = 1,024: 0.95.
 
-    The bounds lie near where lines between those cases cross 1. Of all 27 cases the rule has one
-    wrong: K = 12,288 at 2,048 rows, where 0.9% would be won. K = 5,120 with a gate was not
-    measured, nor were fewer than 512 rows.
+    The bounds are close to where lines between those cases cross 1. The rule is wrong in one of the
+    27 cases: K = 12,288 at 2,048 rows, where it loses 0.9%. K = 5,120 with a gate and fewer than
+    512 rows were not measured.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -272,5 +273,5 @@ def _outs_per_tile(has_gate: bool) -> int:
 def _least_fill(k_size: int, has_gate: bool) -> float:
     if not has_gate:
         return 0.95
-    # What an activation of its own takes is the larger part, the shorter the sums.
+    # The shorter the sums, the larger is the share of a separate activation kernel.
     return 0.8 if k_size <= _SHORT_SUMMANDS else 0.92

@@ -22,9 +22,9 @@ GATED = frozenset({(3072, 1024), (12288, 4096)})
 """Shapes (N, K) that were measured with a gate: 2 N rows of weight, twice the shared memory. The
 others hold for matmuls without one only."""
 
-# (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each matmul timed among
-# 256 MB of others so that no weight was in the L2 cache; docs/notes/matmul.md. N is that
-# of the matmul: gate and up are a weight of 2 N rows.
+# By (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100. Each matmul was timed
+# among 256 MB of others, so that no weight was in the L2 cache; docs/notes/matmul.md. N is that of
+# the matmul: gate and up are a weight of 2 N rows.
 TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
     {
         (4096, 1024): {
@@ -70,12 +70,13 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTile:
-    """Tile sizes of a skinny bfloat16 matmul, whose weight is prefetched.
+    """Tile sizes of a skinny bfloat16 matmul, which prefetches its weight.
 
     Attributes:
         part: rows of the weight (of each half, with a gate) per program; a power of two.
-        atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
-        x_rows: rows of x per program; a power of two from 8 to 256. Up to 8 rows take 8.
+        atoms: number of 64-summand atoms per stage; a power of two. stages: in shared memory at
+            once.
+        x_rows: rows of x per program; a power of two from 8 to 256. Up to 8 rows use 8.
     """
 
     part: int
@@ -84,7 +85,7 @@ class PrefetchTile:
     x_rows: int = 16
 
     def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
-        """Whether shape and tile suit each other, and shared memory suffices."""
+        """Whether the tile matches the shape and fits shared memory."""
         rows = self.part * (2 if has_gate else 1)
         num_steps, rest = divmod(k_size, 64 * self.atoms)
         if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
@@ -99,9 +100,9 @@ class PrefetchTile:
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
 
-# As TUNED, and measured like it; the weights of a rank of two of Qwen3-8B and 32B, and the head of
+# Measured as TUNED: the weights of a rank of two of Qwen3-8B and 32B, and the LM head of
 # Qwen3-0.6B, on an H200 (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md and matmul.md).
-# The third part of a key: whether N is that of gate and up, each.
+# The third element of a key is whether N is that of gate and up, each.
 TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = MappingProxyType(
     {
         (4096, 1024, False): {

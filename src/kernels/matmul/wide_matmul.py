@@ -1,13 +1,13 @@
-"""``x @ weight.T`` in float32 of 16-bit operands, as a Triton kernel: a router's logits, which
+"""``x @ weight.T`` in float32 from 16-bit operands, as a Triton kernel: a router's logits, which
 transformers computes from float32 copies of both.
 
-The product of two bfloat16 or float16 is exact in float32, so the copies add nothing; what counts
-is how products are added up. The matrix unit cuts sums off, which over all of K is an error of
-twenty times that of a float32 matmul (docs/notes/mla.md). So it adds up 128 products at a time,
-from zero, and each such part is added to the total in float32, rounded as any addition is.
+A multiplication of two bfloat16 or float16 elements is exact in float32, so the copies add nothing;
+only the additions matter. The matrix unit truncates sums, which over all of K gives an error twenty
+times that of a float32 matmul (docs/notes/mla.md). So it sums 128 summands at a time, from zero,
+and each partial sum is added to the total in float32 with normal rounding.
 
-A result has one order of additions, whatever the tile: parts of 128 in the order of K. A tile says
-how many parts are in flight at once, not in which order they are added.
+A result has one order of additions, whatever the tile: partial sums of 128 in the order of K. The
+tile determines how many of them are in flight at once, not the order in which they are added.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ PART = 128
 _ROW_UNIT = 8  # elements of 16 bytes: other rows may have other bits in another tile (tiles.py)
 
 
-# Of 128 summands each, several parts are loaded and multiplied at once (block_k): the chain of
-# matrix instructions of one part is serial, and few warps have room for several.
+# Several parts of 128 summands are loaded and multiplied at once (block_k). The chain of matrix
+# instructions of one part is serial, and few warps have registers for several.
 TILES = (
     _tile(128, 128, PART, 3, 8),
     _tile(64, 64, PART, 4),
     _tile(32, 32, 2 * PART, 4),
     _tile(16, 16, 4 * PART, 4),
 )
-# For less shared memory than an H100's.
+# For GPUs with less shared memory than an H100.
 _SMALL_TILES = (_tile(64, 64, PART, 3), _tile(32, 32, PART, 3), _tile(16, 16, 2 * PART, 3))
 
 
 @triton.jit
 def _prefetch(weight, n, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefetch rows ``n [BLOCK_N]`` of the weight to the L2 cache, in lines of 128 bytes."""
+    """Prefetch rows ``n [BLOCK_N]`` of the weight into the L2 cache, in lines of 128 bytes."""
     line = tl.minimum(tl.arange(0, triton.next_power_of_2((K + 63) // 64)) * 64, K - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -64,15 +64,15 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(tiles of rows * tiles of outputs,)``, those of the same rows beside each other, so
-    that one read from memory serves them."""
+    """Grid: ``(tiles of rows * tiles of outputs,)``. Tiles of the same rows are adjacent, so that
+    one read from memory serves them."""
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     m = tl.program_id(0) // TILES_N * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     # Results beyond the end are not stored.
     n_read = tl.minimum(n, N - 1).to(tl.int64)
     if PDL:
-        if BLOCK_M == 16:  # few rows, whose time is that of the weight
+        if BLOCK_M == 16:  # few rows: reading the weight takes the time
             _prefetch(weight, n_read, K)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,16 +91,16 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
             if EMULATE:  # NumPy has no bfloat16
                 rows, weights = rows.to(tl.float32), weights.to(tl.float32)
             part = tl.dot(rows, tl.trans(weights))
-            # Not ``total + part``: Triton makes that a product that starts from the total.
-            # Parts beyond K are 0 and change nothing: a total is never -0.
+            # Not ``total + part``: Triton turns that into a dot that starts from the total. Parts
+            # beyond K are 0 and change nothing, because a total is never -0.
             total = tl.fma(total, tl.full(total.shape, 1.0, tl.float32), part)
     target = out + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(target, total, mask=is_row & (n[None, :] < N))
 
 
 def choose_wide_tile(num_rows: int, num_outs: int, card: Gpu) -> Tile:
-    """The largest tile of which two fifths of the multiprocessors get one, else the smallest:
-    larger tiles save reads of the same rows and weights."""
+    """The largest tile that gives two fifths of the multiprocessors a program, else the smallest:
+    larger tiles save repeated reads of rows and weights."""
     tiles = wide_tiles(num_outs, card)
     for tile in tiles:
         num_programs = -(-num_rows // tile.block_m) * -(-num_outs // tile.block_n)
@@ -110,7 +110,7 @@ def choose_wide_tile(num_rows: int, num_outs: int, card: Gpu) -> Tile:
 
 
 def wide_tiles(num_outs: int, card: Gpu) -> list[Tile]:
-    """All tiles for a weight, the largest first: none that is more than half empty."""
+    """All tiles for a weight, largest first, without those that are more than half empty."""
     tiles = TILES if card.is_large else _SMALL_TILES
     return [tile for tile in tiles if tile.block_n < 2 * num_outs or tile is tiles[-1]]
 
@@ -151,12 +151,12 @@ def fits(weight: Tensor) -> bool:
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear(x.float(), weight.float())``, up to the order of additions, which is one for all
-    row counts.
+    """``F.linear(x.float(), weight.float())`` with another order of additions, which is the same
+    for all row counts.
 
     Args:
         x: bfloat16 or float16 ``[..., K]``.
-        weight: ``[N, K]`` of the same dtype that :func:`fits`; a parameter, as of
+        weight: ``[N, K]`` of the same dtype, accepted by :func:`fits`; a parameter, as in
             :func:`wide_matmul`.
 
     Returns:
@@ -166,7 +166,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())
     rows, card = as_rows(x), Gpu.of(x.device)
     if may_skip_launches():
-        # Compiling for later steps, whose row counts differ: compile all tiles.
+        # During compilation for later steps with other row counts, compile all tiles.
         for tile in wide_tiles(len(weight), card):
             wide_matmul(rows, weight, tile)
     out = wide_matmul(rows, weight, choose_wide_tile(len(rows), len(weight), card))

@@ -1,13 +1,15 @@
-"""Decode attention over latent vectors: rows of one query, contexts split over programs or not.
+"""Decode attention over latent vectors: rows of one query, with contexts split over programs or
+not.
 
-A program serves one token and LINES of its heads. Where there are many of those, each reads its
-whole context. Else ``num_workers`` programs share the context in *segments*: the first holds as
-many splits as make a worker's share and is one worker's, each later split is a segment. Their
-states go to memory, and a second launch combines them in order: the same bits for any number of
-workers.
+A program serves one token and LINES of its heads. If there are many programs, each reads its whole
+context. Otherwise ``num_workers`` programs share the context in *segments*. The first segment has
+as many splits as a worker's share, and belongs to one worker. Each later split is a segment. The
+states go to memory, and a second launch combines them in order: the bits are the same for any
+number of workers.
 
-Where an indexer chose what a token sees, every token is a unit, of any row: in place of positions
-there are numbers of chosen ones, so that splits and sums depend on how many those are.
+If an indexer selected the positions that a token sees, every token is a unit, whatever its row.
+Indices of selected positions then replace positions, so splits and sums depend on the number of
+selected positions.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 @triton.jit
 def splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-def]
-    """Splits in the first segment of a context that ends at ``position``."""
+    """Number of splits in the first segment of a context that ends at ``position``."""
     return tl.maximum(split_of(position // num_workers, splits), 1)
 
 
 @triton.jit
 def worker_step(worker, num_workers, num_segments):  # type: ignore[no-untyped-def]
-    """From a worker's segment to its next: the first worker has the first segment, the others share
-    the rest."""
+    """The step from a worker's segment to its next one. The first worker has the first segment, and
+    the others share the rest."""
     step = tl.where(worker == 0, num_segments, tl.maximum(num_workers - 1, 1))
     return tl.where(num_workers == 1, 1, step)
 
 
 @triton.jit
 def segment_bounds(segment, num_first, position, splits):  # type: ignore[no-untyped-def]
-    """Where a segment begins and ends."""
+    """First and end position of a segment."""
     begin = tl.where(segment == 0, 0, split_begin(num_first + segment - 1, splits))
     return begin, tl.minimum(split_begin(num_first + segment, splits), position + 1)
 
@@ -47,8 +49,8 @@ def segment_bounds(segment, num_first, position, splits):  # type: ignore[no-unt
 def _unit_of(  # type: ignore[no-untyped-def]
     starts, contexts, num_rows, unit, NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr
 ):
-    """(row, token, position, last) of a unit, -1 where there is nothing to do; ``last`` is the
-    position, or the last number of what an indexer chose."""
+    """(row, token, position, last) of a unit, -1 if it has no work. ``last`` is the position, or
+    the index of the last selected position."""
     if NUM_CHOSEN > 0:
         token = unit
         row, position = row_of_token(starts, contexts, num_rows, unit)
@@ -75,11 +77,11 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, h] = softmax(scale * query[t, h] @ C.T) @ C[:, :R]`` of the vectors of t's row.
+    """``out[t, h] = softmax(scale * query[t, h] @ C.T) @ C[:, :R]`` over the vectors C of t's row.
 
-    Grid: ``(groups of heads * num_workers, units)``, a unit being a token if BY_TOKEN, else a row,
-    served if it has one query. Shapes: query ``[T, H, R + P]`` and out ``[T, H, R]``, contiguous;
-    cache ``[blocks, PAGE, 1, R + P]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    Grid: ``(groups of heads * num_workers, units)``. A unit is a token if BY_TOKEN, else a row,
+    which is served if it has one query. Shapes: query ``[T, H, R + P]`` and out ``[T, H, R]``,
+    contiguous; cache ``[blocks, PAGE, 1, R + P]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[rows, M]``, table_rows ``[B]``.
     """
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)

@@ -1,9 +1,10 @@
-"""Decode attention over latent vectors for Hopper: tiles arrive while the one before is weighed.
+"""Decode attention over latent vectors for Hopper: tiles are loaded while the preceding one is
+processed.
 
-The arithmetic, the grid and the results are those of :mod:`.decode`, and so are the bits: the same
-tiles, the same matmuls, each one chain over k, and the same operations per line. There, Triton
-loads a tile when the one before has been computed. Here a warp of its own loads, through TMA, into
-a ring of tiles (:mod:`.prefill_sm90_warpgroups`), and a warpgroup computes.
+Arithmetic, grid and results are those of :mod:`.decode`, and the bits are equal: the same tiles,
+the same matmuls, each one chain over k, and the same operations per line. In that kernel, Triton
+loads a tile after it has computed the preceding one. Here a producer warp loads through TMA into a
+ring of tiles (:mod:`.prefill_sm90_warpgroups`), and a consumer warpgroup computes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,16 +32,16 @@ from .decode import segment_bounds, splits_in_first, worker_step
 from .prefill_sm90 import descriptors, num_panels, ring_constants
 from .prefill_sm90_warpgroups import STEP_N, Barriers, barriers, load_step
 
-LINES = gl.constexpr(16)  # heads of a program: the narrow side of the matrix instructions
-_SHARED_BYTES = 224 << 10  # of queries, weights and the ring
+LINES = gl.constexpr(16)  # heads per program: the narrow side of the matrix instructions
+_SHARED_BYTES = 224 << 10  # for queries, weights and the ring
 _MOST_SLOTS = 4
-# Of a thread, on average over both groups of warps: the loading one gets 40, the other the rest.
+# Registers per thread, averaged over both partitions: the producer gets 40, the consumer the rest.
 MEAN_REGISTERS = 136
 
 
 @gluon.jit
 def _segment(segment, num_first, position, splits, IS_SPLIT: gl.constexpr):
-    """Where a segment begins and ends."""
+    """First and end position of a segment."""
     begin = 0
     end = position + 1
     if IS_SPLIT:
@@ -50,7 +51,7 @@ def _segment(segment, num_first, position, splits, IS_SPLIT: gl.constexpr):
 
 @gluon.jit
 def _fold(total, state, factor):
-    """:func:`..attention.online_softmax.fold` of turned states."""
+    """:func:`..attention.online_softmax.fold` for turned states."""
     row_max, a, b = fold_factors(total[0], state[0], factor)
     row_sum = fold_sums(total[1], state[1], a, b, True)
     return row_max, row_sum, fold_sums(total[2], state[2], a, b, True)
@@ -63,7 +64,7 @@ def _attend(
     H: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that computes: :func:`.tiles.attend_vectors` of each segment."""
+    """The consumer warpgroup: :func:`.tiles.attend_vectors` for each segment."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES, 16])
     LINE: gl.constexpr = gl.SliceLayout(0, ACC)
     PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -105,7 +106,7 @@ def _attend(
             row_max = new_row_max
             p_smem.store(weights)
             if start + (STEP_N - 1) > position:
-                # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+                # Vectors of unused slots may be NaN, but values must be finite.
                 exists = start + gl.arange(0, STEP_N, gl.SliceLayout(1, PANEL)) <= position
                 for panel in gl.static_range(PANELS - 1):
                     part = ring.index(slot * PANELS + panel)
@@ -124,7 +125,8 @@ def _attend(
                 row_max = gl.full_like(row_max, float("-inf"))
                 row_sum = gl.zeros_like(row_sum)
                 acc = gl.zeros_like(acc)
-        # The last split, if its end was not reached; else empty, which changes nothing.
+        # The last split if its end was not reached; otherwise an empty state, which changes
+        # nothing.
         row_max, row_sum, acc = _fold(total, (row_max, row_sum, acc), factor)
         if IS_SPLIT:
             index = (unit.to(gl.int64) * H + heads) * max_splits + segment
@@ -144,7 +146,7 @@ def _load(
     H: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: queries, and the vectors of each segment step by step."""
+    """The producer warp: load queries, and the vectors of each segment step by step."""
     if worker < num_segments:
         mbarrier.expect(bars.q_full, PANELS * (LINES * 64 * 2))
         for panel in gl.static_range(PANELS):
@@ -173,10 +175,10 @@ def latent_decode_sm90_kernel(
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
     BY_TOKEN: gl.constexpr, IS_SPLIT: gl.constexpr, PDL: gl.constexpr,
-    GROUP: gl.constexpr,  # panels of 64 elements that arrive together
+    GROUP: gl.constexpr,  # panels of 64 elements that share a barrier
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
-    """Same as :func:`.decode.latent_decode_kernel`, of which it takes grid and arguments."""
+    """Same as :func:`.decode.latent_decode_kernel`, with its grid and arguments."""
     PANELS: gl.constexpr = R // 64 + 1
     GROUPS: gl.constexpr = (H + LINES - 1) // LINES
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
@@ -222,7 +224,7 @@ def latent_decode_sm90_kernel(
             )),
         ],
         [1],
-        [40],  # registers of a thread
+        [40],  # registers per thread
     )  # fmt: skip
 
 
@@ -237,14 +239,15 @@ def _store_zeros(out, token, group, H: gl.constexpr, R: gl.constexpr):
 
 
 def serves(num_heads: int) -> bool:
-    """Whether heads fill a program and no more; more share a tile in :mod:`.decode`."""
+    """Whether the heads fill exactly one program. With more heads, programs of :mod:`.decode` share
+    a tile."""
     return num_heads <= LINES.value
 
 
 def constants_of(rank: int) -> dict[str, int]:
-    """The kernel's own constants."""
+    """The constants of this kernel alone."""
     panels = num_panels(rank)
-    # After queries, 64 elements of 2 bytes a panel and line, and weights.
+    # The remainder after queries (64 elements of 2 bytes per panel and line) and weights.
     num_free = _SHARED_BYTES - (panels * 64 + STEP_N.value) * LINES.value * 2
     ring = ring_constants(panels, num_free)
     return ring | {"SLOTS": min(ring["SLOTS"], _MOST_SLOTS)}
@@ -254,13 +257,13 @@ def launch(
     query: Tensor, kv: LatentKV, out: Tensor, partial: Tensor, stats: Tensor, factor: float,
     grid: tuple[int, int], num_workers: int, max_splits: int, constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """The results of :func:`.decode.latent_decode_kernel`, of a batch that
-    :func:`.prefill_sm90.is_served` and heads that this kernel :func:`serves`.
+    """Compute the results of :func:`.decode.latent_decode_kernel`, for a batch that
+    :func:`.prefill_sm90.is_served` accepts and heads that this kernel :func:`serves`.
 
     Args:
         query: ``[T, H, R + P]`` and out: ``[T, H, R]``, contiguous, on a GPU.
-        partial, stats, grid, num_workers, max_splits: of that kernel, too.
-        constants: those of both kernels.
+        partial, stats, grid, num_workers, max_splits: as for that kernel.
+        constants: those shared by both kernels.
     """
     q_desc, c_desc = descriptors(query, kv.cache, LINES.value)
     latent_decode_sm90_kernel[grid](

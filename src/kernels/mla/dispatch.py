@@ -1,15 +1,15 @@
-"""The functions that a graph with latent caches calls, put there by ``passes.cache_latents``.
+"""The functions that a graph with latent caches calls. ``passes.cache_latents`` inserts the calls.
 
-Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a token the model makes
-a latent vector c of R elements and one rotated key k' of P elements, and from c each head's key and
-value, ``W_k[h] c`` and ``W_v[h] c``. In the absorbed form neither is ever made:
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): for each token the model
+computes a latent vector c of R elements and one rotated key k' of P elements. Each head's key and
+value are ``W_k[h] c`` and ``W_v[h] c``. In the absorbed form neither is ever computed:
 
     q[h] . (W_k[h] c) = (q[h] W_k[h]) . c        sum_j p_j W_v[h] c_j = W_v[h] (sum_j p_j c_j)
 
-So queries go into the latent space (:func:`latent_query`), attention runs over the cached vectors
-``[c, k']`` as one KV head of R + P elements whose values are their first R (:func:`attention`), and
-what comes out is mapped to each head's values (:func:`head_values`). The scale of the scores is the
-model's.
+So queries are mapped into the latent space (:func:`latent_query`). Attention runs over the cached
+vectors ``[c, k']`` as one KV head of R + P elements, whose values are their first R elements
+(:func:`attention`). Its result is mapped to each head's values (:func:`head_values`). The scale of
+the scores is the model's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..fused.dispatch import rms_norm_reference
 from .head_matmul import HeadMatmulRecipe, head_matmul
 
 _LARGEST_RANK, _LARGEST_ROPE = 512, 64
-_FEWEST_SHARED_BYTES = 160 << 10  # two tiles of vectors, and the queries
+_FEWEST_SHARED_BYTES = 160 << 10  # for two tiles of vectors, and the queries
 
 
 def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
-    """Whether attention over vectors of such sizes runs on ``device``: but for GPUs on all."""
-    if device.type != "cuda":  # "meta" in the graph of a model that was restored
+    """Whether ``device`` supports attention over vectors of these sizes; only GPUs have limits."""
+    if device.type != "cuda":  # "meta" in the graph of a restored model
         return True
     is_small = rank <= _LARGEST_RANK and 0 < rope_dim <= _LARGEST_ROPE
     return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES
@@ -45,7 +45,7 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
         slot_mapping: int64 ``[T]``.
     """
     latent = latent.reshape(-1, latent.shape[-1])
-    rope = rope.reshape(len(latent), rope.shape[-1])  # of no elements in a layer without positions
+    rope = rope.reshape(len(latent), rope.shape[-1])  # empty in a layer without positions
     if cache.is_cuda:
         from .store_kernel import store_latent as store
 
@@ -58,7 +58,7 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
 
 
 def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Tensor) -> None:
-    """:func:`store_latent` of the normalised latent and the rotated key.
+    """:func:`store_latent` for the normalised latent and the rotated key.
 
     Args:
         inputs: :class:`.arguments.LatentInputs`.
@@ -74,19 +74,19 @@ def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Te
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [T, H, P]`` with its neighbours (a, b) rotated to (a c - b s, a s + b c), in float32,
-    rounded once; c and s of ``cos`` and ``sin [1, T, P / 2]``."""
+    """``x [T, H, P]`` with adjacent elements (a, b) rotated to (a c - b s, a s + b c), in float32,
+    rounded once; c and s come from ``cos`` and ``sin [1, T, P / 2]``."""
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     c, s = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).to(x.dtype)
 
 
 def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
-    """Queries in the space of the cached vectors.
+    """Queries in the latent space.
 
     Args:
         query: ``[T, H, N + P]``, the last P rotated. weight: W_k, ``[H, N, R]``, any strides.
-        recipe: of the matmul on a CPU; None where bits may follow T.
+        recipe: of the matmul on a CPU; None if bits may depend on T.
 
     Returns:
         ``[T, H, R + P]``.
@@ -101,8 +101,7 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
 
 
 def rope_latent_query(query: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
-    """:func:`latent_query` of queries whose last P elements are to be rotated by
-    :func:`rotate_pairs`."""
+    """:func:`latent_query` for queries whose last P elements :func:`rotate_pairs` rotates first."""
     if query.is_cuda:
         from .head_matmul_kernel import head_matmul as by_kernel
 
@@ -116,12 +115,12 @@ def attention(
     query: Tensor, kv: LatentKV, scale: float, rank: int, indices: Tensor | None = None
 ) -> Tensor:
     """Causal attention of packed rows over cached vectors, whose first ``rank`` elements are the
-    values; rows and padding as in :mod:`..ops`.
+    values; rows and padding: see :mod:`..ops`.
 
     Args:
-        query: ``[T, H, R + P]``. kv: its cache as :func:`store_latent` has it.
+        query: ``[T, H, R + P]``. kv: the cache that :func:`store_latent` writes.
         scale: factor on the scores.
-        indices: of :func:`..ops.index_topk` on the same device; None for all positions in view.
+        indices: from :func:`..ops.index_topk` on the same device; None for all positions in view.
 
     Returns:
         ``[T, H, R]``.
@@ -139,10 +138,10 @@ def attention(
 
 
 def head_values(out: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
-    """``[T, H, V]``, contiguous, of ``out [T, H, R]``, by W_v ``[H, R, V]`` of any strides.
+    """``[T, H, V]``, contiguous, from ``out [T, H, R]`` and W_v ``[H, R, V]`` of any strides.
 
     Args:
-        recipe: as in :func:`latent_query`.
+        recipe: see :func:`latent_query`.
     """
     if out.is_cuda:
         from .head_matmul_kernel import head_matmul as by_kernel

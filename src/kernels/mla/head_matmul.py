@@ -1,10 +1,11 @@
-"""Matmul of each head's rows with a matrix of the head's own, on a CPU: a row has the same bits
-whatever the number of rows.
+"""Matmul of each head's rows with that head's matrix, on a CPU. A row has the same bits whatever
+the number of rows.
 
-Batched matmuls are MKL's as in :mod:`..matmul.cpu.invariant`, with rows of zeros up to a multiple
-of 4. Which recipe serves a shape is tried out there and here alike. With few outputs (7 values per
-head, say) the first ones follow the number of rows, or the place of a row among them; then outputs
-of zeros are added up to a multiple of 16, and last the order of summation is written out.
+As in :mod:`..matmul.cpu.invariant`, batched matmuls use MKL, with rows padded with zeros to a
+multiple of 4, and a trial determines which recipe serves a shape. With few outputs (7 values per
+head, for example), the first recipes depend on the number of rows, or on the place of a row among
+them. Then outputs are padded with zeros to a multiple of 16. The last recipe has an explicit order
+of summation.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _FEW_COUNTS = (1, 4, 5, 16, 33)
 
 
 class HeadMatmulRecipe(NamedTuple):
-    """How to multiply. A named tuple, which a graph can hold.
+    """How to multiply. A named tuple, because a graph can contain one.
 
     Attributes:
-        row_unit: rows are filled up with zeros to a multiple of this.
+        row_unit: rows are padded with zeros to a multiple of this.
         is_tiled: every call has exactly ``row_unit`` rows.
-        is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
-        is_fixed_order: by :mod:`..fixed_order`, whatever the other fields.
+        is_even: every call has a number of outputs that is a multiple of 16; the last outputs are
+            padded.
+        is_fixed_order: whether :mod:`..fixed_order` multiplies, whatever the other fields.
     """
 
     row_unit: int
@@ -56,8 +58,8 @@ def head_matmul(x: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None) -> T
 
     Args:
         x: ``[T, H, I]``, any strides. weight: ``[H, I, O]``, any strides, of the same dtype.
-        recipe: of :func:`choose_recipe`; None for the library's own order of summation, which
-            follows T.
+        recipe: from :func:`choose_recipe`; None for the library's own order of summation, which
+            depends on T.
 
     Returns:
         ``[T, H, O]``.
@@ -90,16 +92,16 @@ def choose_recipe(
     """The first recipe for ``weight [H, I, O]`` that a trial finds row-invariant.
 
     Args:
-        is_transposed: whether the weight lies as ``[H, O, I]``.
-        threads: as in :func:`..matmul.cpu.invariant.choose_recipe`.
+        is_transposed: whether the weight is stored as ``[H, O, I]``.
+        threads: see :func:`..matmul.cpu.invariant.choose_recipe`.
 
     Raises:
-        UnsupportedModelError: no recipe passes its trial.
+        UnsupportedModelError: no recipe passes the trial.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         weight = torch.randn(num_heads, num_outputs, num_inputs).to(dtype)
-        # More elements than a row has: a slice of queries.
+        # With one element more than a row has, so that rows are slices, as queries are.
         rows = torch.randn(max(_ROW_COUNTS), num_heads, num_inputs + 1).to(dtype)
         if dtype != torch.float32:
             make_cancel(rows[..., :num_inputs], weight)

@@ -1,7 +1,7 @@
-"""Matmul of each head's rows with a matrix of the head's own, as a Triton kernel.
+"""Matmul of each head's rows with that head's matrix, as a Triton kernel.
 
-A program computes one tile of one head and runs over the inputs in order into one float32
-accumulator: a row's bits depend neither on the number of rows nor on its place among them.
+A program computes one tile of one head and runs over the inputs in order with one float32
+accumulator. So a row's bits depend neither on the number of rows nor on its place among them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..device import overlap_options, vector_strides
 from ..fused.rounding import rounded
 from .store_kernel import rotated_pairs
 
-_MANY_ROWS = 1024  # that fill the GPU with larger tiles, too
+_MANY_ROWS = 1024  # enough rows to fill the GPU with larger tiles
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _prefetch_weight(  # type: ignore[no-untyped-def]
     weight, first, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, W_IN: tl.constexpr,
     W_OUT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch BLOCK_N columns of a head's weight into L2, a line of 128 bytes at a time."""
+    """Prefetch BLOCK_N columns of a head's weight into L2, one line of 128 bytes at a time."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     if W_IN == 1:
         i = tl.arange(0, triton.next_power_of_2((NUM_IN + LINE - 1) // LINE)) * LINE
@@ -50,15 +50,15 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     x_head_stride, cos_stride, cos_step, sin_stride, sin_step,
     HEADS: tl.constexpr, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
     TAIL: tl.constexpr,  # elements of x after the inputs, copied after the outputs
-    ROTATES: tl.constexpr,  # their pairs, on the way
+    ROTATES: tl.constexpr,  # whether pairs of the tail are rotated
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,  # strides of weight
     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,  # of a program for the tail
+    TAIL_ROWS: tl.constexpr,  # rows per program of the tail
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``, the latter rotated if
-    ROTATES.
+    """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``; if ROTATES, the latter is
+    rotated.
 
     Grid: ``(tiles of rows, tiles of outputs and BLOCK_M / TAIL_ROWS for the tail, HEADS)``. Shapes:
     x ``[T, HEADS, NUM_IN + TAIL]``, weight ``[HEADS, NUM_IN, NUM_OUT]``, out
@@ -68,7 +68,7 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     base = weight + head.to(tl.int64) * W_HEAD
     TILES_N: tl.constexpr = (NUM_OUT + BLOCK_N - 1) // BLOCK_N
     if PDL:
-        if BLOCK_M == 16:  # few rows, whose time is that of the weight
+        if BLOCK_M == 16:  # few rows: reading the weight takes the time
             first = tl.program_id(1) * BLOCK_N
             _prefetch_weight(base, first, NUM_IN, NUM_OUT, W_IN, W_OUT, BLOCK_N)
         tl.extra.cuda.gdc_wait()
@@ -123,7 +123,7 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
-    """Rows and outputs of a tile, and warps; without influence on the result."""
+    """Rows and outputs of a tile, and warps. They do not affect the result."""
     if is_wide:
         return 16, 32, 4
     if num_rows <= 32:
@@ -132,10 +132,10 @@ def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
 
 
 def head_matmul(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``[T, H, O + P]``, contiguous, of ``x [T, H, I + P]`` and ``weight [H, I, O]`` of one dtype,
-    in one launch: float32 is multiplied as such, not as TF32.
+    """``[T, H, O + P]``, contiguous, from ``x [T, H, I + P]`` and ``weight [H, I, O]`` of one
+    dtype, in one launch. float32 is multiplied in float32, not TF32.
 
-    The last P elements are copied; given ``tables``, which are cos and sin, they are rotated as by
+    The last P elements are copied. Given ``tables`` (cos and sin), they are rotated as by
     :func:`.dispatch.rotate_pairs`.
     """
     num_rows, num_heads, width = x.shape
@@ -149,7 +149,7 @@ def head_matmul(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None 
     is_wide = x.dtype == torch.float32
     block_m, block_n, num_warps = _tile(num_rows, is_wide, tail > 0)
     row_stride, head_stride, step = vector_strides(x)
-    # Rotated, an element is four loads, which few threads would issue one after another.
+    # With rotation an element needs four loads, which few threads would issue one after another.
     tail_rows = block_m if tables is None else 8
     tiles = triton.cdiv(num_out, block_n) + (block_m // tail_rows if tail else 0)
     cos, sin = (x, x) if tables is None else tables

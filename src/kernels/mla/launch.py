@@ -1,6 +1,6 @@
 """Host side of attention over latent vectors: tiles, grids and launches.
 
-Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
+Everything here depends only on shapes and dtypes. No code waits for the device, so calls can be
 captured in a CUDA graph and replayed with other contents.
 """
 
@@ -22,7 +22,7 @@ from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
 _COMBINE_CHUNK = 16
-_MAX_PARTIAL_BYTES = 1 << 30  # of states of splits
+_MAX_PARTIAL_BYTES = 1 << 30  # of the states of splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,14 @@ class LatentTiling:
     """Tile sizes of one dtype; measured in docs/notes/mla.md.
 
     Attributes:
-        block_n: vectors per tile. near_split: positions of a split up to position ``split_change``,
-            far_split: beyond; multiples of block_n. These four decide the bits.
+        block_n: vectors per tile. near_split: positions per split up to position ``split_change``.
+            far_split: positions per split beyond it. All are multiples of block_n. These four
+            determine the bits.
         ones: rows of the matrix of ones that sums the weights.
         decode_lines, prefill_lines: heads, or queries and heads, that a program serves.
         decode_warps, prefill_warps, num_stages: of the kernels.
-        unsplit_from: decode programs from which each reads its whole context.
-        num_programs: with fewer units, up to so many programs share their contexts.
+        unsplit_from: number of decode programs from which each reads its whole context.
+        num_programs: with fewer units, up to this many programs share their contexts.
     """
 
     block_n: int
@@ -53,7 +54,7 @@ class LatentTiling:
     num_programs: int = 264
 
     def num_splits(self, num_positions: int) -> int:
-        """Splits that begin below ``num_positions``."""
+        """Number of splits that begin below ``num_positions``."""
         near = math.ceil(min(num_positions, self.split_change) / self.near_split)
         return near + math.ceil(max(num_positions - self.split_change, 0) / self.far_split)
 
@@ -66,7 +67,7 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
     gpu = Gpu.of(device)
     is_large = gpu.is_large
     is_many = num_heads > 16
-    # Hopper's kernel has a multiprocessor to itself: more programs would wait for their turn.
+    # Hopper's kernel occupies a whole multiprocessor: additional programs would wait.
     together: dict[str, int] = {}
     if is_large and not is_many and registry().find("latent_attention", "", gpu.arch):
         together = {"unsplit_from": gpu.num_sms // 2 + 1, "num_programs": gpu.num_sms}
@@ -90,12 +91,13 @@ def attention(
     """Same as :func:`.dispatch.attention`; any block size that is a power of two.
 
     Args:
-        tiling: to try another than :func:`choose_tiling` gives; may change the bits.
-        indices: in order of position. The kernels for Hopper read contexts as they lie, so that
-            what is chosen goes to Triton's decode kernel.
+        tiling: a tiling to use instead of :func:`choose_tiling`'s; may change the bits.
+        indices: in order of position. The kernels for Hopper read contexts as stored, so selected
+            positions go to Triton's decode kernel.
 
     Raises:
-        ValueError: the block size is another, or the cache of another dtype than the query.
+        ValueError: the block size is not a power of two, or the cache has another dtype than the
+            query.
     """
     num_tokens, num_heads, width = query.shape
     page = kv.cache.shape[1]
@@ -120,7 +122,8 @@ def attention(
     tiles = {"P": width - rank, "PAGE": page, "BLOCK_N": t.block_n, "ONES": t.ones}
     num_positions = table_width * page
     num_chosen = 0
-    # Of contexts that cannot be longer, all positions are chosen, which other kernels see as well.
+    # If no context can be longer, all positions are selected. Other kernels then see the same
+    # positions.
     if indices is not None and indices.shape[1] < num_positions:
         num_chosen = num_positions = indices.shape[1]
     by_token = num_chosen > 0 or num_tokens <= num_rows
@@ -140,7 +143,7 @@ def attention(
     if by_arch is not None and not is_split and by_arch.function("serves_singles")(num_heads):
         by_arch.function("launch")(query, kv, out, shared, factor, True)
         return out
-    # With whole contexts nothing is combined: these are empty, of the dtype they always have.
+    # With whole contexts nothing is combined: these are empty, of the usual dtype.
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)

@@ -1,9 +1,9 @@
 """Prefill attention over latent vectors: rows of several queries.
 
-A program serves LINES consecutive lines of one row: of its first query all heads, of its second all
-heads, and so on. It reads all splits in view and folds them in order, by the steps of the decode
-kernel (:mod:`.tiles`), so the bits are those of decode. The grid holds enough tiles for any row
-lengths; each program finds its row from ``query_starts``.
+A program serves LINES consecutive lines of one row: all heads of its first query, all heads of its
+second query, and so on. It reads all splits in view and folds them in order, with the steps of the
+decode kernel (:mod:`.tiles`), so the bits are those of decode. The grid has enough tiles for any
+row lengths. Each program finds its row from ``query_starts``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     ROWS: tl.constexpr,  # rows read together
 ):  # fmt: skip
-    """Same as :func:`.decode.latent_decode_kernel`, causal, for rows of several queries; zeros for
-    the tokens after the last row. Grid: ``(T * H // LINES + B + 2,)``."""
+    """Same as :func:`.decode.latent_decode_kernel`, but causal and for rows of several queries. The
+    outputs of tokens after the last row are zeros. Grid: ``(T * H // LINES + B + 2,)``."""
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = VectorShape(
         R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty)
@@ -41,7 +41,7 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = tl.where(row < num_rows, end, num_tokens)
     num_queries = end - begin
-    # The last tile first, which sees the most.
+    # The last tile, which sees the most, comes first.
     behind = tile - (begin * H // LINES + row)
     first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
     if first < 0:

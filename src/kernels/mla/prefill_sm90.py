@@ -1,18 +1,18 @@
 """Warp-specialised prefill over latent vectors for Hopper (after FlashMLA, DeepSeek 2025).
 
-The arithmetic is that of :mod:`.prefill`, and so are the bits: the same tiles of vectors in the
-same order, the same matmuls, each one chain over k, and the same operations per line. What differs
-is that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share
+The arithmetic is that of :mod:`.prefill`, and the bits are equal: the same tiles of vectors in the
+same order, the same matmuls, each one chain over k, and the same operations per line. The
+differences: 64 lines share a tile, which is read from the L2 cache once for them, and warps divide
 the work:
 
-- one warp loads, through TMA, queries and a ring of tiles;
-- a warpgroup multiplies queries with a tile and weighs it (:mod:`.prefill_sm90_warpgroups`);
-- two warpgroups each sum half of the values with those weights.
-  With 512 values, their sums of a split take all registers they have. Those of the splits before it
-  lie in memory, in practice in the L2 cache, and are read and written where a split ends, each
-  number by one thread.
+- a producer warp loads queries and a ring of tiles through TMA;
+- a warpgroup multiplies queries with a tile and computes the weights
+  (:mod:`.prefill_sm90_warpgroups`);
+- two warpgroups each sum half of the values with those weights. With 512 values, the accumulators
+  of a split take all their registers. The sums of the splits before it are in memory, in practice
+  in the L2 cache. One thread per element reads and writes them where a split ends.
 
-Programs are as many as multiprocessors, and claim tiles of lines by counting.
+There are as many programs as multiprocessors. They claim tiles of lines from a counter.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,7 +43,7 @@ from .prefill_sm90_warpgroups import (
     weigh_vectors,
 )
 
-_SHARED_BYTES = 226 << 10  # but for barriers and maxima
+_SHARED_BYTES = 226 << 10  # without barriers and maxima
 _PANEL_BYTES = 64 * 64 * 2
 
 
@@ -57,12 +57,12 @@ def latent_prefill_kernel(
     c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
     out,
     scratch,  # float32 [programs, R * 64], if needed
-    counter,  # of tiles that programs claim beside their first: 0
+    counter,  # of tiles claimed by programs after their first one: 0
     starts, contexts, tables, table_rows, factor, table_stride, num_tokens, num_rows, num_tiles,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
     SINGLES: gl.constexpr,  # whether rows of one query are served, too
-    GROUP: gl.constexpr,  # panels of 64 elements that arrive together
+    GROUP: gl.constexpr,  # panels of 64 elements that share a barrier
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
     """Same as :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
@@ -110,12 +110,12 @@ def latent_prefill_kernel(
             )),
         ],
         [4, 4, 1],
-        [200, 88, 24],  # registers of a thread; the first partition gets 200, too
+        [200, 88, 24],  # registers per thread; the first partition also gets 200
     )  # fmt: skip
 
 
 def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
-    """Whether there is a kernel for this. ``block_n``: vectors of a tile."""
+    """Whether this kernel supports the sizes. ``block_n``: vectors per tile."""
     width = query.shape[2]
     return (
         query.dtype in (torch.bfloat16, torch.float16)
@@ -123,7 +123,7 @@ def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
         and rank in (256, 512)
         and rank < width <= rank + 64
         and width % 8 == 0
-        and cache.shape[1] >= 16  # smaller blocks are more messages than a warp sends in time
+        and cache.shape[1] >= 16  # with smaller blocks, one warp cannot issue the copies in time
         and block_n == STEP_N.value
         and cache.is_contiguous()
         and query.data_ptr() % 16 == cache.data_ptr() % 16 == 0
@@ -131,7 +131,7 @@ def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
 
 
 def is_served(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
-    """:func:`fits`, on a GPU with the shared memory."""
+    """Whether :func:`fits` holds, and the GPU has enough shared memory."""
     return query.is_cuda and Gpu.of(query.device).is_large and fits(query, cache, rank, block_n)
 
 
@@ -141,19 +141,19 @@ def serves_singles(num_heads: int) -> bool:
 
 
 def constants_of(rank: int) -> dict[str, int]:
-    """The kernel's own constants."""
+    """The constants of this kernel alone."""
     panels = num_panels(rank)
     return ring_constants(panels, _SHARED_BYTES - (panels + 1) * _PANEL_BYTES)
 
 
 def num_panels(rank: int) -> int:
-    """Panels of 64 elements that hold a vector: its latent, and the rotated part after."""
+    """Number of panels of 64 elements per vector: its latent, and the rotated part after it."""
     return rank // 64 + 1
 
 
 def ring_constants(panels: int, num_bytes: int) -> dict[str, int]:
-    """Of a ring of tiles in ``num_bytes`` of shared memory: panels that arrive together, and as
-    many slots as there is room for."""
+    """Constants of a ring of tiles in ``num_bytes`` of shared memory: panels that share a barrier,
+    and as many slots as fit."""
     group = 3 if panels % 3 == 0 else panels
     return {"GROUP": group, "SLOTS": num_bytes // (panels * _PANEL_BYTES)}
 
@@ -161,8 +161,8 @@ def ring_constants(panels: int, num_bytes: int) -> dict[str, int]:
 def descriptors(
     query: Tensor, cache: Tensor, num_lines: int = LINES.value
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of queries ``[T, H, R + P]`` in tiles of ``num_lines``, and a cache ``[blocks, page, 1, R +
-    P]``. After the end of a row's last panel TMA reads zeros."""
+    """TMA descriptors of queries ``[T, H, R + P]`` in tiles of ``num_lines``, and of a cache
+    ``[blocks, page, 1, R + P]``. TMA reads zeros after the end of a row's last panel."""
     width = query.shape[2]
     page = min(cache.shape[1], STEP_N.value)
     of_queries = descriptor(query, [query.numel() // width, width], [num_lines, 64])
@@ -172,12 +172,12 @@ def descriptors(
 def launch(
     query: Tensor, kv: LatentKV, out: Tensor, shared: dict[str, Any], factor: float, singles: bool
 ) -> None:
-    """Attention of all rows that :func:`is_served`; zeros for padding.
+    """Launch attention of all rows for a batch that :func:`is_served` accepts; zeros for padding.
 
     Args:
         query: ``[T, H, R + P]``, contiguous, on a GPU. out: ``[T, H, R]``, contiguous.
-        shared: the constants that all kernels are given.
-        singles: whether rows of one query are served, too. Else they are left alone.
+        shared: the constants that all kernels share.
+        singles: whether to serve rows of one query, too. Otherwise they stay unchanged.
     """
     (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
     num_tiles = num_tokens * num_heads // LINES.value + num_rows + 2

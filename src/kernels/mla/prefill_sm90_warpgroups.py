@@ -1,11 +1,11 @@
-"""The warps of Hopper's latent prefill: one loads, one warpgroup weighs vectors, two sum them; see
-:mod:`.prefill_sm90`.
+"""The warps of Hopper's latent prefill: a producer warp, a warpgroup that computes weights, and two
+that sum values; see :mod:`.prefill_sm90`.
 
-Queries of a tile of lines lie one after another in memory, 64 rows of R + P elements; vectors come
-as parts of a block, up to 64 slots by 64 elements. Both are loaded through TMA.
+Queries of a tile of lines are contiguous in memory, 64 rows of R + P elements. Vectors come as
+parts of a block, up to 64 slots by 64 elements. Both are loaded through TMA.
 
-The arithmetic is that of :func:`.tiles.attend_vectors`, operation by operation, for its bits depend
-on that: lines are rows here and columns there.
+The arithmetic is that of :func:`.tiles.attend_vectors`, operation by operation, because the bits
+depend on it. Lines are rows here and columns there.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +35,7 @@ from ..attention.prefill_sm90_consumer import (
 
 
 class Batch(NamedTuple):
-    """The rows, as all kernels are given them, and tiles of lines."""
+    """The rows, as passed to all kernels, and the tiles of lines."""
 
     starts: Any
     contexts: Any
@@ -48,11 +48,11 @@ class LineTile(NamedTuple):
     """A tile of lines.
 
     Attributes:
-        row: in the batch; after the last one are the tokens of padding.
-        begin, num_queries: the row's first token, and how many it has.
+        row: index in the batch; the tokens of padding form one more row.
+        begin, num_queries: the row's first token, and its number of tokens.
         first: the tile's first line in the row.
         start, last: position of the row's first query, and the last that a line sees.
-        attends, pads: whether there is anything to compute, or zeros to write.
+        attends, pads: whether there is attention to compute, or zeros to write.
     """
 
     row: Any
@@ -66,11 +66,11 @@ class LineTile(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Pairs of barriers: data have arrived (full), and their place may be overwritten (empty).
+    """Pairs of barriers: data has arrived (full), and its place may be overwritten (empty).
 
     Attributes:
-        full, empty: of the ring: a group of panels, a slot.
-        q_full, q_empty: queries. p_full, p_empty: weights. t_full, t_empty: the number of a tile.
+        full, empty: of the ring: per group of panels, and per slot.
+        q_full, q_empty: of queries. p_full, p_empty: of weights. t_full, t_empty: of tile numbers.
     """
 
     full: Any
@@ -85,7 +85,7 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers in shared memory, of COUNT arrivals each."""
+    """NUM barriers in shared memory, with COUNT arrivals each."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -98,19 +98,19 @@ STEP_N = gl.constexpr(64)  # vectors of a step, a tile of :mod:`.tiles`
 
 @gluon.jit
 def _offsets_of_warp(WIDTH: gl.constexpr):
-    """:func:`..attention.online_softmax.offsets_of` of the warp that loads."""
+    """:func:`..attention.online_softmax.offsets_of` for the producer warp."""
     return gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 32], [32], [1], [0]))
 
 
 @gluon.jit
 def _offsets_of_each_warp(WIDTH: gl.constexpr):
-    """The same of a warpgroup, each warp for itself."""
+    """The same for a warpgroup, each warp separately."""
     return gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 32], [32], [4], [0]))
 
 
 @gluon.jit
 def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, OFFSETS: gl.constexpr):
-    """The :class:`LineTile` of a number below ``num_tiles``."""
+    """The :class:`LineTile` with a number below ``num_tiles``."""
     row = count_at_most(batch.starts, batch.num_rows, tile, H, LINES, True, 128, OFFSETS) - 1
     is_row = row < batch.num_rows
     begin = gl.load(batch.starts + row)
@@ -118,11 +118,11 @@ def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, OFFSETS: gl.con
     end = gl.where(is_row, end, batch.num_tokens)
     num_queries = end - begin
     behind = tile - (begin * H // LINES + row)
-    # The last tile first, which sees the most.
+    # The last tile, which sees the most, comes first.
     first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
     exists = first >= 0
     attends = exists & is_row
-    if not SINGLES:  # rows of one query are the decode kernel's
+    if not SINGLES:  # the decode kernel serves rows of one query
         attends = attends & (num_queries != 1)
     start = gl.load(batch.contexts + row, mask=is_row, other=0) - num_queries
     last = start + gl.minimum((first + LINES - 1) // H, num_queries - 1)
@@ -133,7 +133,7 @@ def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, OFFSETS: gl.con
 
 @gluon.jit
 def _slot_of(table, position, last, PAGE: gl.constexpr, ROWS: gl.constexpr):
-    # After the end of the context: its last block once more.
+    # After the end of the context, load its last block again.
     position = gl.minimum(position, last)
     block = gl.load(table + position // PAGE)
     return block * PAGE + position % PAGE // ROWS * ROWS
@@ -150,7 +150,7 @@ def _load_queries(desc, first_line, target, bar):
 
 @gluon.jit
 def _load_panels(desc, slot_id, ring, entry, bar, part: gl.constexpr, first, COUNT: gl.constexpr):
-    """COUNT panels from ``first`` on, of the slots of a part of a block."""
+    """COUNT panels from ``first`` on, for the slots of a part of a block."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     PARTS: gl.constexpr = STEP_N // ROWS
     for i in gl.static_range(COUNT):
@@ -165,11 +165,11 @@ def load_step(
     desc, table, start, last, ring, slot, bars, phase,
     PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The vectors of the step at ``start`` into a slot of the ring, once it is empty."""
+    """Load the vectors of the step at ``start`` into a slot of the ring, once it is empty."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     PARTS: gl.constexpr = STEP_N // ROWS
     GROUPS: gl.constexpr = PANELS // GROUP
-    # Before the wait, beside which they arrive.
+    # Block ids are loaded before the wait, so that the loads overlap with it.
     slots = ()
     for i in gl.static_range(PARTS):
         slot_id = _slot_of(table, start + i * ROWS, last, PAGE, ROWS)
@@ -184,7 +184,7 @@ def load_step(
 
 @gluon.jit
 def _claim(counter):
-    """How many tiles were claimed before this one."""
+    """Number of tiles claimed before this one."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, LAYOUT)
     ones = gl.full([32], 1, gl.int32, LAYOUT)
@@ -194,7 +194,8 @@ def _claim(counter):
 
 @gluon.jit
 def _hand_on(tile, tile_smem, bars, count):
-    """Hand a tile's number, the ``count``-th, to the warpgroups, once they have the one before."""
+    """Pass the ``count``-th tile number to the warpgroups, once they have read the preceding
+    one."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(bars.t_empty, (count & 1) ^ 1)
     tile_smem.store(gl.full([32], 0, gl.int32, LAYOUT) + tile)
@@ -203,7 +204,7 @@ def _hand_on(tile, tile_smem, bars, count):
 
 @gluon.jit
 def next_tile(tile_smem, bars, count):
-    """The ``count``-th number that :func:`produce` hands on; ``num_tiles`` after the last."""
+    """The ``count``-th number that :func:`produce` passes on; ``num_tiles`` after the last."""
     mbarrier.wait(bars.t_full, count & 1)
     numbers = tile_smem.load(gl.BlockedLayout([1], [32], [4], [0]))
     mbarrier.arrive(bars.t_empty, count=1)
@@ -217,7 +218,7 @@ def produce(
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Claim tiles, and load the queries of each and its vectors step by step. ``PANELS`` of 64
-    elements make a vector, and ``GROUP`` panels have a barrier."""
+    elements form a vector, and ``GROUP`` panels share a barrier."""
     done = 0  # steps of all tiles
     tiles = 0
     count = 0
@@ -247,7 +248,7 @@ def produce(
 
 @gluon.constexpr_function
 def needs_scratch(R):
-    """Whether a warpgroup's registers do not hold its half of the values twice."""
+    """Whether a warpgroup's registers cannot hold its half of the values twice."""
     return R > 256
 
 
@@ -257,7 +258,7 @@ def weigh_vectors(
     H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Hand on each step's weights in the model's dtype with the maxima so far, and after the last
+    """Pass on each step's weights in the model's dtype with the current maxima, and after the last
     step the reciprocals of the weights' sums."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
     MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -275,7 +276,7 @@ def weigh_vectors(
         last = tile.last
         if tile.attends:
             positions = gl.minimum(tile.start + (tile.first + lines) // H, last)
-            whole = tile.start + tile.first // H  # up to here all lines see
+            whole = tile.start + tile.first // H  # up to here every line sees all vectors
             row_max = gl.full([LINES], float("-inf"), gl.float32, gl.SliceLayout(1, S))
             total_row_max = row_max
             row_sum = gl.zeros([LINES, 8], gl.float32, MASS)
@@ -326,7 +327,8 @@ def weigh_vectors(
 
 @gluon.jit
 def _pieces(left, right):
-    """Two sums ``[M, N]`` side by side as pieces of 64 columns: what a thread folds at a time."""
+    """Two accumulators ``[M, N]`` as pieces of 64 columns: the amount that a thread folds at a
+    time."""
     if left.shape[1] == 64:
         return left, right
     else:  # noqa: RET505 (what is not compiled may have another type)
@@ -337,14 +339,14 @@ def _pieces(left, right):
 
 @gluon.jit
 def _by_thread(piece):
-    """``piece [64, 64]`` as ``[1024, 4]``, a row of it one thread's."""
+    """``piece [64, 64]`` as ``[1024, 4]``, with the elements of one thread per row."""
     warps = piece.reshape([4, 2, 8, 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
     return warps.reshape([1024, 4])
 
 
 @gluon.jit
 def _by_line(values):
-    """What :func:`_by_thread` was given."""
+    """The inverse of :func:`_by_thread`."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     warps = values.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5])
     return gl.convert_layout(warps.reshape([64, 64]), LAYOUT, assert_trivial=True)
@@ -352,8 +354,8 @@ def _by_line(values):
 
 @gluon.jit
 def _folded(piece, scratch, has_total, a, b):
-    """A piece folded into that of the total, which is at ``scratch`` if there is one; and where
-    each thread's part of it lies."""
+    """A piece folded into the corresponding piece of the total, which is at ``scratch`` if given;
+    and the addresses of each thread's part of it."""
     layout: gl.constexpr = _by_thread(piece).type.layout
     offsets = gl.arange(0, 1024, gl.SliceLayout(1, layout))[:, None] * 4
     target = scratch + (offsets + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :])
@@ -369,9 +371,9 @@ def sum_values(
     H: gl.constexpr, SINGLES: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
-    before it are stored in ``scratch`` where they have no registers."""
-    D: gl.constexpr = R // 4  # values of an instruction: ptxas takes no 256 with so many threads
+    """Sum half of the values for all lines. Threads keep the accumulators of a split in registers.
+    The sums of the splits before it are in ``scratch`` if registers do not suffice."""
+    D: gl.constexpr = R // 4  # values per instruction: ptxas supports no 256 with so many threads
     PIECES: gl.constexpr = 2 * D // 64
     HAS_SCRATCH: gl.constexpr = needs_scratch(R)
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -397,7 +399,7 @@ def sum_values(
             row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
             total_row_max = row_max
             has_total = False
-            total_left = left  # used where they have registers
+            total_left = left  # used if registers suffice
             total_right = left
             for step in range(last // STEP_N + 1):
                 slot = done % SLOTS
@@ -426,7 +428,7 @@ def sum_values(
                 row_max = new_row_max
                 panel = slot * PANELS + WARPGROUP * PIECES
                 if step * STEP_N + (STEP_N - 1) > last:
-                    # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+                    # Vectors of unused slots may be NaN, but values must be finite.
                     exists = step * STEP_N + gl.arange(0, STEP_N, gl.SliceLayout(1, PANEL)) <= last
                     for i in gl.static_range(PIECES):
                         part = ring.index(panel + i)

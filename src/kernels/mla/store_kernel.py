@@ -1,5 +1,5 @@
-"""The store of latent vectors as Triton kernels: one program takes one token's to its slot, as it
-is, or normalised and rotated."""
+"""The store of latent vectors as Triton kernels: one program copies a token's vector to its slot,
+either unchanged or normalised and rotated."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from ..fused.rounding import rounded, scaled
 def rotated_pairs(  # type: ignore[no-untyped-def]
     source, cos, sin, offsets, mask, cos_step, sin_step
 ):
-    """``x c - y s`` of the first and ``x c + y s`` of the second of a pair (x, its neighbour y), in
-    float32, not rounded. To be compiled without contraction, as torch rounds each product.
+    """``x c - y s`` of the first and ``x c + y s`` of the second element of a pair (x and its
+    partner y), in float32, not rounded. Compile it without contraction, because torch rounds each
+    multiplication.
 
     Args:
-        source: pointers to the beginnings of vectors. cos, sin: to those of their tables, of half
-            the length, whose elements lie ``cos_step`` and ``sin_step`` apart.
-        offsets: which elements, together with ``mask`` of the shape of the result.
+        source: pointers to the first elements of vectors. cos, sin: pointers to their tables, of
+            half the length, with strides ``cos_step`` and ``sin_step``.
+        offsets: which elements. ``mask`` has the shape of the result.
     """
     x = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(source + (offsets ^ 1), mask=mask, other=0.0).to(tl.float32)
@@ -56,9 +57,9 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 
 def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Same as :func:`.dispatch.store_latent`, of ``latent [T, R]`` and ``rope [T, P]``; T programs,
-    no synchronisation. What ends up in the null block, where many tokens write, is not
-    determined."""
+    """Same as :func:`.dispatch.store_latent`, for ``latent [T, R]`` and ``rope [T, P]``; T
+    programs, no synchronisation. The contents of the null block, where many tokens write, are
+    undefined."""
     if len(latent) == 0:
         return
     latent, rope = (x if x.stride(1) == 1 else x.contiguous() for x in (latent, rope))
@@ -107,8 +108,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
 
 def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Tensor) -> None:
     """Same as :func:`.dispatch.norm_rope_store_latent`; T programs, no synchronisation. A latent
-    has the bits that :func:`.rms_norm.rms_norm` gives it. The null block is as in
-    :func:`store_latent`."""
+    has the bits of :func:`.rms_norm.rms_norm`. For the null block see :func:`store_latent`."""
     latent, rope = as_rows(inputs.latent), as_rows(inputs.rope)
     if len(latent) == 0:
         return

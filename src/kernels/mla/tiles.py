@@ -1,11 +1,11 @@
-"""Attention over latent vectors tile by tile: device functions that decode and prefill share.
+"""Attention over latent vectors tile by tile: device functions shared by decode and prefill.
 
-The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, turned on
-its side: *lines* (a query and a head each) are columns, so that the keys of a tile, and then the
-dimensions of values, are the long side of the matrix instructions, 16 lines suffice, and a tile is
-read from memory once: its first R elements are keys and values both.
+The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, transposed
+("turned"): *lines* (a query and a head each) are columns. So the keys of a tile, and then the
+dimensions of values, are the long side of the matrix instructions, and 16 lines suffice. A tile is
+read from memory once: its first R elements are both keys and values.
 
-States are the turned ones of that module: ``(row_max [M], row_sum [W, M], acc [R, M])``.
+States are the turned states of that module: ``(row_max [M], row_sum [W, M], acc [R, M])``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from ..sparse.index_kernels import chosen_slots
 
 
 class Vectors(NamedTuple):
-    """Where the cached vectors of a row lie: pointers.
+    """Pointers to the cached vectors of a row.
 
     Attributes:
-        chosen: positions in order, which then stand for 0, 1, 2, ... of a context; or None.
-        position: of the query that they were chosen for.
+        chosen: selected positions in order, which replace positions 0, 1, 2, ... of a context; or
+            None.
+        position: position of the query that they were selected for.
     """
 
     cache: Any
@@ -41,7 +42,7 @@ class Vectors(NamedTuple):
 
 
 class VectorShape(NamedTuple):
-    """Sizes of a tile of cached vectors: constants."""
+    """Constants: sizes of a tile of cached vectors."""
 
     R: Any  # elements of a latent, which are the values
     P: Any  # rotated elements after them
@@ -66,7 +67,8 @@ class Lines(NamedTuple):
 
 @triton.jit
 def _places(vectors, start, last, shape):  # type: ignore[no-untyped-def]
-    """Where the tile at ``start`` lies: its :func:`block_ids`, or the slots of chosen positions."""
+    """The location of the tile at ``start``: its :func:`block_ids`, or the slots of selected
+    positions."""
     if vectors.chosen is None:
         places = block_ids(vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
     else:
@@ -100,14 +102,14 @@ def _load_part(  # type: ignore[no-untyped-def]
 def attend_vectors(  # type: ignore[no-untyped-def]
     lines, vectors, begin, end, last, positions, factor, splits, shape
 ):
-    """The total of the splits from ``begin`` to ``end``.
+    """The total over the splits from ``begin`` to ``end``.
 
     Args:
         lines: :class:`Lines`.
-        begin: first position, where a split begins. end: one after the last.
-        last: last position any of the lines sees. positions: of the lines, ``[M]``. All four count
-            chosen positions, where there are such.
-        factor: turns scores into logarithms to base 2.
+        begin: first position, the begin of a split. end: one after the last position.
+        last: last position that any of the lines sees. positions: positions of the lines, ``[M]``.
+            With selected positions, all four are indices of these.
+        factor: converts scores to base-2 logarithms.
     """
     LINES: tl.constexpr = lines.rope.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
@@ -119,7 +121,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     ARE_SLOTS: tl.constexpr = vectors.chosen is not None
     places = _places(vectors, begin, last, shape)
     for start in tl.range(begin, end, BLOCK_N):
-        # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+        # Vectors of unused slots may be NaN, but values must be finite.
         latents = _load_part(
             vectors.cache, places, start, last, shape.R, shape.R_PAD, ARE_SLOTS, shape
         )
@@ -136,7 +138,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         if ends_split(start + BLOCK_N, splits):
             total = fold(total, state, factor, True)
             state = empty_state(LINES, shape.ONES, shape.R_PAD, TURNED=True)
-    # The last split, if its end was not reached; else empty, which changes nothing.
+    # The last split if its end was not reached; otherwise an empty state, which changes nothing.
     return fold(total, state, factor, True)
 
 
@@ -144,7 +146,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
 def load_lines(  # type: ignore[no-untyped-def]
     query, tokens, heads, is_line, token_stride, head_stride, shape
 ):
-    """The :class:`Lines`, zeros where there is no line."""
+    """The :class:`Lines`, with zeros where there is no line."""
     rows = query + (tokens * token_stride + heads.to(tl.int64) * head_stride)[:, None]
     r = tl.arange(0, shape.R_PAD)[None, :]
     p = tl.arange(0, shape.P_PAD)[None, :]

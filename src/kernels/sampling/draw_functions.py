@@ -1,5 +1,5 @@
-"""Device functions of a draw by the Gumbel-max trick: logits after a mask of allowed tokens,
-noise, the best of their sums, and where the token is stored for the next step and for the host.
+"""Device functions of a Gumbel-max draw: logits masked by allowed tokens, noise, the maximum of
+their sums, and the store of the token for the next step and for the host.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def store_token(token, row, sampled, results, result_row, results_stride):  # ty
 
 
 class Results(NamedTuple):
-    """Where the host reads tokens. A kernel stores them there itself: a copy after it would stand
-    between it and the next step.
+    """Where the host reads tokens. A kernel stores them there itself, because a copy after it would
+    delay the next step.
 
     Attributes:
-        tokens: int64 ``[steps, >= S]``, in memory of the host that the device writes to (pinned).
-        row: int32 ``[1]``, on the device: which of them this step's are.
+        tokens: int64 ``[steps, >= S]``, in pinned host memory that the device writes to.
+        row: int32 ``[1]``, on the device: the index of this step's row of ``tokens``.
     """
 
     tokens: Tensor
@@ -33,17 +33,17 @@ class Results(NamedTuple):
 
 
 def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """The arguments of :func:`store_token`: tokens, row, and elements from step to step."""
+    """The arguments of :func:`store_token`: tokens, row, and the stride between steps."""
     return (None, None, 0) if results is None else (*results, results.tokens.stride(0))
 
 
 class Rows(NamedTuple):
-    """Rows of a step to sample by themselves.
+    """Rows of a step to sample separately.
 
     Attributes:
-        places: int32 ``[n]``, of the step's rows: of their parameters and tokens.
-        sources: int32 ``[n]``, of their rows of the logits; None: the places.
-        numbers: int32 ``[n]``, of their masks; None: all ids are allowed.
+        places: int32 ``[n]``, among the step's rows: the places of their parameters and tokens.
+        sources: int32 ``[n]``, their rows of the logits; None: the places.
+        numbers: int32 ``[n]``, indices of their masks; None: all ids are allowed.
         masks: int32 ``[.., >= ceil(V / 32)]``, rows contiguous: a bit for each id.
     """
 
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 def arguments_of(
     rows: Rows | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]:
-    """Those of kernels: places, sources, numbers, masks, and elements from mask to mask."""
+    """The arguments of kernels: places, sources, numbers, masks, and the stride between masks."""
     if rows is None:
         return None, None, None, None, 0
     return *rows, 0 if rows.masks is None else rows.masks.stride(0)
@@ -64,7 +64,7 @@ def arguments_of(
 
 @triton.jit
 def source_of(sources, row, place):  # type: ignore[no-untyped-def]
-    """The row of the logits of a row to sample."""
+    """The row of the logits for a row to sample."""
     source = place
     if sources is not None:
         source = tl.load(sources + row)
@@ -76,9 +76,9 @@ def allowed(  # type: ignore[no-untyped-def]
     logit, words, first, VOCAB: tl.constexpr, SIZE: tl.constexpr
 ):
     """Logits ``[SIZE]`` of the ids from ``first`` on, a multiple of 32: -inf where the bit of the
-    mask ``words`` is 0. As they are without a mask (None).
+    mask ``words`` is 0. Unchanged without a mask (None).
 
-    A word is loaded once, and the load of the logits decides how threads hold them.
+    A word is loaded once. The load of the logits determines how threads hold them.
     """
     if words is not None:
         at = first // 32 + tl.arange(0, SIZE // 32)
@@ -90,7 +90,7 @@ def allowed(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_logits(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits as float32; -inf for NaN, which can be no maximum, and beyond the vocabulary."""
+    """Logits as float32; -inf for NaN, which cannot be a maximum, and beyond the vocabulary."""
     logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     return tl.maximum(logit, float("-inf"))
 
@@ -99,11 +99,11 @@ def load_logits(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
 def _gumbel(word):  # type: ignore[no-untyped-def]
     """Standard Gumbel noise of uint32 words: -log(-log(u)), u = (word + 0.5) / 2^32.
 
-    The winners have u close to 1, where float32 has no digits left; 1 - u has them all.
+    Winners have u close to 1, where float32 has no precision left; 1 - u is exact.
     """
     rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = tl.minimum(rest, 0.99999994)
-    # log1p(-rest): the series where rest is small, else the logarithm of 1 - rest.
+    # log1p(-rest): a series where rest is small, else the logarithm of 1 - rest.
     series = -rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
     log_u = tl.where(rest < 0.01, series, tl.log(1.0 - rest))
     return -tl.log(-log_u)
@@ -124,5 +124,5 @@ def noise_of(seed, position, index, KIND: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def first_of_best(score, ids):  # type: ignore[no-untyped-def]
-    """The lowest of the ids whose score is the largest."""
+    """The lowest of the ids with the largest score."""
     return tl.min(tl.where(score == tl.max(score), ids, 0x7FFFFFFF))

@@ -1,9 +1,9 @@
-"""Edits of rows of logits as kernels; :mod:`.edit_logits` defines them.
+"""Edits of rows of logits as kernels; :mod:`.edit_logits` defines the edits.
 
-A chunk of rows is copied to float32 with its mask and penalties applied; the few ids of a bias are
-then computed again, as it comes before the penalties; bad words are struck out last, which is the
-same as first. How often a row has a token is counted from its history with integer atomics, whose
-order does not show.
+A chunk of rows is copied to float32 with its mask and penalties applied. Then the few ids with a
+bias are recomputed, because the bias comes before the penalties. Bad words are banned last, which
+gives the same result as first. The occurrences of a token in a row's history are counted with
+integer atomics, whose order does not affect the result.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StagedEdits(NamedTuple):
     Attributes:
         fields: ``[EDIT_FIELDS, rows]``.
         bias: ``[2, n]``: ids and bits of float32 values, row after row.
-        words: ``[w + 1]``: where in ``word_ids`` each bad word begins, row after row.
-        word_ids: the tokens of all of them.
+        words: ``[w + 1]``: the begin of each bad word in ``word_ids``, row after row.
+        word_ids: the tokens of all bad words.
         masks: ``[m, ceil(V / 32)]``.
         constrained: ``[.., >= ceil(V / 32)]``, rows contiguous: masks that were sent before.
     """
@@ -49,11 +49,11 @@ class StagedEdits(NamedTuple):
 
 
 class ChunkSizes(NamedTuple):
-    """Of some edited rows, the most of each that one has; 0 leaves a launch out.
+    """Sizes of some edited rows: the largest per row of each kind. With 0 the launch is omitted.
 
     Attributes:
-        num_tokens: in the history of a row with penalties. num_biases, num_words: of a row.
-        num_word_tokens: of a bad word.
+        num_tokens: in the history of a row with penalties. num_biases, num_words: per row.
+        num_word_tokens: per bad word.
     """
 
     num_tokens: int
@@ -69,7 +69,7 @@ def _field(fields, row, num_rows, NUMBER: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _is_penalised(fields, row, num_rows):  # type: ignore[no-untyped-def]
-    """Bits of 1, and of two zeros, change nothing."""
+    """The bits of 1 and of both zeros mean no penalty."""
     is_seen_different = _field(fields, row, num_rows, 4) != 0x3F800000
     output = _field(fields, row, num_rows, 5) | _field(fields, row, num_rows, 6)
     return is_seen_different | (output != 0)
@@ -77,7 +77,7 @@ def _is_penalised(fields, row, num_rows):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _penalised(logit, fields, row, num_rows, counts, mask, PROMPT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits of a row with its penalties, given how often it has the tokens."""
+    """Logits of a row after its penalties, given the counts of its tokens."""
     if _is_penalised(fields, row, num_rows):
         repetition = _field(fields, row, num_rows, 4).to(tl.float32, bitcast=True)
         presence = _field(fields, row, num_rows, 5).to(tl.float32, bitcast=True)
@@ -142,7 +142,8 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     logits, fields, counts, bias, out, first, num_rows, num_biases, logits_stride,
     VOCAB: tl.constexpr, PROMPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The ids of a row that have a bias, anew. Grid: ``(chunk, blocks of the most a row has)``."""
+    """Recompute the ids of a row that have a bias. Grid: ``(chunk, blocks of the most per
+    row)``."""
     row = first + tl.program_id(0)
     i = _field(fields, row, num_rows, 8) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < _field(fields, row, num_rows, 9)
@@ -153,7 +154,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     logit += value
     target = tl.program_id(0).to(tl.int64) * VOCAB + ids
     logit = _penalised(logit, fields, row, num_rows, counts + target, mask, PROMPT)
-    # Ids that the mask bans stay banned.
+    # Ids banned by the mask stay banned.
     is_kept = tl.load(out + target, mask=mask, other=0.0) != float("-inf")
     tl.store(out + target, logit, mask=mask & is_kept)
 
@@ -166,9 +167,9 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     fields, history, words, word_ids, out, first, num_rows, width, num_word_tokens,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ban the last token of each bad word whose others end the output.
+    """Ban the last token of each bad word whose other tokens end the output.
 
-    Grid: ``(chunk, blocks of the most words of a row)``.
+    Grid: ``(chunk, blocks of the most words per row)``.
     """
     row = first + tl.program_id(0)
     word = _field(fields, row, num_rows, 10) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -181,7 +182,7 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     for back in range(1, num_word_tokens):
         is_part = mask & (last - back >= begin)
         wanted = tl.load(word_ids + last - back, mask=is_part, other=0)
-        # -1, which is no id, in front of the output.
+        # -1, which is no id, before the begin of the output.
         place = num_tokens - back
         found = tl.load(base + place, mask=place >= num_prompt, other=-1)
         mask &= (last - back < begin) | (found == wanted)
@@ -199,12 +200,12 @@ def edit_rows(
     first: int,
     sizes: ChunkSizes,
 ) -> None:
-    """Write edited rows ``[first, first + n)`` of a step to ``out``; can be captured.
+    """Write the edited rows ``[first, first + n)`` of a step to ``out``; can be captured.
 
     Args:
         logits: ``[S, V]``, any float dtype, rows contiguous.
         history: int32 ``[.., most tokens]``, contiguous.
-        counts: int32 ``[>= n, V]``, overwritten where there are penalties.
+        counts: int32 ``[>= n, V]``, overwritten if there are penalties.
         out: float32 ``[n, V]``, contiguous.
         sizes: at least those of these rows.
     """
@@ -252,7 +253,7 @@ def keep_history(input_ids: Tensor, rows: Tensor, positions: Tensor, history: Te
     """Write the tokens of a step into the histories.
 
     Args:
-        input_ids: int64 ``[T]``. rows, positions: int32 ``[T]``: where they go; rows below 0 are
+        input_ids: int64 ``[T]``. rows, positions: int32 ``[T]``: destinations; rows below 0 are
             padding.
         history: int32 ``[.., most tokens]``, contiguous.
     """

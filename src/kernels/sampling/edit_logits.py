@@ -1,9 +1,9 @@
-"""Edits of rows of logits: what they are, in torch, a row at a time.
+"""Edits of rows of logits: their definition, in torch, one row at a time.
 
-In this order, which is vLLM's: a bit mask keeps ids; bad words are banned; a bias is added, or -inf
-to ban an id; then the penalties. A repetition penalty divides positive logits of tokens seen in the
-prompt or the output, and multiplies others; frequency and presence penalties are taken from logits
-of tokens in the output. All in float32. :mod:`.edit_kernels` does the same on a GPU.
+The order is vLLM's: a bitmask keeps ids; bad words are banned; a bias is added, or -inf to ban an
+id; then the penalties. A repetition penalty divides positive logits of tokens in the prompt or the
+output, and multiplies negative ones. Frequency and presence penalties are subtracted from logits of
+tokens in the output. All in float32. :mod:`.edit_kernels` implements the same on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Those of a row; the defaults change nothing."""
+    """Penalties of a row; the defaults change nothing."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -47,10 +47,11 @@ def edited(
 
     Args:
         logits: ``[V]``, any float dtype.
-        history: int64 ``[n]``, the tokens so far, of which the first ``num_prompt_tokens`` are the
-            prompt's; empty where neither penalties nor bad words of several tokens need it.
-        bias_ids: int64, no id twice. bias: float32, what is added; -inf bans.
-        bad_words: of each the last id is banned if the others are the last of the output.
+        history: int64 ``[n]``, the tokens so far, of which the first ``num_prompt_tokens`` belong
+            to the prompt. Empty if neither penalties nor bad words of several tokens need it.
+        bias_ids: int64, without duplicates. bias: float32, to add; -inf bans.
+        bad_words: token ids. The last id of each is banned if the others are the last tokens of the
+            output.
         mask: int32 ``[ceil(V / 32)]``: bit i % 32 of word i // 32 keeps id i.
     """
     row = logits.float().clone()
@@ -78,14 +79,14 @@ def edited(
 def processed(
     row: Tensor, output_token_ids: list[int], processors: Sequence[LogitsProcessor]
 ) -> Tensor:
-    """A row of logits after the functions of its request.
+    """A row of logits after the logits processors of its request.
 
     Raises:
-        ValueError: one returned something else than such a row, or no token is left.
-        Exception: of a function.
+        ValueError: a processor returned something other than such a row, or no token is left.
+        Exception: raised by a processor.
     """
     for processor in processors:
-        # The caller's own code: it may keep what it gets, and change it.
+        # This is the caller's own code: it may keep and change its arguments.
         result = processor(list(output_token_ids), row.clone())
         if not isinstance(result, Tensor) or result.shape != row.shape:
             raise ValueError(f"{processor!r} must return a row of {len(row)} logits")

@@ -1,10 +1,10 @@
 """Greedy and temperature sampling by the Gumbel-max trick, as two kernels inside a CUDA graph.
 
-A token is chosen as in :mod:`.sampler`: first its group, then the token in the group. One kernel
-reads the logits and weighs every group, with one exponential per token and no random numbers, so
-that it is bound by memory. The other, one program per row, draws a group and a token of that group.
-A group is weighed in one fixed order whatever the batch; greedy rows take the same way without
-noise. Of equal scores the lowest id wins.
+A token is chosen as in :mod:`.sampler`: first its group, then the token within the group. One
+kernel reads the logits and computes the weight of every group, with one exponential per token and
+no random numbers, so memory bandwidth limits it. The other, one program per row, draws a group and
+a token of that group. The weight of a group is computed in one fixed order whatever the batch.
+Greedy rows use the same path without noise. Of equal scores the lowest id wins.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits_stride, masks_stride, num_groups,
     VOCAB: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each group, and the sum of exp((logit - largest) / temperature): a pair
-    in ``weights [rows, num_groups, 2]``. Without ``places``, a row's place is its number."""
+    """The largest logit of each group, and the sum of exp((logit - largest) / temperature), as a
+    pair in ``weights [rows, num_groups, 2]``. Without ``places``, a row's place is its index."""
     stretch = tl.program_id(0)
     row = tl.program_id(1)
     words = None
@@ -61,9 +61,9 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
         flat = allowed(tl.reshape(logit, [STRETCH]), words, stretch * STRETCH, VOCAB, STRETCH)
         logit = tl.reshape(flat, [STRETCH // GROUP, GROUP])
     top = tl.max(logit, 1)
-    # log2(e) / temperature; never 0, which -inf must not meet.
+    # log2(e) / temperature. Never 0, because 0 times -inf would be NaN.
     scale = tl.maximum(1.4426950408889634 / tl.load(temperatures + place), 1e-30)
-    # The minimum makes 0 of what has no value: infinity less infinity, and 0 of an infinite scale.
+    # The minimum maps NaN to 0: infinity minus infinity, and 0 times an infinite scale.
     exponent = tl.minimum((logit - top[:, None]) * scale, 0.0)
     target = weights + 2 * (row * num_groups + group)
     tl.store(target, top, mask=group < num_groups)
@@ -74,7 +74,7 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
 def _choose_group(  # type: ignore[no-untyped-def]
     weights, num_groups, row, temperature, seed, position, PADDED: tl.constexpr
 ):
-    """The argmax of ``log p + Gumbel noise`` over groups; of a greedy row without noise."""
+    """The argmax of ``log p + Gumbel noise`` over groups; without noise for a greedy row."""
     groups = tl.arange(0, PADDED)
     place = weights + 2 * (row * num_groups + groups)
     tops = tl.load(place, mask=groups < num_groups, other=float("-inf"))
@@ -92,7 +92,7 @@ def _choose_token(  # type: ignore[no-untyped-def]
     logits, words, group, first_id, temperature, seed, position,
     VOCAB: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same over the tokens of a group; the first of the logits is that of ``first_id``."""
+    """The same over the tokens of a group. The first of the logits belongs to ``first_id``."""
     ids = group * GROUP + tl.arange(0, GROUP)
     logit = load_logits(logits, ids - first_id, VOCAB)
     logit = allowed(logit, words, group * GROUP - first_id, VOCAB, GROUP)
@@ -114,8 +114,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     """A token per row. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, weights
     ``[rows, num_groups, 2]``.
 
-    With a ``FIRST_ID``, the weights are of all ranks' groups, and the logits of this rank, from
-    that id on: the token is -1 if another rank has it.
+    With a ``FIRST_ID``, the weights are those of all ranks' groups, and the logits those of this
+    rank, from that id on. The token is -1 if another rank has it.
     """
     row = tl.program_id(0)
     words = None
@@ -145,12 +145,11 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 def _store_found_kernel(  # type: ignore[no-untyped-def]
     found, sampled, results, result_row, results_stride, last_id, NUM_RANKS: tl.constexpr
 ):
-    """Store the token that one of the ranks has found. Grid: ``(rows,)``. found
-    ``[rows, NUM_RANKS]``.
+    """Store the token that one of the ranks found. Grid: ``(rows,)``. found ``[rows, NUM_RANKS]``.
 
-    If a rank was lost, found may hold any number. It is clamped to ``0 .. last_id``: the next step
-    is queued already, and an embedding asserts on other ids, which makes the GPU unusable for the
-    rest of the process.
+    If a rank was lost, found may contain any value. It is clamped to ``0 .. last_id``: the next
+    step is already queued, and an embedding asserts on other ids, which makes the GPU unusable for
+    the rest of the process.
     """
     row = tl.program_id(0)
     token = tl.load(found + row * NUM_RANKS)
@@ -175,11 +174,11 @@ def sample_simple(
     Args:
         logits: ``[S, V]``, any float dtype, rows contiguous, S at most 65,535.
         temperatures: float32 ``[>= S]``, 0 for greedy. seeds, positions: int64 ``[>= S]``.
-        sampled: int64 ``[>= S]``, written. results: written, too.
-        shard: which tokens' logits these are, if not all: then the groups' weights travel between
-            ranks, and the tokens chosen; the logits do not. All ranks write the same tokens, those
-            that one would choose from the same logits.
-        rows: sample these alone; without a shard.
+        sampled: int64 ``[>= S]``, written. results: also written.
+        shard: the tokens that these logits belong to, if not all. Then ranks exchange the groups'
+            weights and the chosen tokens, but not the logits. All ranks write the same tokens:
+            those that one rank would choose from the same logits.
+        rows: sample only these rows; without a shard.
     """
     num_rows, vocab_size = logits.shape
     places, sources, numbers, masks, masks_stride = arguments_of(rows)

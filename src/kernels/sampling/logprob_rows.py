@@ -1,13 +1,15 @@
-"""The form of log-probabilities: per row of logits one token's, its rank, and the likeliest tokens.
+"""The format of log-probabilities: per row of logits one token's log-probability, its rank, and the
+most likely tokens.
 
-The log-probability of a token is ``(logit - largest) - log(sum)``, all in float32, where ``sum`` is
-that of exp(logit - largest) over the vocabulary: first within each group of ``GROUP`` ids, relative
-to the largest of the group, then over groups. Every place uses this one formula in one order, so
+The log-probability of a token is ``(logit - largest) - log(sum)``, all in float32. ``sum`` is that
+of exp(logit - largest) over the vocabulary: first within each group of ``GROUP`` ids, relative to
+the largest logit of the group, then over groups. All code uses this one formula in one order, so
 equal logits have equal log-probabilities: those of a sampled token, of a prompt token, and of a
-token among the likeliest are the same float.
+most likely token are the same float.
 
-A token's rank is 1 plus the number of tokens before it, by logit downwards and then by id upwards.
-NaN counts as -inf. Without a finite largest logit there is no distribution: all are NaN.
+A token's rank is 1 plus the number of tokens before it, in descending order of logits and then
+ascending order of ids. NaN counts as -inf. Without a finite largest logit there is no distribution,
+and all results are NaN.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _NEG_INF = float("-inf")
 
 
 def logprob_rows(logits: Tensor, tokens: Tensor, num_top: Tensor) -> Tensor:
-    """One row for each row of logits, in torch, on a CPU. Row by row: torch's reductions could
-    follow the number of rows.
+    """One result row per row of logits, in torch, on a CPU. Each row is computed separately,
+    because torch's reductions could depend on the number of rows.
 
     Args:
         logits: ``[N, V]``. tokens: ``[N]``, integers. num_top: ``[N]``, 0 to ``MAX_TOP``.
@@ -59,7 +61,7 @@ def logprob_rows(logits: Tensor, tokens: Tensor, num_top: Tensor) -> Tensor:
 
 
 def _padded(row: Tensor) -> Tensor:
-    """In float32, whole groups, aligned, without NaN."""
+    """As float32, padded to whole groups, aligned, without NaN."""
     num_groups = -(-len(row) // GROUP)
     padded = torch.full((num_groups * GROUP,), _NEG_INF)
     padded[: len(row)] = row
@@ -76,10 +78,10 @@ def _normaliser(padded: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest(padded: Tensor, count: int) -> Tensor:
-    """The first ``count`` ids by logit downwards, then by id."""
+    """The first ``count`` ids in descending order of logits, then ascending order of ids."""
     if not count:
         return torch.empty(0, dtype=torch.int64)
-    # torch.topk does not define which of equal logits it returns; the last value is defined.
+    # torch.topk does not define which of equal logits it returns, but the last value is defined.
     last = padded.topk(count).values[-1]
     ids = (padded >= last).nonzero().flatten()
     return ids[padded[ids].sort(descending=True, stable=True).indices[:count]]

@@ -1,11 +1,12 @@
-"""Log-probabilities as two kernels, without a second copy of the logits or a synchronisation.
+"""Log-probabilities as two kernels, without a second copy of the logits and without a
+synchronisation.
 
-:mod:`.logprob_rows` has the formula. The first kernel reads a row once and stores of every group
-of ids its largest logit, its sum of exp(logit - largest), and how many of its tokens come
-before the given one. The second, one program per row, joins the groups. The k likeliest tokens lie
-in the k groups whose largest logits come first, in the same order: so k groups are chosen, then k
-tokens among their 256 k logits. All takes one fixed order, so the bits of a row do not depend on
-the batch, nor on where the row lies.
+:mod:`.logprob_rows` has the formula. The first kernel reads a row once. For every group of ids it
+stores the largest logit, the sum of exp(logit - largest), and how many of its tokens come before
+the given one. The second, one program per row, joins the groups. The k most likely tokens are in
+the k groups whose largest logits come first in the same order. So k groups are chosen, then k
+tokens among their 256 k logits. All steps have a fixed order, so the bits of a row depend neither
+on the batch nor on where the row is stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .sampler import GROUP
 _STRETCH = 4096
 _NOWHERE = tl.constexpr(1 << 22)
 """Number of a group beyond all vocabularies, whose ids are still int32."""
-# Fields begin at any word of the staged step, rows of a chunk after any number of others.
+# Fields begin at any word of the staged step, and rows of a chunk follow any number of others.
 _ANYWHERE = ["places", "tokens", "num_top", "rows"]
 
 
@@ -62,8 +63,8 @@ def _group_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _next_in_order(values, ids, is_valid, value, last):  # type: ignore[no-untyped-def]
-    """(value, id) of what comes next after (``value``, ``last``), by value downwards, then by id;
-    the id is ``0x7FFFFFFF`` if there is nothing."""
+    """The next (value, id) after (``value``, ``last``), in descending order of values, then
+    ascending order of ids. The id is ``0x7FFFFFFF`` if there is none."""
     is_left = is_valid & ((values < value) | ((values == value) & (ids > last)))
     best = tl.max(tl.where(is_left, values, float("-inf")))
     return best, tl.min(tl.where(is_left & (values == best), ids, 0x7FFFFFFF))
@@ -113,13 +114,13 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_logprobs(logits: Tensor, fields: Tensor, sampled: Tensor, rows: Tensor) -> None:
-    """Write a row for each of some rows of logits.
+    """Write one result row for each of some rows of logits.
 
     Args:
         logits: ``[N, V]``, any float dtype, rows contiguous.
         fields: int32 ``[LOGPROB_FIELDS, n]``, n at most 65,535; each of the three contiguous.
         sampled: int64 ``[>= N]``.
-        rows: int32 ``[n, ROW_WORDS]``, written up to the requested number of the likeliest.
+        rows: int32 ``[n, ROW_WORDS]``, written up to the requested number of most likely tokens.
     """
     places, tokens, num_top = fields
     num_rows, vocab_size = len(rows), logits.shape[1]

@@ -1,11 +1,12 @@
-"""The sampler. A row's token depends on its logits, parameters, seed and position alone.
+"""The sampler. A row's token depends only on its logits, parameters, seed and position.
 
-Random rows draw twice, a group of :data:`GROUP` consecutive ids by the sum of its probabilities,
-then a token of it by its own: together, a sample of the softmax. Either draw is by the Gumbel-max
-trick: the largest log-probability + Gumbel noise wins. So random numbers and their logarithms,
-which cost more than reading the logits, are computed for few tokens, not for all of the vocabulary.
-Noise comes from Philox keyed by the request's seed, with the position and the id of the group or
-token as counter, so neither the batch nor the order of anything matters.
+Random rows draw twice: first a group of :data:`GROUP` consecutive ids by the sum of its
+probabilities, then a token of the group by its own probability. Together this is a sample of the
+softmax. Both draws use the Gumbel-max trick: the largest log-probability + Gumbel noise wins.
+Random numbers and their logarithms cost more than reading the logits, so they are computed for few
+tokens instead of the whole vocabulary. Noise comes from Philox keyed by the request's seed. The
+position and the id of the group or token are the counter, so neither the batch nor any order
+affects it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _OF_TOKEN, _OF_GROUP = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The part of a vocabulary whose logits a rank has.
+    """The part of a vocabulary whose logits are on a rank.
 
     Attributes:
-        sizes: tokens of each rank, in order; whole groups, but for the last.
+        sizes: tokens of each rank, in order; whole groups, except for the last.
         communicator: of this rank.
     """
 
@@ -46,7 +47,7 @@ class VocabShard:
 
     @property
     def last_id(self) -> int:
-        """Of the whole vocabulary."""
+        """The last id of the whole vocabulary."""
         return sum(self.sizes) - 1
 
 
@@ -93,7 +94,7 @@ class SamplingInputs:
         """
         Args:
             seeds: signed or unsigned.
-            others: of all other rows of ``PER_ROW``.
+            others: values of all other rows of ``PER_ROW``.
         """
         lists: dict[str, Sequence[float]] = dict(others)
         lists["seeds"] = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
@@ -109,7 +110,7 @@ class SamplingInputs:
 
     @classmethod
     def from_tensors(cls, *tensors: Tensor) -> SamplingInputs:
-        """As ``PER_ROW`` lists them; on a GPU it waits for them."""
+        """From tensors in the order of ``PER_ROW``. On a GPU the call waits for them."""
         rows = dict(zip(PER_ROW, tensors, strict=True))
         any_top = bool(((rows["top_k"] > 0) | (rows["top_p"] < 1)).any())
         return cls(**rows, any_top=any_top, any_min_p=bool((rows["min_p"] > 0).any()))
@@ -121,8 +122,8 @@ class SamplingInputs:
 
 def greedy(logits: Tensor) -> Tensor:
     """Highest logit of each row of ``[S, V]``, ties to the lowest token id; int64 ``[S]``."""
-    # argmax does not promise which of equal maxima it returns; the first index of max does so on
-    # no backend either. A maximum over ids is exact.
+    # argmax does not guarantee which of equal maxima it returns, and neither does max, on any
+    # backend. A maximum over ids is exact.
     largest = logits.amax(-1, keepdim=True)
     chosen = logits.argmax(-1)
     num_largest = (logits == largest).sum(-1)
@@ -139,10 +140,11 @@ def greedy(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
     """Choose one token per row.
 
-    In vLLM's order: temperature; min_p drops what is less likely than min_p times the likeliest;
-    top_k keeps the k likeliest of the rest (ties to the lowest ids), top_p the smallest set of
-    those whose renormalised probability reaches p, at least one token. In a random row NaN is as
-    -inf; of several infinite logits each is as likely, and a row without a finite one gives 0.
+    The order is vLLM's. The temperature applies first. min_p drops tokens less likely than min_p
+    times the most likely one. top_k keeps the k most likely of the rest (ties to the lowest ids).
+    top_p keeps the smallest set of these whose renormalised probability reaches p, at least one
+    token. In a random row NaN counts as -inf. Several infinite logits are equally likely, and a row
+    without a finite logit gives token 0.
 
     Args:
         logits: ``[S, V]``, any float dtype.
@@ -165,7 +167,7 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
 
 def processed_scores(logits: Tensor, params: SamplingInputs | None, places: Tensor) -> Tensor:
     """The distributions that some rows are sampled from: float32 ``[n, V]``, log-probabilities up
-    to a constant of each row. Of greedy rows their logits."""
+    to a constant per row. For greedy rows, their logits."""
     scores = logits[places].float()
     if params is not None:
         is_random = params.temperature[places] > 0
@@ -175,7 +177,8 @@ def processed_scores(logits: Tensor, params: SamplingInputs | None, places: Tens
 
 def _processed(logits: Tensor, params: SamplingInputs, rows: Tensor) -> Tensor:
     """(logit - largest) / temperature of random rows, -inf where the token is dropped."""
-    # The largest goes before the division: a tiny temperature cannot overflow to infinity twice.
+    # The largest logit is subtracted before the division, so that a tiny temperature cannot give
+    # several infinities.
     scaled = logits[rows].float().nan_to_num_(_NEG_INF, math.inf, _NEG_INF)
     largest = scaled.amax(-1, keepdim=True)
     is_largest = (scaled == largest) & (largest > _NEG_INF)
@@ -198,7 +201,7 @@ def _keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     values = values.masked_fill(ranks >= limit, _NEG_INF)
     probabilities = values.double().softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # Rows with top_p = 1 keep all; others keep a token if those before it do not reach p.
+    # Rows with top_p = 1 keep all tokens. Others keep a token if those before it do not reach p.
     dropped = (before >= top_p.double().unsqueeze(1)) & (top_p < 1).unsqueeze(1)
     dropped[:, 0] = False
     values = values.masked_fill(dropped, _NEG_INF)
@@ -206,7 +209,7 @@ def _keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """A token of each row of log-probabilities ``[S, V]``, up to a constant; int64 ``[S]``."""
+    """Draw one token per row of log-probabilities ``[S, V]``, up to a constant; int64 ``[S]``."""
     num_rows, vocab_size = scaled.shape
     num_groups = -(-vocab_size // GROUP)
     padded = F.pad(scaled, (0, num_groups * GROUP - vocab_size), value=_NEG_INF).double()
@@ -221,7 +224,7 @@ def _draw(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _noise(seeds: Tensor, positions: Tensor, ids: Tensor, kind: int) -> Tensor:
-    """Noise of ids ``[S, n]`` of rows ``[S]``; float64. Four ids share a call of Philox."""
+    """Noise for ids ``[S, n]`` of rows ``[S]``; float64. Four ids share a call of Philox."""
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     counter = (ids // 4, positions & _WORD, (positions >> 32) & _WORD, ids.new_tensor(kind))
     words = philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
@@ -237,12 +240,12 @@ _NUM_ROUNDS = 10
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words for each counter: Philox4x32-10 (Salmon, Moraes, Dror and Shaw,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic. The same words
-    anywhere, in any batch, in any order.
+    """Four random 32-bit words per counter: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
+    random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic. The words do not depend on
+    device, batch or order.
 
     Args:
-        counter, key: int64 tensors that hold 32-bit words, 0 to 2^32 - 1, and broadcast.
+        counter, key: int64 tensors of 32-bit words, 0 to 2^32 - 1, that broadcast.
 
     Returns:
         Four int64 tensors of 32-bit words.
@@ -250,7 +253,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
-        # The 64-bit product of two words wraps in int64, yet both of its halves are right.
+        # The multiplication of two words wraps in int64, but both halves of its result are correct.
         product0, product1 = c0 * _M0, c2 * _M1
         high0, high1 = (product0 >> 32) & _WORD, (product1 >> 32) & _WORD
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _WORD, high0 ^ c3 ^ k1, product0 & _WORD

@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p as kernels without a sort or a synchronisation: sampling, and the scores
 that a row is sampled from ("processed" log-probabilities).
 
-One program per row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
-drawn, then a token of the group, as in :mod:`.sampler`. Passes take fixed tiles
-in a fixed order, so the bits of a row do not depend on the batch.
+One program per row. :mod:`.top_k_top_p_threshold` finds the tokens that the row keeps. From these a
+group is drawn, then a token of the group, as in :mod:`.sampler`. Passes read fixed tiles in a fixed
+order, so the bits of a row do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .top_k_top_p_threshold import (
     token_keys,
 )
 
-# The quickest on an H100 (docs/notes/sampling.md).
+# The fastest on an H100 (docs/notes/sampling.md).
 _TILE = 4096
 _NUM_WARPS = 32
 _LOOKUP = 1024
@@ -49,7 +49,8 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     result_row, logits_stride, masks_stride, results_stride, num_rows,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
+    """Draw one token per row from the tokens that top-k, top-p and min-p keep, by the Gumbel-max
+    trick.
 
     Grid: ``(rows,)``. Shapes: logits ``[.., VOCAB]``.
     """
@@ -57,7 +58,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     place = tl.load(fields + row)
     if place >= 0:
         temperature = tl.load(temperatures + place)
-        # Greedy is the first of the likeliest.
+        # A greedy token is the first of the most likely tokens.
         most = tl.where(temperature > 0.0, VOCAB, 1)
         temperature = tl.where(temperature > 0.0, temperature, 1.0)
         base = logits + source_of(sources, row, place) * logits_stride
@@ -72,7 +73,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         seed = tl.load(seeds + place)
         position = tl.load(positions + place)
         num_seen = limit * 0
-        # Of each group, a row per tile: the weight of what is kept, and the number at ``limit``.
+        # Per group, one row per tile: the weight of the kept tokens, and the number at ``limit``.
         tiles = tl.arange(0, NUM_TILES)[:, None]
         groups = tiles * (TILE // GROUP) + tl.arange(0, TILE // GROUP)[None, :]
         weights = groups.to(tl.float32) * 0.0
@@ -89,7 +90,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
                 num_at = tl.where(is_tile, tl.sum(is_at, 1)[None, :], num_at)
         score = tl.log(weights) + noise_of(seed, position, groups, 1)
         score = tl.where(weights > 0.0, score, float("-inf"))
-        # Without a finite logit nothing is kept: the first token is as good as any.
+        # Without a finite logit no token is kept, and the first token is chosen.
         group = first_of_best(score, groups)
         ids = group * GROUP + tl.arange(0, GROUP)
         key = token_keys(base, words, group * GROUP, top, temperature, VOCAB, GROUP)
@@ -118,12 +119,12 @@ def sample_truncated(
 
     Args:
         logits: ``[N, V]``, any float dtype, rows contiguous, V at most 1023 tiles.
-        fields: int32, what :data:`TRUNCATED_FIELDS` lists, of S rows. A place is a row of
-            ``logits``; below 0, there is nothing to do.
+        fields: int32, in the order of :data:`TRUNCATED_FIELDS`, of S rows. A place is a row of
+            ``logits``; a place below 0 is skipped.
         temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
-        sampled: int64 ``[>= N]``, written at the places given. results: written there, too.
-        rows: the same rows, where these have sources or masks; its places are those of the fields.
-        tile: tokens read at once, a power of two of a group or more.
+        sampled: int64 ``[>= N]``, written at these places. results: also written there.
+        rows: the same rows, if they have sources or masks. Its places equal those of the fields.
+        tile: number of tokens read at once, a power of two and at least a group.
     """
     num_rows = len(fields) // TRUNCATED_FIELDS
     tokens, result_row, results_stride = places_of(results)
@@ -149,11 +150,11 @@ def _processed_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, LOOKUP: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[n, VOCAB]`` of some rows of logits: (logit - largest) / temperature, -inf where
-    top_k, top_p or min_p drop the token; of a greedy row with temperature 1, and all kept.
-    Grid: ``(n,)``."""
+    top_k, top_p or min_p drops the token. A greedy row has temperature 1 and keeps all. Grid:
+    ``(n,)``."""
     row = tl.program_id(0)
     place = tl.load(places + row)
-    own = place * 0 - 1  # of a row that is not among the truncated ones
+    own = place * 0 - 1  # for a row that is not truncated
     for first in range(0, num_truncated, LOOKUP):
         at = first + tl.arange(0, LOOKUP)
         is_own = tl.load(truncated + at, mask=at < num_truncated, other=-1) == place
@@ -182,12 +183,12 @@ def processed_scores(
     temperatures: Tensor,
     sources: Tensor | None = None,
 ) -> Tensor:
-    """float32 ``[n, V]``, of the rows of a step at ``places [n]``, int32.
+    """float32 ``[n, V]`` for the rows of a step at ``places [n]``, int32.
 
     Args:
         logits: ``[N, V]``. sources: int32 ``[n]``, their rows of the logits; None: the places.
-        truncated: int32, what ``TRUNCATED_FIELDS`` lists of the m rows that use top_k, top_p or
-            min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
+        truncated: int32, in the order of ``TRUNCATED_FIELDS``, of the m rows that use top_k, top_p
+            or min_p. temperatures: float32 ``[>= N]``, 0 for greedy.
     """
     num_rows, vocab_size = len(places), logits.shape[1]
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)

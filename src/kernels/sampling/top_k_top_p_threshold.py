@@ -1,11 +1,11 @@
-"""Finds the score below which top-k, top-p and min-p drop tokens, by bisecting float bits.
+"""Find the score below which top-k, top-p and min-p drop tokens, by bisection of float bits.
 
-A token's *key* is the bits of its distance from the likeliest token, (largest logit - logit) /
-temperature, a float32 that is never negative: its bits as an integer order tokens from the
-likeliest down. What top_k and top_p keep are then the tokens up to a key, found by narrowing a
-bracket of keys: each pass over the row tallies three keys inside the bracket, so it shrinks to a
-quarter or less. Tokens at the last key go by token id. Passes take fixed tiles in a fixed order, so
-the bits of a row do not depend on the batch.
+A token's *key* is the bits of its distance from the most likely token, (largest logit - logit) /
+temperature, a float32 that is never negative. As integers, these bits order tokens from the most
+likely down. top_k and top_p keep the tokens up to some key, which is found by narrowing a bracket
+of keys: each pass over the row tallies three keys inside the bracket, so the bracket shrinks to a
+quarter or less. Tokens at the last key are ordered by id. Passes read fixed tiles in a fixed order,
+so the bits of a row do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _NO_KEY = tl.constexpr(0x7F800000)
 def token_keys(  # type: ignore[no-untyped-def]
     base, words, first, top, temperature, VOCAB: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Keys of the ``SIZE`` tokens from ``first`` on, int32; above every finite key for -inf, NaN,
-    what the mask ``words`` leaves out and what is out of range."""
+    """Keys of the ``SIZE`` tokens from ``first`` on, int32. The key is above every finite key for
+    -inf, NaN, tokens outside the mask ``words``, and tokens out of range."""
     ids = first + tl.arange(0, SIZE)
     logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     logit = allowed(logit, words, first, VOCAB, SIZE)
-    # Rounded as the reference rounds it: a quotient one bit off makes or breaks ties.
+    # Rounded as in the reference: a quotient that differs by one bit creates or breaks ties.
     distance = tl.div_rn(top - logit, temperature + tl.zeros_like(logit))
-    # Where the largest logit is infinite, the difference has no value.
+    # If the largest logit is infinite, the difference is undefined.
     distance = tl.where((logit == top) & (logit > float("-inf")), 0.0, distance)
     return tl.where(distance >= 0.0, distance.to(tl.int32, bitcast=True), _NO_KEY)
 
 
 @triton.jit
 def _weight(key):  # type: ignore[no-untyped-def]
-    """exp(-distance) of keys to a few units in the last place, as float64.
+    """exp(-distance) for keys, to a few units in the last place, as float64.
 
-    The exponent of 2 is rounded, by more the larger it is; what it lost is multiplied back in.
+    The exponent of 2 is rounded, with an error that grows with it. The lost factor is multiplied
+    back in.
     """
     distance = key.to(tl.float32, bitcast=True)
     exponent = distance * 1.4426950216293335
@@ -59,7 +60,7 @@ def _tally(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr,
 ):  # fmt: skip
     """Number of tokens up to each of three keys, int32, and the sum of their weights, float64."""
-    # Three counts of 10 bits in a word: a thread sees VOCAB / TILE tokens.
+    # Three 10-bit counts per word: a thread sees VOCAB / TILE tokens.
     packed = tl.zeros([TILE], tl.int32)
     sum1 = tl.zeros([TILE], tl.float64)
     sum2 = tl.zeros([TILE], tl.float64)
@@ -85,9 +86,9 @@ def _narrow(  # type: ignore[no-untyped-def]
     base, words, top, temperature, target, high, num_high, most, key1, key2, key3,
     VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr,
 ):  # fmt: skip
-    """The key up to which tokens, or with WEIGH their weights, reach ``target``, or ``high``.
+    """The key up to which the tokens (with WEIGH: their weights) reach ``target``, or ``high``.
 
-    Ends early where the number of tokens up to the key, with WEIGH in the bracket, is ``most``.
+    Ends early if the number of tokens up to the key (with WEIGH: in the bracket) is ``most``.
 
     Returns:
         The key; the number of tokens below the bracket and up to its end; the weight below.
@@ -133,14 +134,14 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
     base, words, top, temperature, target, limit, num_limit,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The key at which the sum of weights reaches ``target``, or ``limit`` if it is less.
+    """The key at which the sum of weights reaches ``target``, or ``limit`` if it is smaller.
 
     Returns:
-        The key, how many of the tokens at it to keep (the first by id), and whether there may be
+        The key, how many of the tokens at it to keep (lowest ids first), and whether there may be
         more of them. ``num_limit`` is the number of tokens up to ``limit``.
     """
-    # Distances of 1, 4 and 16. Once one token is left in the bracket, it is kept: the rest of the
-    # bracket is empty.
+    # Distances of 1, 4 and 16. Once the bracket contains one token, that token is kept: the rest of
+    # the bracket is empty.
     high, num_low, num_high, below = _narrow(
         base, words, top, temperature, target, limit, num_limit, 1,
         0x3F800000, 0x40800000, 0x41800000, VOCAB, TILE, True,
@@ -148,7 +149,8 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
     num_at = num_high - num_low
     num_at_threshold = num_at
     if num_at > 1:
-        # low == high: these tokens are equal. One is kept if those before it do not reach target.
+        # low == high: these tokens are equal. A token is kept if those before it do not reach
+        # target.
         needed = tl.ceil((target - below) / _weight(high))
         num_at_threshold = tl.minimum(tl.maximum(needed, 1.0), num_at.to(tl.float64)).to(tl.int32)
     return high, tl.maximum(num_at_threshold, 1), num_at > num_at_threshold
@@ -171,22 +173,22 @@ def find_threshold(  # type: ignore[no-untyped-def]
     base, words, top, temperature, cuts, row, num_rows, most,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What a row keeps: (last key, how many tokens at it, whether there are more than that).
+    """The tokens that a row keeps: (last key, how many tokens at it, whether there are more at it).
 
-    ``words`` is the row's mask, or None. ``cuts`` is what :data:`CUT_FIELDS` lists, of ``num_rows``
-    rows; a ``row`` below 0 keeps all. ``most`` bounds top_k.
+    ``words`` is the row's mask, or None. ``cuts`` has the fields of :data:`CUT_FIELDS` for
+    ``num_rows`` rows; a ``row`` below 0 keeps all. ``most`` bounds top_k.
     """
     is_cut = row >= 0
     k = tl.load(cuts + row, mask=is_cut, other=0)
     k = tl.minimum(tl.where(k > 0, k, VOCAB), most)
     top_p = tl.load(cuts + num_rows + row, mask=is_cut, other=0x3F800000)
     top_p = top_p.to(tl.float32, bitcast=True)
-    # The last key that min_p keeps. The sign goes: -log(1) may be -0.
+    # The last key that min_p keeps. The sign bit is cleared, because -log(1) may be -0.
     min_p_distance = tl.load(cuts + 2 * num_rows + row, mask=is_cut, other=_NO_KEY) & 0x7FFFFFFF
     limit = tl.minimum(min_p_distance, _LARGEST_KEY)
     if k < VOCAB:
-        # Distances of 2 and 8: most logits are on both sides of them. And whether there are k at
-        # all. Ends at a key up to which there are k tokens.
+        # Distances of 2 and 8: most rows have logits on both sides of them. This also shows whether
+        # there are k tokens at all. Ends at a key up to which there are k tokens.
         limit, _, _, _ = _narrow(
             base, words, top, temperature, k, limit, k * 0 + VOCAB, k, 0x40000000, 0x41000000, 0,
             VOCAB, TILE, False,
@@ -214,7 +216,8 @@ def find_threshold(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_mask(key, limit, num_at_threshold, is_tied, num_seen):  # type: ignore[no-untyped-def]
-    """Whether tokens of a tile are kept, and ``num_seen``, the number at ``limit``, after it."""
+    """Which tokens of a tile are kept; and ``num_seen``, the number at ``limit``, after the
+    tile."""
     is_kept = key <= limit
     if is_tied:
         is_at = (key == limit).to(tl.int32)

@@ -1,7 +1,8 @@
-"""Sparse attention: an indexer scores the cached positions, and a row attends to the best of them.
+"""Sparse attention: an indexer scores the cached positions, and a row attends to the
+highest-scoring ones.
 
-Read in this order: ``indexer`` (scores and choice on a CPU, and the reference), ``index_kernels``
-(the same on a GPU), ``chosen`` (attention to the chosen positions, on a GPU).
+Modules, in reading order: ``indexer`` (scores and selection on a CPU, and the reference),
+``index_kernels`` (the same on a GPU), ``chosen`` (attention to the selected positions, on a GPU).
 
-Imports ``attention``. May be imported by ``mla``, ``ops`` and ``compile``.
+Imports ``attention``. ``mla``, ``ops`` and ``compile`` may import this package.
 """

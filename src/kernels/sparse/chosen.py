@@ -1,8 +1,8 @@
-"""Attention over the positions that an indexer chose, of caches that hold every head.
+"""Attention over the positions that an indexer selected, for caches that hold all heads.
 
-For models whose latents are not cached (:mod:`..mla` has those). The steps are those of
-:mod:`.online_softmax` with one split: tiles of BLOCK_N chosen positions, in order of position, so
-that the bits of a query depend on nothing but its own text.
+For models without latent caches (:mod:`..mla` serves those with latent caches). The steps are those
+of :mod:`.online_softmax` with one split: tiles of BLOCK_N selected positions, in order of position.
+So the bits of a query depend only on its own text.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the positions in ``chosen[t]``.
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` over the positions in ``chosen[t]``.
 
     Grid: ``(HKV, T)``. Shapes: query ``[T, HQ, DK]`` and out ``[T, HQ, DV]``, contiguous; caches
     ``[blocks, PAGE, HKV, DK or DV]``, chosen ``[T, NUM_CHOSEN]``, starts ``[B + 1]``, contexts
-    ``[B]``, tables ``[rows, M]``, table_rows ``[B]``; GROUP lines for the query heads of a KV
-    head.
+    ``[B]``, tables ``[rows, M]``, table_rows ``[B]``; GROUP lines for the query heads of a KV head.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -77,10 +76,10 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     slots = chosen_slots(chosen, position, table, 0, last, PAGE, BLOCK_N)
     for start in tl.range(0, last + 1, BLOCK_N):
         at = (slots * HKV + kv_head)[:, None]
-        # After the last of them stands the last again: a number, with a weight of 0.
+        # Beyond the last position, its vector is repeated: finite values with weight 0.
         k = tl.load(k_cache + at * DK + k_dims, mask=k_dims < DK, other=0.0)
         v = tl.load(v_cache + at * DV + v_dims, mask=v_dims < DV, other=0.0)
-        # One tile ahead: an address must not wait for the load of its slot.
+        # One tile ahead, so that no address waits for the load of its slot.
         slots = chosen_slots(chosen, position, table, start + BLOCK_N, last, PAGE, BLOCK_N)
         scores = score(q, k, Scoring(None, factor, cap_in, cap_out))
         scores = tl.where((start + offsets <= last)[None, :], scores, float("-inf"))
@@ -90,8 +89,8 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
 
 
 def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """Same as :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_kernels` has them, in
-    order of position; without window, chunk and slopes. Any block size."""
+    """Same as :func:`..ops.paged_attention` with ``indices`` from :mod:`.index_kernels`, in order
+    of position; without window, chunk and slopes. Any block size."""
     num_tokens, num_heads, k_dim = query.shape
     _, page, num_kv_heads, v_dim = kv.v_cache.shape
     num_rows = len(kv.context_lens)

@@ -1,17 +1,18 @@
-"""Top-k indexers as Triton kernels: the store of keys, scores of the positions in view, the choice.
+"""Top-k indexers as Triton kernels: the store of keys, the scores of the positions in view, and the
+selection.
 
-The formula is that of :mod:`.indexer`. Nothing waits for the device, so that calls can be captured
-in a CUDA graph. Every token is a unit of its own, of any row. What a query chooses depends on its
-own text alone:
+The formula is that of :mod:`.indexer`. No code waits for the device, so calls can be captured in a
+CUDA graph. Every token is a separate unit, whatever its row. A query's selection depends only on
+its own text:
 
-- a score comes from one kernel with one tile, whether its query is in a prompt or decodes: position
-  j is line ``j % BLOCK_N`` of a tile that begins at a fixed position, so its products are summed in
-  one order over the elements of a head, and its heads in one order;
-- the choice is made of integers. Scores are kept as such, ordered as the floats are; the lowest of
-  the K highest is found by bisection, and positions are handed on in order.
+- A score comes from one kernel with one tile, in a prompt and in decode. Position j is line ``j %
+  BLOCK_N`` of a tile that begins at a fixed position. So there is one order of summation over the
+  elements of a head, and over the heads.
+- The selection compares integers, which have the order of the float scores. Bisection finds the
+  lowest of the K highest scores, and positions are written in order.
 
-Among equal scores the lowest positions are taken. That is ``torch.topk`` on a GPU, which
-transformers calls there; on a CPU it takes others.
+Of equal scores the lowest positions are selected, as by ``torch.topk`` on a GPU, which transformers
+calls there. On a CPU torch selects others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..device import overlap_options, vector_strides
 
 @triton.jit
 def row_of_token(starts, contexts, num_rows, token):  # type: ignore[no-untyped-def]
-    """(row, position) of any token of a step; position -1 of padding."""
+    """(row, position) of any token of a step; position -1 for padding."""
     row = count_at_most(starts + 1, num_rows - 1, token, 1, 1, False, 256)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
@@ -38,11 +39,11 @@ def row_of_token(starts, contexts, num_rows, token):  # type: ignore[no-untyped-
 def chosen_slots(  # type: ignore[no-untyped-def]
     chosen, position, table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Slots ``[BLOCK_N]`` of the chosen positions from number ``start`` on; beyond ``last`` that
-    of ``last``. ``chosen`` points to those of a query at ``position``, of which ``last + 1`` are
-    there."""
+    """Slots ``[BLOCK_N]`` of the selected positions from index ``start`` on; beyond ``last`` the
+    slot of ``last``. ``chosen`` points to those of a query at ``position``; there are ``last + 1``
+    of them."""
     at = tl.load(chosen + tl.minimum(start + tl.arange(0, BLOCK_N), last))
-    # While kernels are built, the one that chooses may not have run.
+    # While kernels are being compiled, the selecting kernel may not have run.
     at = tl.minimum(at.to(tl.uint32), position.to(tl.uint32))
     blocks = tl.load(table + at // PAGE)
     return blocks.to(tl.int64) * PAGE + at % PAGE
@@ -70,7 +71,7 @@ def store_keys_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def ordered_bits(x):  # type: ignore[no-untyped-def]
-    """Float32 as int32 of the same order; both zeros are one, NaN is the highest."""
+    """Float32 as int32 with the same order; both zeros are equal, NaN is the highest."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & _HIGHEST), _HIGHEST)
@@ -92,10 +93,10 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
     NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``scores[t, j] = sum_h weights[t, h] * relu(scale * query[t, h] . key[j])`` as
-    :func:`ordered_bits`, of the positions that t sees, if they are more than NUM_CHOSEN.
+    :func:`ordered_bits`, for the positions that t sees, if there are more than NUM_CHOSEN.
 
-    Grid: ``(num_workers, n)``; the workers of a token share its tiles, and token t of the n is
-    token ``first_token + t`` of the step. Shapes: query ``[T, H, D]``, weights ``[T, H]``, cache
+    Grid: ``(num_workers, n)``. The workers of a token share its tiles; token t of the n is token
+    ``first_token + t`` of the step. Shapes: query ``[T, H, D]``, weights ``[T, H]``, cache
     ``[blocks, PAGE, 1, D]``, scores ``[n, width]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[rows, M]``, table_rows ``[B]``.
     """
@@ -108,7 +109,7 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
     line = tl.program_id(1)
     token = first_token + line
     row, last = row_of_token(starts, contexts, num_rows, token)
-    if last < NUM_CHOSEN:  # padding, or nothing to choose
+    if last < NUM_CHOSEN:  # padding, or no selection needed
         return
     heads = tl.arange(0, H_PAD)
     dims = tl.arange(0, D_PAD)
@@ -126,7 +127,7 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
         at = tl.minimum(start + offsets, last)
         blocks = tl.load(table + at.to(tl.uint32) // PAGE).to(tl.int64)
         slots = blocks * PAGE + at % PAGE
-        # Keys of unused slots are not looked at: beyond the last position is the last.
+        # Keys of unused slots are not read: beyond the last position, the last one is read again.
         keys = tl.load(cache + (slots * D)[:, None] + dims[None, :], mask=(dims < D)[None, :])
         products = tl.dot(keys, q, input_precision=dot_precision(DTYPE))
         products = tl.maximum(products * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -137,15 +138,15 @@ def index_scores_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(scores, start, last, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(scores of TILE positions from ``start`` on, which of them there are)."""
+    """(scores of TILE positions from ``start`` on, mask of those that exist)."""
     at = start + tl.arange(0, TILE)
     return tl.load(scores + at, mask=at <= last, other=0), at <= last
 
 
 @triton.jit
 def _count(first, is_first, scores, last, bound, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many positions up to ``last`` have a score above ``bound``; those of the first tile are
-    ``first``."""
+    """The number of positions up to ``last`` with a score above ``bound``; those of the first tile
+    are ``first``."""
     total = tl.sum((is_first & (first > bound)).to(tl.int32))
     for start in range(TILE, last + 1, TILE):
         values, exists = _tile(scores, start, last, TILE)
@@ -161,8 +162,8 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     scores, chosen, starts, contexts, first_token, num_rows, width,
     NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``chosen[t]``: the positions in view of the NUM_CHOSEN highest scores, in order; all if there
-    are no more, with -1 after them.
+    """``chosen[t]``: the positions in view with the NUM_CHOSEN highest scores, in order. If there
+    are no more than that: all, followed by -1.
 
     Grid: ``(n,)``, tokens as in :func:`index_scores_kernel`. Shapes: scores ``[n, width]``, chosen
     ``[T, NUM_CHOSEN]``. Rows of scores up to TILE are read once, longer ones in each of up to 32
@@ -182,7 +183,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
         return
     scores += line.to(tl.int64) * width
     first, is_first = _tile(scores, 0, last, TILE)
-    # NUM_CHOSEN or more have ``low`` or more; fewer have more than ``high``.
+    # NUM_CHOSEN or more scores are >= ``low``; fewer are > ``high``.
     low = tl.min(tl.where(is_first, first, _HIGHEST))
     high = tl.max(tl.where(is_first, first, -_HIGHEST - 1))
     for start in range(TILE, last + 1, TILE):
@@ -192,11 +193,11 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, and never too large
         count = _count(first, is_first, scores, last, middle - 1, TILE)
-        # Exactly NUM_CHOSEN: the lowest of them is not searched for.
+        # Exactly NUM_CHOSEN: no need to search for the lowest of them.
         high = tl.where(count > NUM_CHOSEN, high, tl.where(count == NUM_CHOSEN, middle, middle - 1))
         low = tl.where(count >= NUM_CHOSEN, middle, low)
     quota = NUM_CHOSEN - _count(first, is_first, scores, last, low, TILE)
-    # Of the tiles before: positions above the threshold, and at it.
+    # In the tiles before: positions above the threshold, and at it.
     num_above, num_equal = 0, 0
     for start in range(0, last + 1, TILE):
         values, exists = _tile(scores, start, last, TILE)
@@ -213,7 +214,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
 
 
 _MAX_SCORE_BYTES = 256 << 20  # of the tokens that are scored together
-_NUM_PROGRAMS = 528  # with fewer tokens, about so many programs share their contexts
+_NUM_PROGRAMS = 528  # with fewer tokens, about this many programs share their contexts
 _LARGEST_TILE = 8192  # scores that a program keeps in registers
 _SCORES_PER_WARP = 512
 
@@ -234,7 +235,7 @@ def index_topk(
 ) -> Tensor:
     """Same as :func:`..ops.index_topk`; positions are in order, any block size.
 
-    Tokens are scored in parts, so that scores take no more than ``max_score_bytes``, or those of
+    Tokens are scored in groups, so that scores take at most ``max_score_bytes``, or the scores of
     one token.
     """
     num_tokens = len(query)
@@ -251,7 +252,7 @@ def index_topk(
     query = query if query.stride(2) == 1 else query.contiguous()
     token_stride, head_stride, step = vector_strides(query)
     batch = query_starts, context_lens
-    # Where all contexts fit into the choice there is nothing to score.
+    # If the selection covers whole contexts, no scores are needed.
     width = table_width * page if table_width * page > num_chosen else 0
     at_once = max(1, max_score_bytes // (4 * width)) if width else num_tokens
     at_once = min(at_once, num_tokens)

@@ -1,16 +1,17 @@
-"""Top-k indexers on a CPU: which positions a query attends to (DeepSeek-V3.2's sparse attention).
+"""Top-k indexers on a CPU: the selection of positions that a query attends to (DeepSeek-V3.2's
+sparse attention).
 
-An indexer has heads of its own over one small key per token, and scores position j for a query t by
+An indexer has its own heads over one small key per token. It scores position j for a query t by
 
     score[t, j] = sum_h weights[t, h] * relu(scale * query[t, h] . key[j])
 
-Attention sees the K positions of the highest scores among those in view, all where there are no
-more. Among equal scores at the threshold the choice is that of ``torch.topk`` over the positions in
-view, as transformers decodes the query's token; in a longer prompt it calls ``topk`` on the
-hidden positions after them as well, and that may break such a tie otherwise.
+Attention sees the K positions in view with the highest scores, or all if there are no more. Of
+equal scores at the threshold, the selection is that of ``torch.topk`` over the positions in view,
+as transformers has it when it decodes the query's token. In a longer prompt, transformers also
+passes the hidden positions after them to ``topk``, which may break such a tie otherwise.
 
-As in :mod:`.cpu_invariant` every matmul has the shape of a tile of keys from a fixed position on,
-so a score has the same bits in any step, and with them the choice.
+As in :mod:`.cpu_invariant`, every matmul has the shape of a tile of keys that begins at a fixed
+position. So a score has the same bits in any step, and the selection is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..attention.cpu_invariant import TILE, AlignedLayout, QueryGroup, gathered
 from ..device import MKL_ROW_UNIT
 
-# What the products of all heads may take before they are weighed.
+# The most elements that the dot products of all heads may have before they are weighted.
 _PRODUCT_ELEMENTS = 1 << 22
 _NEG_INF = float("-inf")
 
@@ -37,16 +38,17 @@ def index_topk(
     scale: float,
     num_chosen: int,
 ) -> Tensor:
-    """Write new keys into the cache, in place, and choose for each query.
+    """Write new keys into the cache, in place, and select positions for each query.
 
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
-        layout: of the step, without window, chunk and slopes.
-        scale: factor on the products. num_chosen: K.
+        layout: the layout of the step, without window, chunk and slopes.
+        scale: factor on the dot products. num_chosen: K.
 
     Returns:
-        int32 ``[T, K]``, in no order; -1 after the last of a query that sees fewer.
+        int32 ``[T, K]``, unordered. A query that sees fewer than K positions has -1 after its last
+        one.
     """
     cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, key)
     chosen = torch.full((len(query), num_chosen), -1, dtype=torch.int32)
@@ -54,7 +56,7 @@ def index_topk(
         keys: Tensor | None = None
         for group in gather.groups:
             visible = _num_visible(group)
-            if int(visible.max()) <= num_chosen:  # nothing to choose
+            if int(visible.max()) <= num_chosen:  # no selection needed
                 at = torch.arange(min(num_chosen, group.num_tiles * TILE))
             else:
                 if keys is None:
@@ -68,21 +70,21 @@ def index_topk(
 
 
 def _num_visible(group: QueryGroup) -> Tensor:
-    """``[R * n]``, how many positions from 0 on each query has in view."""
+    """``[R * n]``: the number of positions, from 0 on, that each query has in view."""
     return (group.first_hidden * TILE + (~group.hidden).sum((0, 3, 4))).reshape(-1)
 
 
 def _scores(
     query: Tensor, weights: Tensor, keys: Tensor, group: QueryGroup, scale: float
 ) -> Tensor:
-    """One group: ``[R * n, num_tiles * 64]`` of ``query [R * n, H, D]`` and keys
+    """Scores of one group: ``[R * n, num_tiles * 64]`` from ``query [R * n, H, D]`` and keys
     ``[num_tiles or more * R, 64, 1, D]``."""
     num_rows, num_tiles = group.num_rows, group.num_tiles
     total, num_heads, dim = query.shape
     used = total // num_rows * num_heads
     q = query.reshape(num_rows, used, dim).float()
     q = F.pad(q, (0, 0, 0, -used % MKL_ROW_UNIT))
-    # One row of weights a query, and rows of zeros.
+    # One row of weights per query, and rows of zeros.
     w = F.pad(weights.float().unsqueeze(1), (0, 0, 0, MKL_ROW_UNIT - 1))
     columns = keys[: num_tiles * num_rows, :, 0].transpose(1, 2)
     scores = q.new_empty(num_tiles, total, TILE)
@@ -99,12 +101,13 @@ def _scores(
 
 
 def _topk(scores: Tensor, visible: Tensor, num_chosen: int) -> Tensor:
-    """The chosen positions of each row of scores ``[N, L]``; those of a row that sees no more than
-    ``num_chosen`` come first."""
+    """The selected positions for each row of scores ``[N, L]``. Those of a row that sees at most
+    ``num_chosen`` positions come first."""
     hidden = torch.arange(scores.shape[1]) >= visible[:, None]
     scores = scores.masked_fill(hidden, _NEG_INF)
     values, at = scores.topk(num_chosen)
-    # Which of equal scores are taken follows what else is in the row, so that is what is in view.
+    # Which of equal scores are selected depends on the rest of the row, so the row contains only
+    # what is in view.
     is_tied = (scores >= values[:, -1:]).sum(1) > num_chosen
     for row in (is_tied & (visible > num_chosen)).nonzero()[:, 0].tolist():
         at[row] = scores[row, : int(visible[row])].topk(num_chosen).indices

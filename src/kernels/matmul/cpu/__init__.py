@@ -1,8 +1,8 @@
 """Linear layers on a CPU: matmuls of MKL and oneDNN, called so that they are batch-invariant.
 
-Read in this order: ``invariant`` (``F.linear`` and experts: which library, and what it is given),
-``products`` (other matmuls with a constant, such as ``bmm`` and ``einsum``), ``recipe_cache``
-(results of trials, kept on disk), ``few_rows`` (the quickest way, whose bits follow the number of
-rows); of quantised weights ``quantized`` (matmuls with 4 and 8 bits) and ``expanded`` (matmuls that
-expand some outputs at a time).
+Modules, in reading order: ``invariant`` (``F.linear`` and experts: which library multiplies, and
+which shapes it gets), ``products`` (other matmuls with a constant, such as ``bmm`` and ``einsum``),
+``recipe_cache`` (results of trials, kept on disk), ``few_rows`` (the fastest method, whose bits
+depend on the number of rows). For quantised weights: ``quantized`` (4-bit and 8-bit matmuls) and
+``expanded`` (matmuls that expand some outputs at a time).
 """

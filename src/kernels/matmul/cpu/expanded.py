@@ -1,10 +1,9 @@
-"""Matmuls of a CPU that expand a quantised weight to float32, some outputs at a time.
+"""CPU matmuls that expand a quantised weight to float32, some outputs at a time.
 
-What is expanded stays in the processor's cache, so that memory holds the quantised weight alone.
-Rows and results are float32, and a weight's values are those of its dequantisation: this is the
-reference for every quicker way, and serves the weights that have none. Each output is computed by
-the same call for any number of rows (:mod:`.invariant`), so that a row has one set of
-bits.
+The expanded values stay in the processor's cache, so memory holds only the quantised weight. Rows
+and results are float32, and a weight has the values of its dequantisation. This is the reference
+for every faster method, and serves the weights that have none. The same call computes an output for
+any number of rows (:mod:`.invariant`), so a row has one set of bits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from . import invariant
 from .few_rows import linear_few_rows
 from .invariant import MatmulRecipe
 
-# Of float32: 1 MiB, what a core's own cache has.
+# float32 elements: 1 MiB, the size of a core's own cache.
 _EXPANDED_ELEMENTS = 1 << 18
 _OUTPUT_UNIT = 16
 
@@ -29,8 +28,8 @@ class ExpandedRecipe(NamedTuple):
     """How to multiply with a weight that is expanded ``num_outputs`` outputs at a time.
 
     Attributes:
-        whole, rest: of so many outputs, and of those left over; None for the quickest way, whose
-            bits follow the number of rows.
+        whole, rest: recipes for that many outputs, and for the remaining ones. None selects the
+            fastest method, whose bits depend on the number of rows.
     """
 
     num_outputs: int
@@ -41,8 +40,8 @@ class ExpandedRecipe(NamedTuple):
 def choose_expanded_recipe(
     num_outputs: int, num_inputs: int, *, transparent: bool, threads: Sequence[int] = ()
 ) -> ExpandedRecipe:
-    """For a weight ``[N, K]``. Costs :func:`..matmul.cpu.invariant.choose_recipe` twice, which
-    gets ``threads``."""
+    """The recipe for a weight ``[N, K]``. Costs two calls of
+    :func:`..matmul.cpu.invariant.choose_recipe`, with ``threads``."""
     fitting = _EXPANDED_ELEMENTS // num_inputs // _OUTPUT_UNIT * _OUTPUT_UNIT
     count = min(num_outputs, max(_OUTPUT_UNIT, fitting))
     if not transparent:
@@ -58,11 +57,11 @@ def choose_expanded_recipe(
 def linear_fp8(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, *recipe: Any
 ) -> Tensor:
-    """``F.linear`` with the parts of an :class:`.Fp8Weight`, scales multiplied by 256.
+    """``F.linear`` with the parts of an :class:`.Fp8Weight`, whose scales are multiplied by 256.
 
     Args:
         x: ``[..., K]``, float32. bias: ``[N]`` or None.
-        recipe: the fields of an :class:`ExpandedRecipe`, which a graph does not hold nested.
+        recipe: the fields of an :class:`ExpandedRecipe`: a graph has no nested tuples.
 
     Returns:
         ``[..., N]``, float32.
@@ -78,8 +77,7 @@ def linear_int4(
     bias: Tensor | None,
     *recipe: Any,
 ) -> Tensor:
-    """``F.linear`` with the parts of an :class:`.Int4Weight`; else as
-    :func:`linear_fp8`."""
+    """``F.linear`` with the parts of an :class:`.Int4Weight`; otherwise as :func:`linear_fp8`."""
     return _linear(x, (values, scales, minima), expand_int4, bias, ExpandedRecipe(*recipe))
 
 

@@ -1,7 +1,7 @@
-"""Matmul of few rows on a CPU, where the time is that of reading the weight.
+"""CPU matmul of few rows, where reading the weight takes most of the time.
 
-MKL's sgemm packs the weight on every call, which for 2 to 32 rows costs up to four times its
-read. Measured with 2 threads on an AVX2 machine, weight 49,152 x 576 in float32 (113 MB), ms:
+MKL's sgemm packs the weight on every call. For 2 to 32 rows this costs up to four times as much as
+reading it. Measured with 2 threads on an AVX2 machine, weight 49,152 x 576 in float32 (113 MB), ms:
 
 =====  ========  ===============  =================
 rows   F.linear  oneDNN, unpacked  weight @ input.T
@@ -27,7 +27,7 @@ _MAX_ROWS = 64
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` for float32 on CPU; the same result up to rounding.
+    """``F.linear`` for float32 on a CPU; the same result up to rounding.
 
     Args:
         x: ``[..., in]``. weight: ``[out, in]``, contiguous. bias: ``[out]`` or None.

@@ -1,31 +1,30 @@
-"""Batch-invariant matmuls on a CPU: the bits of a row depend on that row alone.
+"""Batch-invariant matmuls on a CPU: the bits of a row depend only on that row.
 
-Libraries choose another order of summation for another number of rows. Measured with torch 2.13 on
-an AVX2 machine, weights from 320 x 48 to 49,152 x 576 in float32, 1 to 64, 100 and 300 rows, every
-row and element compared; the orders were found by emulation with fused multiply-adds:
+Libraries choose the order of summation by the number of rows. Measured with torch 2.13 on an AVX2
+machine, weights from 320 x 48 to 49,152 x 576 in float32, 1 to 64, 100 and 300 rows; every row and
+element was compared. Emulation with fused multiply-adds identified the orders:
 
-- MKL (``F.linear``, ``mm``, ``bmm``): one class for all row counts from 4 up, each sum taken in
-  chunks of 192 multiplications; 1, and 2 to 3 rows differ. Threads share the rows, and where one
-  of them gets so few the sums differ, too: 5, 6, 7, 9, 10, 11 rows with two threads, up to 99 with
-  more.
-  Multiples of 4 never did, with 1 to 32 threads. Threads may share the outputs, too: of 17, 33 or
-  65 outputs and 512 or more inputs, 3 threads or more give other bits than 1. Multiples of 16
-  never did, with 1 to 8 threads;
-- oneDNN: one class from 2 rows up (576 multiplications in plain order); 1 row differs, but not if
-  the weight was packed before (:func:`pack`): then all row counts are that one class;
-- bfloat16 ``F.linear``: one class.
+- MKL (``F.linear``, ``mm``, ``bmm``) has one class of bits for all row counts from 4 up: each sum
+  is computed in chunks of 192 multiplications. 1 row, and 2 to 3 rows, differ. Threads share the
+  rows, and if one thread gets few rows its sums differ, too: 5, 6, 7, 9, 10, 11 rows with two
+  threads, up to 99 with more. Multiples of 4 never differed, with 1 to 32 threads. Threads may also
+  share the outputs: with 17, 33 or 65 outputs and 512 or more inputs, 3 threads or more give other
+  bits than 1. Multiples of 16 outputs never differed, with 1 to 8 threads.
+- oneDNN has one class from 2 rows up (576 multiplications in plain order). 1 row differs, unless
+  the weight was packed before (:func:`pack`): then all row counts are in that class.
+- bfloat16 ``F.linear`` has one class.
 
-So a matmul is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
-weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
-was found on one machine is not trusted on another: :func:`choose_recipe` tries every recipe for the
-very shape, with every number of threads that may be used, before it returns it. The last ones are
-calls of one fixed shape, calls of one thread, and sums whose order is written out
+So the rows of a matmul are padded with zeros to a multiple of 4 for MKL, and of 2 for oneDNN. The
+size and dtype of a weight determine its library, never a timing: bits must not depend on noise. The
+results of one machine are not assumed on another. :func:`choose_recipe` tests every recipe with the
+exact shape and every number of threads that may be used, before it returns one. The fallbacks are
+calls of one fixed shape, calls with one thread, and sums in an explicit order
 (:mod:`..fixed_order`).
 
-A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
-of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
-rows: five times a fifth of them), one thread, ms; "free" are the quick choices of
-:mod:`.few_rows`, whose bits follow the row count:
+A packed weight is a second copy that later changes of the weight do not reach, so only constant
+weights are packed. All layers of SmolLM2-135M (120 weights, none in the cache; 900 rows: five times
+a fifth of them), one thread, ms. "free" is the fast choice of :mod:`.few_rows`, whose bits depend
+on the row count:
 
 =====  ======  =====  ======  =====
 rows   packed  MKL    oneDNN  free
@@ -39,9 +38,9 @@ rows   packed  MKL    oneDNN  free
 900    2,310   2,040  2,200   2,040
 =====  ======  =====  ======  =====
 
-Elementwise functions differ too: PyTorch computes the last elements of a range one by one, with
-other bits than those of the vectors before. Silu, sigmoid, gelu and softplus do, exp, log, tanh,
-sin and cos do not (seen over 98 offsets and lengths each).
+Elementwise functions may differ, too: PyTorch computes the last elements of a range one by one,
+with other bits than in vectors. This affects silu, sigmoid, gelu and softplus, but not exp, log,
+tanh, sin and cos (observed over 98 offsets and lengths each).
 """
 
 from __future__ import annotations
@@ -68,15 +67,16 @@ _ROW_COUNTS = (*_FEW_ROW_COUNTS, 1, 6, 7, 9, 11, 13, 24, 31, 32, 48, 63, 64, 65,
 
 
 class MatmulRecipe(NamedTuple):
-    """How to multiply rows with one weight. A named tuple, which a graph can hold.
+    """How to multiply rows with one weight. A named tuple, because a graph can contain one.
 
     Attributes:
-        library: that which multiplies.
-        row_unit: rows are filled up with zeros to a multiple of this.
+        library: the library that multiplies.
+        row_unit: rows are padded with zeros to a multiple of this.
         tile: if above 0, every call has exactly this many rows.
-        is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
-        is_packed: the weight is what :func:`pack` returned.
-        is_serial: one thread computes, whatever torch's number.
+        is_even: every call has a number of outputs that is a multiple of 16; the last outputs are
+            padded.
+        is_packed: the weight is the result of :func:`pack`.
+        is_serial: one thread computes, whatever torch's number of threads.
     """
 
     library: Library
@@ -102,22 +102,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe)
     Args:
         x: ``[..., in]``. weight: ``[out, in]``, packed if the recipe is. bias: ``[out]`` or
             None.
-        recipe: what :func:`choose_recipe` returned for this weight.
+        recipe: from :func:`choose_recipe` for this weight.
 
     Returns:
         ``[..., out]``, contiguous.
     """
-    # As in the trial: with columns one after another MKL sums by where they begin in memory.
+    # As in the trial: if columns are consecutive in memory, MKL's order of summation depends on
+    # their address.
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = _multiply(rows, weight, recipe)
     if bias is not None:
         out += bias
-    # The size by name: of no rows, such as an expert may get, -1 could be anything.
+    # The size is given explicitly: for zero rows, which an expert may get, -1 would be ambiguous.
     return out.view(*x.shape[:-1], out.shape[1])
 
 
 def _multiply(rows: Tensor, weight: Tensor, recipe: MatmulRecipe) -> Tensor:
-    """``rows [M, in]`` by ``weight [out, in]``; returns a fresh ``[M, out]``, contiguous."""
+    """``rows [M, in]`` times ``weight [out, in]``; returns a new ``[M, out]``, contiguous."""
     num_rows = rows.shape[0]
     num_even = weight.shape[0] - weight.shape[0] % _EVEN_OUTPUTS
     if recipe.is_even and num_even < weight.shape[0]:
@@ -152,15 +153,15 @@ def _call(recipe: MatmulRecipe, rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Does oneDNN have a layout of its own for ``weight [out, in]``?"""
+    """Whether oneDNN has its own layout for ``weight [out, in]``."""
     has_onednn = torch.backends.mkldnn.is_available()
     return has_onednn and weight.dtype == torch.float32 and weight.is_contiguous()
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A copy of ``weight [out, in]``, float32, in the layout oneDNN multiplies with, which it
-    otherwise makes in every call with 2 rows or more. No other operator reads it, and its values
-    are those of now."""
+    """A copy of ``weight [out, in]``, float32, in the layout that oneDNN multiplies with. Otherwise
+    oneDNN makes this copy in every call with 2 rows or more. No other operator can read the copy,
+    and it does not follow later changes of the weight."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
@@ -174,18 +175,18 @@ def choose_recipe(
     may_pack: bool = False,
     threads: Sequence[int] = (),
 ) -> MatmulRecipe:
-    """The first way to multiply with a weight of this shape that a trial finds row-invariant.
+    """The first recipe for a weight of this shape that a trial finds row-invariant.
 
     Args:
-        may_pack: whether the weight may be packed: it stays as it is, and a copy has room.
-        threads: numbers of threads that the recipe may be used with, the most first; none: the
-            present number alone.
+        may_pack: whether the weight may be packed: it is constant, and there is memory for a copy.
+        threads: numbers of threads that the recipe may be used with, largest first; empty: only the
+            present number.
 
     Costs one matmul with a random weight of the shape for each row count tried: about 0.5 s for
     the largest, milliseconds for others.
 
     Raises:
-        UnsupportedModelError: no recipe passes its trial.
+        UnsupportedModelError: no recipe passes the trial.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -216,8 +217,8 @@ def choose_recipe(
 def is_row_invariant(
     recipe: MatmulRecipe, rows: Tensor, weight: Tensor, threads: Sequence[int] = ()
 ) -> bool:
-    """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
-    many sizes, keep their bits with every number of threads?"""
+    """Whether all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups
+    of many sizes, keep their bits with every number of threads."""
     counts = _ROW_COUNTS if weight.numel() < MANY_ELEMENTS else (1, *_FEW_ROW_COUNTS)
     num_elements = weight.numel()
     if recipe.is_packed:
@@ -228,12 +229,13 @@ def is_row_invariant(
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, recipe: MatmulRecipe) -> Tensor:
-    """Each expert's rows by its weight, a row with the same bits whatever the others chose.
+    """Each expert's rows times its weight. A row has the same bits whatever experts the other rows
+    have.
 
     Args:
         rows: ``[S, in]``, sorted by expert. weight: ``[E, in, out]``.
-        offs: ``[E]``, where each expert's rows end; rows after the last belong to none and get
-            zeros.
+        offs: ``[E]``, end of each expert's rows. Rows after the last belong to no expert; their
+            results are zeros.
     """
     out = rows.new_zeros(rows.shape[0], weight.shape[2])
     start = 0

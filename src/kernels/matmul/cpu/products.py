@@ -1,7 +1,7 @@
-"""Products of a step's rows with a constant, other than ``F.linear``, on a CPU: batch-invariant.
+"""Batch-invariant CPU matmuls of a step's rows with a constant, other than ``F.linear``.
 
-``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``: all of them are, for each element of
-a batch, rows by a matrix ``[N, K]``, and so go through :mod:`.invariant`.
+``x @ weight``, ``weight @ x``, ``bmm``, ``einsum`` and ``addmm`` are, for each element of a batch,
+matmuls of rows with a matrix ``[N, K]``. So :mod:`.invariant` computes all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from .invariant import MatmulRecipe, linear
 
 
 class ProductForm(NamedTuple):
-    """Which dimensions a product runs over. A named tuple, which a graph can hold.
+    """The dimensions of such a matmul. A named tuple, because a graph can contain one.
 
     Attributes:
-        x_squeezed, weight_squeezed: dimensions of size 1 that are taken away first.
-        x_order: what is left of ``x``: dimensions of the batch, its own, those that are summed.
-        weight_order: the same of the constant.
-        num_batch, num_summed: how many dimensions are of the batch, and are summed.
-        out_order: dimensions of the result, of (batch, x's own, the constant's own).
+        x_squeezed, weight_squeezed: dimensions of size 1 that are removed first.
+        x_order: the remaining dimensions of ``x``: those of the batch, its own, those that are
+            summed.
+        weight_order: the same for the constant.
+        num_batch, num_summed: number of batch dimensions, and of summed dimensions.
+        out_order: dimensions of the result, in terms of (batch, x's own, the constant's own).
     """
 
     x_squeezed: tuple[int, ...]
@@ -37,7 +38,7 @@ class ProductForm(NamedTuple):
 
 
 def matrices_of(weight: Tensor, form: ProductForm) -> Tensor:
-    """The constant as ``[B, N, K]``, a view of it where there is one."""
+    """The constant as ``[B, N, K]``, a view if possible."""
     weight = weight.squeeze(form.weight_squeezed).permute(form.weight_order)
     sizes = weight.shape
     num_own = len(sizes) - form.num_summed
@@ -46,7 +47,7 @@ def matrices_of(weight: Tensor, form: ProductForm) -> Tensor:
 
 
 def own_sizes(weight: Tensor, form: ProductForm) -> tuple[int, ...]:
-    """Sizes of the dimensions that the result has of the constant alone."""
+    """Sizes of the result's dimensions that come from the constant alone."""
     sizes = weight.squeeze(form.weight_squeezed).permute(form.weight_order).shape
     return tuple(sizes[form.num_batch : len(sizes) - form.num_summed])
 
@@ -59,21 +60,21 @@ def product(
     form: ProductForm,
     sizes: tuple[int, ...],
 ) -> Tensor:
-    """Each row of ``x`` has the same bits whatever the number of rows.
+    """Compute the matmul. Each row of ``x`` has the same bits whatever the number of rows.
 
     Args:
-        weight: the constant; of a packed recipe its matrices, each packed.
-        addend: is added to the result, whose shape it can be expanded to.
+        weight: the constant; for a packed recipe its matrices, each packed.
+        addend: added to the result; it can be expanded to the result's shape.
         recipe: for the matrices of :func:`matrices_of`.
-        sizes: of :func:`own_sizes`.
+        sizes: from :func:`own_sizes`.
 
     Returns:
-        A fresh tensor, contiguous.
+        A new tensor, contiguous.
     """
     x = x.squeeze(form.x_squeezed).permute(form.x_order)
     num_kept = x.dim() - form.num_summed
     kept, batch = x.shape[:num_kept], x.shape[: form.num_batch]
-    # Sizes by name: of no rows, such as an expert may get, -1 could be anything.
+    # The sizes are given explicitly: for zero rows, which an expert may get, -1 would be ambiguous.
     rows = x.reshape(prod(batch), prod(kept[form.num_batch :]), prod(x.shape[num_kept:]))
     matrices = weight if recipe.is_packed else matrices_of(weight, form)  # type: ignore[arg-type]
     parts = [

@@ -1,19 +1,19 @@
-"""Matmuls of a CPU with weights in 4 or 8 bits, or in float16, that are never expanded to float32.
+"""CPU matmuls with 4-bit, 8-bit or float16 weights that are never expanded to float32.
 
-A decode step of few rows takes the time of reading the weights, so that fewer bytes are more
-tokens. Where :mod:`..native` can be built, weights by groups of 32 inputs (:class:`Int4Weight`,
-:class:`Int8Weight`) are multiplied there, by the numbers that the file holds (:func:`pack_native`).
-Elsewhere two operations of torch's take their place. Both sum in float32, and serve where they give
-a row the same bits whatever the number of rows, which a trial finds out once per shape
+A decode step of few rows takes the time of reading the weights, so fewer bytes give more tokens per
+second. Where :mod:`..native` can be built, it multiplies weights with groups of 32 inputs
+(:class:`Int4Weight`, :class:`Int8Weight`) with the values in the file (:func:`pack_native`).
+Elsewhere two torch operations replace it. Both sum in float32. They are used where a row has the
+same bits whatever the number of rows, which a trial determines once per shape
 (:func:`is_row_invariant`).
 
 - 4 bits: ``(value - 8) * scale + zero``. Scales, zero points, rows and results are rounded to
-  bfloat16 (8 bits of mantissa), and there alone the operation has vector code;
+  bfloat16 (8 bits of mantissa); only for that dtype does the operation have vector code.
 - float16, for all other weights: rows and results stay float32. It also serves formats that the
-  native kernels lack.
+  native kernels do not support.
 
-Weights of SmolLM2-135M, one thread of a Zen 4 with AVX512, microseconds, float32 packed as in
-:mod:`.invariant`; the weight stays in the cache, where arithmetic is all:
+Weights of SmolLM2-135M, one thread of a Zen 4 with AVX512, microseconds; float32 is packed as in
+:mod:`.invariant`. The weight stays in the cache, so arithmetic takes all the time:
 
 ===========  ====  =====  =======
 weight       rows  4 bit  float32
@@ -26,7 +26,8 @@ weight       rows  4 bit  float32
 576 x 1536   16    331    268
 ===========  ====  =====  =======
 
-So they pay with few rows and weights that come from memory: five bits per weight, not 32.
+So these weights pay off with few rows and weights that come from memory: five bits per weight
+    instead of 32.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from ..quantized.quantized_weight import GROUP, Int4Weight, Int8Weight, Quantize
 _OUTPUT_UNIT = 16
 _MIDDLE = 8
 _CAPABILITIES = ("AVX2", "AVX512")
-# FBGEMM's kernels for AVX2 take up to 6 rows, and those for 1 and 2, of which the last ones of some
-# numbers of rows are, add up in an order of their own.
+# FBGEMM's AVX2 kernels process up to 6 rows at a time. The kernels for 1 and 2 rows, which also
+# process the remaining rows of larger numbers, have another order of summation.
 _MOST_AVX2_ROWS = 6
 _FEWEST_AVX2_ROWS = 3
-_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 31, 33)  # where libraries change their ways
+_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 31, 33)  # libraries switch kernels
 
 
 def reason_against() -> str | None:
-    """Why this machine and this torch cannot multiply so; None if they can."""
+    """The reason why this machine and this torch cannot multiply in this form, or None."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _CAPABILITIES:
         return f"needs a processor with AVX2 or AVX512; torch found {capability}"
@@ -66,12 +67,12 @@ def reason_against() -> str | None:
 
 
 def fits_int4(weight: QuantizedWeight | None) -> bool:
-    """Whether torch's operation takes a weight of this form and shape."""
+    """Whether torch's operation supports a weight of this form and shape."""
     return isinstance(weight, Int4Weight) and len(weight.values) % _OUTPUT_UNIT == 0
 
 
 def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """The values, and the scales and zero points, in the layout :func:`linear_int4` reads."""
+    """The values, and the scales and zero points, in the layout that :func:`linear_int4` reads."""
     values = weight.unpacked().int()
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
     zeros = weight.minima + _MIDDLE * weight.scales
@@ -82,8 +83,9 @@ def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
 def native_format(weight: Int4Weight | Int8Weight) -> native.Format:
     """The form of a weight for :func:`.native.calls.linear`.
 
-    Its numbers stay what they are: in float16, which most files hold, if all of them are there,
-    else in float32. Those of 8-bit weights, which files hold in float16, become that.
+    The weight keeps its values. Scales and minima are float16 if float16 represents all of them, as
+    in most files; else float32. 8-bit weights, whose scales are float16 in files, always use
+    float16.
     """
     if isinstance(weight, Int8Weight):
         return "int8"
@@ -93,8 +95,8 @@ def native_format(weight: Int4Weight | Int8Weight) -> native.Format:
 
 
 def pack_native(weight: Int4Weight | Int8Weight, format: native.Format) -> tuple[Tensor, Tensor]:
-    """Values and numbers of a weight for :func:`.native.calls.linear`, in a form that has all of
-    them (:func:`native_format`)."""
+    """Values, scales and minima of a weight for :func:`.native.calls.linear`, in a format that
+    represents all of them (:func:`native_format`)."""
     numbers = [weight.scales]
     if isinstance(weight, Int4Weight):
         numbers.append(weight.minima)
@@ -104,7 +106,7 @@ def pack_native(weight: Int4Weight | Int8Weight, format: native.Format) -> tuple
 
 
 def linear_int4(x: Tensor, values: Tensor, scales_and_zeros: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a weight ``[N, K]`` that :func:`pack_int4` gave.
+    """``F.linear`` with a weight ``[N, K]`` from :func:`pack_int4`.
 
     Args:
         x: ``[..., K]``, float32. bias: ``[N]`` or None.
@@ -121,14 +123,14 @@ def linear_int4(x: Tensor, values: Tensor, scales_and_zeros: Tensor, bias: Tenso
 
 
 def pack_float16(weight: Tensor) -> Tensor:
-    """A copy of ``weight [N, K]``, float32, as :func:`linear_float16` reads it; to torch it is an
-    object of FBGEMM's and no tensor. Values beyond float16's largest become that."""
+    """A copy of ``weight [N, K]``, float32, for :func:`linear_float16`: an FBGEMM object, not a
+    tensor. Values beyond float16's largest are clamped to it."""
     packed: Tensor = torch.ops.quantized.linear_prepack_fp16(weight.detach(), None)
     return packed
 
 
 def linear_float16(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a weight ``[N, K]`` that :func:`pack_float16` gave, all else in float32.
+    """``F.linear`` with a weight ``[N, K]`` from :func:`pack_float16`; everything else is float32.
 
     Args:
         x: ``[..., K]``, float32. bias: ``[N]`` or None.
@@ -150,8 +152,8 @@ def linear_float16(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def is_row_invariant(
     multiply: Callable[[Tensor], Tensor], num_inputs: int, threads: Sequence[int] = ()
 ) -> bool:
-    """Do rows ``[M, K]`` get the same bits from ``multiply`` in groups of many sizes, with every
-    number of threads (:func:`..row_trial.holds_with_all`)?"""
+    """Whether rows ``[M, K]`` get the same bits from ``multiply`` in groups of many sizes, with
+    every number of threads (:func:`..row_trial.holds_with_all`)."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_ROW_COUNTS), num_inputs, generator=generator)
     return row_trial.is_row_invariant(multiply, rows, _ROW_COUNTS, row_trial.MANY_ELEMENTS, threads)

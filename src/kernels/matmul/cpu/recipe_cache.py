@@ -1,5 +1,5 @@
-"""Disk cache of the recipes of a CPU's matmuls: trials of :mod:`.invariant` and of other rooms,
-made once for a shape, processor, library and the numbers of threads that are tried."""
+"""Disk cache of the recipes of CPU matmuls. Trials (:mod:`.invariant` and others) run once per
+shape, processor, library and set of thread counts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from . import invariant
 from .invariant import Library, MatmulRecipe
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# Variables that MKL, oneDNN, OpenMP and torch choose kernels or threads by.
+# Environment variables by which MKL, oneDNN, OpenMP and torch choose kernels or threads.
 _ENVIRONMENT = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "TORCH_")
 _KERNELS = Path(__file__).parents[2]
-# What trials run, and what they try.
+# Modules that run in trials, or that trials test.
 _SOURCES = (
     *("fixed_order.py", "row_trial.py", "matmul/cpu/invariant.py", "matmul/cpu/recipe_cache.py"),
     *("mla/head_matmul.py", "attention/cpu_invariant.py", "attention/cpu_trial.py"),
@@ -31,13 +31,13 @@ _Recipe = TypeVar("_Recipe", bound="NamedTuple")
 
 
 class Recipes:
-    """How to multiply with weights of a shape, by trials.
+    """Recipes for weights of a shape, from trials.
 
     Args:
-        folder: where recipes are kept, None to keep them for this object alone. Nothing is kept
-            where the processor cannot be identified.
-        threads: numbers of threads that recipes may be used with, the most first; none: the present
-            number alone.
+        folder: where recipes are kept; None keeps them in this object only. Nothing is stored if
+            the processor cannot be identified.
+        threads: numbers of threads that recipes may be used with, largest first; empty: only the
+            present number.
     """
 
     def __init__(self, folder: Path | None = None, threads: Sequence[int] = ()) -> None:
@@ -55,7 +55,7 @@ class Recipes:
         is_contiguous: bool,
         may_pack: bool,
     ) -> MatmulRecipe:
-        """Same as :func:`.invariant.choose_recipe`, tried out if it is not known yet."""
+        """Same as :func:`.invariant.choose_recipe`, with a trial if the recipe is not cached."""
         return self.find(
             MatmulRecipe("mkl", 1),
             f"{num_outputs}x{num_inputs} {dtype} {is_contiguous:d}{may_pack:d}",
@@ -70,10 +70,10 @@ class Recipes:
         )
 
     def find(self, sample: _Recipe, key: str, choose: Callable[[], _Recipe]) -> _Recipe:
-        """What ``choose`` gives, or gave before for this key.
+        """The result of ``choose``, or the cached one for this key.
 
         Args:
-            sample: any recipe of the kind, a named tuple of texts, integers and truth values.
+            sample: any recipe of the kind: a named tuple of strings, integers and booleans.
         """
         if self._folder is not None:
             fingerprint = _fingerprint(self._threads or (torch.get_num_threads(),))
@@ -93,10 +93,10 @@ class Recipes:
 
 
 def _fingerprint(threads: tuple[int, ...]) -> str | None:
-    """Of all that a trial's outcome depends on: processor, numbers of threads, libraries and their
-    settings, our code. None if the processor is not known."""
+    """A digest of everything that a trial's outcome depends on: processor, numbers of threads,
+    libraries and their settings, this code. None if the processor is unknown."""
     try:
-        # The first processor's lines; its clock changes all the time.
+        # The lines of the first processor. Its clock changes all the time.
         lines = _CPU_INFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return None
@@ -120,7 +120,7 @@ def _fingerprint(threads: tuple[int, ...]) -> str | None:
 
 
 def _read(file: Path) -> dict[str, tuple[Any, ...]]:
-    """What is there of the form that :class:`Recipes` writes."""
+    """A stored recipe, if the file has the format that :class:`Recipes` writes."""
     try:
         found = json.loads(file.read_text())
         return {str(key): tuple(value) for key, value in found.items()}
@@ -129,7 +129,8 @@ def _read(file: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def _are_fields(sample: NamedTuple, fields: tuple[Any, ...]) -> bool:
-    """Whether a file's values may be those of such a recipe: of its types, units of 1 or more."""
+    """Whether a file's values are valid for such a recipe: correct types, and units of 1 or
+    more."""
     if len(fields) != len(sample):
         return False
     for name, value, known in zip(sample._fields, fields, sample, strict=True):

@@ -1,9 +1,9 @@
-"""Linear layers with FP8 weights on a GPU: rows are quantised, by token and 128 channels, and
+"""Linear layers with FP8 weights on a GPU: rows are quantised, per token and 128 channels, and
 multiplied on the FP8 matrix units.
 
 The bits of a row do not depend on the number of rows: see :mod:`.matmul_fp8` for the order of
-summation and :mod:`..fused.quantize_rows` for the rounding. What comes before, a norm or a gated
-activation, may quantise its own result.
+summation and :mod:`..fused.quantize_rows` for the rounding. A preceding norm or gated activation
+may quantise its own result.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .tiles_fp8 import choose_fp8_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
-    """(values, scales) as the functions here take them: scales are float32 ``[ceil(N / S),
-    ceil(K / 128) or 1]``, S being 128 where each 128 outputs share their scales, else 1."""
+    """(values, scales) in the form that these functions take: scales are float32 ``[ceil(N / S),
+    ceil(K / 128) or 1]``. S is 128 if each 128 outputs share their scales, else 1."""
     values, scales = weight
     if values.is_cuda:
         values = values.view(torch.float8_e4m3fn)
@@ -38,8 +38,9 @@ def multiply(rows: QuantizedRows, like: Tensor, *weights: Any) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``.
 
     Args:
-        weights: values and scales of a weight, and its bias or None; or before them values and
-            scales of gate and up, whose activation they multiply.
+        weights: values and scales of a weight, and its bias or None. Before them may come values
+            and scales of gate and up; then the matmul with the last weight takes their activation
+            as its input.
     """
     *gate_up, values, scales, bias = weights
     if gate_up:
@@ -70,7 +71,7 @@ def _multiply(
 
 
 def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of ``x [..., K]``, quantised, with a weight that :func:`pack` returned.
+    """``F.linear`` of ``x [..., K]``, quantised, with a weight from :func:`pack`.
 
     Returns:
         ``[..., N]`` in the dtype of x.
@@ -86,7 +87,8 @@ def linear_of_rows(
     scales: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    """:func:`linear` of ``x [1, ..., M, K]``, quantised already, of ``dtype`` and so many dims."""
+    """:func:`linear` of ``x [1, ..., M, K]``, already quantised, of ``dtype`` and that many
+    dims."""
     out = _multiply(rows, dtype, values, scales, bias)
     return out.view(*(1,) * (num_dims - 2), *out.shape)
 
@@ -118,8 +120,8 @@ def mlp(x: Tensor, *weights: Any) -> Tensor:
 def _gated(
     rows: QuantizedRows, dtype: torch.dtype, values: Tensor, scales: Tensor
 ) -> QuantizedRows:
-    """``silu(gate) * up`` of the halves of a matmul, quantised: where it stores, or by a kernel of
-    its own, with the same bits."""
+    """``silu(gate) * up`` of the halves of a matmul, quantised: in the matmul's epilogue or by a
+    separate kernel, with the same bits."""
     num_outs, k_size = values.shape
     is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
     card = Gpu.of(values.device)

@@ -1,9 +1,10 @@
-"""Linear layers with weights in 4 or 8 bits on a GPU: unpacked in the matmul, or before it.
+"""Linear layers with 4-bit or 8-bit weights on a GPU: unpacked in the matmul, or before it.
 
-Few rows take the time of reading the weight, and :mod:`.matmul_int4` reads it quantised. For many
-rows it is dequantised into memory once per call and multiplied as any weight
-(:mod:`..linear.dispatch`). Both compute with the same weights in the same order, so the bits are
-equal, and equal to those of a model that holds the weight dequantised in the dtype of its rows.
+A matmul of few rows takes the time of reading the weight, and :mod:`.matmul_int4` reads it
+quantised. For many rows the weight is dequantised into memory once per call and multiplied as any
+weight (:mod:`..dispatch`). Both compute with the same weight values in the same order, so the bits
+are equal. They also equal those of a model that stores the weight dequantised in the dtype of its
+rows.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ MAX_FUSED_ROWS = 64
 
 
 def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
-    """The fastest of the tiles tried on an H200 (docs/notes/int4.md). No bits depend on it."""
+    """The fastest of the tiles tried on an H200 (docs/notes/int4.md). The choice changes no
+    bits."""
     if num_rows <= 16:
-        # What is in flight of a long row is enough in smaller steps.
+        # Long rows have enough loads in flight even with smaller steps.
         return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
     if has_gate and num_outs >= 8192:
         return _tile(64, 128, 128, 4, 8)
@@ -48,13 +50,13 @@ def linear(
     *,
     has_gate: bool = False,
 ) -> Tensor:
-    """``F.linear(x, weight, bias)``, x ``[..., K]``, the weight by the fields of its
-    :class:`.PackedWeight`.
+    """``F.linear(x, weight, bias)``, x ``[..., K]``, with the fields of a :class:`.PackedWeight` as
+    the weight.
 
     Args:
-        max_fused_rows: up to how many rows it is unpacked in the matmul.
-        max_custom_rows: as in :func:`..linear.dispatch.linear`, above that.
-        has_gate: as in :func:`linear_silu_mul`.
+        max_fused_rows: the largest row count for unpacking in the matmul.
+        max_custom_rows: as in :func:`..dispatch.linear`, above that count.
+        has_gate: see :func:`linear_silu_mul`.
     """
     weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
     width = x.shape[-1]
@@ -65,9 +67,9 @@ def linear(
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
         return out.view(*x.shape[:-1], num_outs)
     plain = dequantize(weight, width, x.dtype)
-    # The plan is of a matmul without a bias.
+    # The plan is for a matmul without a bias.
     if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
-        # By cuBLAS or :mod:`..linear.matmul_sm90_many`, which reads the weight after its wait.
+        # By cuBLAS or :mod:`..sm90.matmul_sm90_many`, which reads the weight after its wait.
         many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
         return many(x, plain, bias, 0)
     # The previous kernel has just written the weight.
@@ -77,5 +79,5 @@ def linear(
 def linear_silu_mul(
     x: Tensor, words: Tensor, numbers: Tensor, bias: Tensor | None, *data: Any
 ) -> Tensor:
-    """``silu(gate) * up`` of the halves of :func:`linear`, which gets ``data`` too."""
+    """``silu(gate) * up`` of the halves of :func:`linear`, which also takes ``data``."""
     return linear(x, words, numbers, bias, *data, has_gate=True)

@@ -1,8 +1,8 @@
-"""Packs weights in 4 or 8 bits for :mod:`.matmul_int4`.
+"""Packing of 4-bit and 8-bit weights for :mod:`.matmul_int4`.
 
-Values are stored in the order in which the matrix unit takes its right operand from registers, so
-that what a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et
-al. 2024, is made so)::
+Values are stored in the order in which the matrix unit takes its right operand from registers. So a
+thread multiplies with exactly what it loads in 16 bytes (as in the layout of Marlin, Frantar et al.
+2024)::
 
     int32 word [n, chunk of 16 words, t, b]       t < 4 lanes, b < 4
     field lo * H + h of it is the chunk's input   b * 8 H + h * 8 + 2 t + lo
@@ -24,15 +24,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class PackedWeight(NamedTuple):
-    """A weight ``[N, K]`` as the kernels here read it, padded to ``[N, P]``.
+    """A weight ``[N, K]`` in the kernels' layout, padded to ``[N, P]``.
 
     Attributes:
         words: int32 ``[N, P * num_bits / 32]``.
-        numbers: int32 ``[P / group, N]``, a scale's bits below those of a zero point or minimum,
-            both float16 or bfloat16; or float32 ``[2, P / group, N]``, scales first.
+        numbers: scales and offsets: int32 ``[P / group, N]``, with the bits of a scale below those
+            of a zero point or minimum, both float16 or bfloat16; or float32 ``[2, P / group, N]``,
+            scales first.
         num_bits: 4 or 8. group: 32, 64 or 128 inputs, which share a scale.
-        dtype: of the numbers, "float16", "bfloat16" or "float32".
-        has_minima: whether they are minima, not zero points.
+        dtype: dtype of ``numbers``: "float16", "bfloat16" or "float32".
+        has_minima: whether the offsets are minima, not zero points.
     """
 
     words: Tensor
@@ -44,7 +45,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack_numbers(scales: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of scales and offsets ``[G, N]``."""
+    """The packed scales and offsets ``[G, N]``."""
     if dtype == torch.float32:
         return torch.stack((scales, offsets)).float().contiguous()
     pair = torch.stack((scales, offsets), -1).to(dtype)
@@ -52,7 +53,7 @@ def pack_numbers(scales: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_words(values: Tensor, num_bits: int) -> Tensor:
-    """The words of values ``[N, K]``, uint8."""
+    """The packed words of values ``[N, K]``, uint8."""
     num_outs, num_inputs = values.shape
     values = torch.nn.functional.pad(values, (0, -num_inputs % PADDING))
     high = 16 // num_bits  # H
@@ -62,13 +63,13 @@ def pack_words(values: Tensor, num_bits: int) -> Tensor:
     words = torch.zeros(fields.shape[:-1], dtype=torch.int64, device=values.device)
     for place in range(2 * high):
         words |= fields[..., place].long() << num_bits * place
-    # As the same bits, signed.
+    # The same bits as signed integers.
     return ((words + 2**31) % 2**32 - 2**31).int().flatten(1)
 
 
 def pack(weight: Int4Weight | Int8Weight) -> PackedWeight:
-    """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
-    none of them."""
+    """The weight with its scales and offsets unchanged: in the narrowest dtype, and with the widest
+    groups, that represent all of them exactly."""
     scales = weight.scales
     values, has_minima = weight.unpacked(), False
     if isinstance(weight, Int8Weight):
@@ -96,7 +97,7 @@ def pack(weight: Int4Weight | Int8Weight) -> PackedWeight:
 
 
 def _zero_points(weight: Int4Weight) -> Tensor | None:
-    """Whole numbers z with ``minima = -z * scale`` to the bit, if there are any."""
+    """Integers z with ``minima = -z * scale`` to the bit, or None."""
     scales, minima = weight.scales, weight.minima
     zeros = (-minima / torch.where(scales == 0, 1.0, scales)).round()
     is_small = bool(((zeros >= 0) & (zeros <= 16)).all())

@@ -1,6 +1,6 @@
-"""Device functions that load weights in 4 or 8 bits and unpack them in registers.
+"""Device functions that load 4-bit or 8-bit weights and unpack them in registers.
 
-:mod:`.int4_packing` defines the layout, :mod:`.matmul_int4` the values.
+:mod:`.int4_packing` defines the layout, and :mod:`.matmul_int4` the values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..matmul import load_tile
 
 @triton.jit
 def _half(bits, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of the lower half of int32 ``bits``."""
+    """The lower half of int32 ``bits`` as float32."""
     if NUMBERS == "bfloat16":
         return (bits << 16).to(tl.float32, bitcast=True)
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -22,7 +22,7 @@ def _half(bits, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _twice(half):  # type: ignore[no-untyped-def]
-    """int32 of the bits of a 16-bit number, twice."""
+    """int32 that contains the bits of a 16-bit value twice."""
     bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return bits | (bits << 16)
 
@@ -57,15 +57,15 @@ def _unpacked(  # type: ignore[no-untyped-def]
 @triton.jit
 def _unpacked_in_pairs(  # type: ignore[no-untyped-def]
     words,  # int32 [OUTS, 16], of 4 bits
-    scales,  # float32 [GROUPS, OUTS], of numbers that float16 or bfloat16 has
+    scales,  # float32 [GROUPS, OUTS], with values of float16 or bfloat16
     zeros,  # the same
     OUTS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The same in bfloat16, two weights per instruction.
+    """:func:`_unpacked` in bfloat16, two weights per instruction.
 
-    128 + q is a bfloat16 number with q in its last bits, and what is left of the zero point, d, has
-    4 bits. A scale is the sum of its nearest bfloat16 number and a rest of 3 bits at most. So
-    d * rest is exact, and d * scale is rounded once, in the last operation.
+    128 + q is a bfloat16 with q in its last bits, and the rest d of the zero point has 4 bits. A
+    scale is the sum of its nearest bfloat16 and a remainder of at most 3 bits. So d * remainder is
+    exact, and d * scale is rounded once, in the last operation.
     """
     upper = scales.to(tl.bfloat16)
     rest = (scales - upper.to(tl.float32)).to(tl.bfloat16)
@@ -109,9 +109,9 @@ def load_chunk(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NUMBERS: tl.constexpr,
     HAS_MINIMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights ``[inputs of a chunk, BLOCK_N]`` of the outputs from ``begin_n`` on, of ``ALL``,
-    and of the inputs from ``begin`` on; zeros beyond the last one. BLOCK_K: inputs that may lie
-    beyond."""
+    """The weights ``[inputs of a chunk, BLOCK_N]`` for the outputs from ``begin_n`` on, of ``ALL``,
+    and the inputs from ``begin`` on; zeros beyond the last input. BLOCK_K: number of inputs that
+    may lie beyond it."""
     INPUTS: tl.constexpr = 16 * 32 // BITS
     GROUPS: tl.constexpr = INPUTS // GROUP if INPUTS > GROUP else 1
     ALL_INPUTS: tl.constexpr = K_WORDS * 32 // BITS
@@ -123,7 +123,7 @@ def load_chunk(  # type: ignore[no-untyped-def]
     g = begin // GROUP + tl.arange(0, GROUPS)
     words_at = words + n.to(tl.int64)[:, None] * K_WORDS + w[None, :]
     numbers_at = numbers + g[:, None] * ALL + n[None, :]
-    # One load for both halves, of the four bytes that an asynchronous copy needs at least.
+    # One load for both halves: an asynchronous copy needs at least four bytes.
     MASKED: tl.constexpr = ALL_INPUTS % BLOCK_K > 0
     is_in = begin < ALL_INPUTS
     loaded = load_tile(None, 0, 0, words_at, is_in, MASKED)

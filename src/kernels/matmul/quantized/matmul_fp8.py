@@ -3,15 +3,15 @@
 ``out[m, n] = sum over groups g of 128 inputs, in order, of
 x_scale[m, g] * w_scale[n, g] * (sum over k in g of x[m, k] * weight[n, k])``
 
-A group is one ``tl.dot``, which begins from zero; its result, times the product of both scales, is
-added to a float32 accumulator, group after group, with one rounding. Where a weight has one scale
-for all inputs, the whole sum is multiplied by it instead. No tile splits K, and a group is a group
-for any number of rows, so few rows and many have one order of summation. What is left to the
-hardware is the order within a group: every tile is multiplied by the instruction of a warpgroup
-(wgmma), which has 64 rows on its left at least. With ``swap_ab`` those are outputs.
+A group is one ``tl.dot`` that begins from zero. Its result, times both scales, is added to a
+float32 accumulator, group by group, with one rounding. If a weight has one scale for all inputs,
+the whole sum is multiplied by that scale instead. No tile splits K, and groups do not depend on the
+number of rows, so few rows and many have the same order of summation. The hardware determines the
+order within a group. So every tile uses the warpgroup instruction (wgmma), which has at least 64
+rows on its left. With ``swap_ab`` those are outputs.
 
-The form is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3), where float32 sums over groups of
-128 make up for the fewer bits that the matrix unit sums FP8 with.
+The method is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3). Float32 sums over groups of 128
+compensate for the lower precision of the matrix unit's FP8 accumulation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _GROUP = tl.constexpr(GROUP)
 
 @triton.jit
 def _operand(loaded):  # type: ignore[no-untyped-def]
-    """e4m3 as tl.dot takes it: the interpreter multiplies no FP8, and converts the bits first."""
+    """An e4m3 operand of tl.dot. The interpreter cannot multiply FP8, so there the bits are
+    converted first."""
     if EMULATE:
         loaded = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return loaded
@@ -54,7 +55,8 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr,  # outputs that share a row of w_scales
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over all groups in order."""
+    """Grid: one program per tile of BLOCK_M rows by BLOCK_N outputs. Each sums over all groups in
+    order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -65,13 +67,13 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, _GROUP)
     x_at = x + m.to(tl.int64)[:, None] * K + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    # Where all outputs of a tile share their scales, one is loaded.
+    # If all outputs of a tile share their scales, one scale is loaded.
     IS_ONE: tl.constexpr = SHARED % BLOCK_N == 0
     if IS_ONE:
         w_scales_at = w_scales + begin_n // SHARED * W_GROUPS
     else:
         w_scales_at = w_scales + tl.minimum(n, N - 1) // SHARED * W_GROUPS
-    side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
+    side: tl.constexpr = 1 if SWAP else 0  # the other dimension than that of x's rows
     ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -118,12 +120,12 @@ def matmul(
     """``x @ weight.T + bias``, rounded to ``dtype``; one launch, any number of rows.
 
     Args:
-        x: of ``[M, K]``.
-        weight: e4m3 ``[N, K]``, contiguous, of the type that x has.
+        x: quantised rows ``[M, K]``.
+        weight: e4m3 ``[N, K]``, contiguous, of the same type as x.
         scales: float32 ``[ceil(N / shared), ceil(K / 128)]``, or ``[ceil(N / shared), 1]``.
         bias: ``[N]`` or None; added before rounding.
         shared: outputs that share a row of ``scales``.
-        tile: ``block_k`` is 128 in any.
+        tile: tile sizes; ``block_k`` must be 128.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -143,7 +145,7 @@ def matmul(
         N=num_outs, K=width, W_GROUPS=scales.shape[1], SHARED=shared,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SWAP=tile.swap_ab,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        enable_fp_fusion=False,  # the sums above say where one rounding is meant
+        enable_fp_fusion=False,  # the code above states where one rounding is meant
         **overlap_options(weight.device),
     )  # fmt: skip
     return out

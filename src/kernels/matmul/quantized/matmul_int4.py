@@ -1,13 +1,13 @@
-"""Matmul ``x @ weight.T`` in Triton with a weight in 4 or 8 bits, unpacked on the way.
+"""Matmul ``x @ weight.T`` in Triton with a 4-bit or 8-bit weight that the kernel unpacks.
 
-A weight's values are ``(q - zero) * scale`` or ``q * scale + minimum`` in float32, by groups of 32,
-64 or 128 inputs, rounded once to the dtype of x: the weight that :func:`dequantize` stores, and
-that a model of that dtype would hold. They are multiplied on the matrix units as in
-:mod:`..linear.matmul`: one float32 accumulator per output that runs over K from 0 to its end,
-whatever the tile and the number of rows. So the bits are those of a plain matmul with the
-dequantised weight.
+A weight has the values ``(q - zero) * scale`` or ``q * scale + minimum`` in float32, with groups of
+32, 64 or 128 inputs, rounded once to the dtype of x. These are the values that :func:`dequantize`
+stores, and that a model of that dtype would have. The matrix units multiply them as in
+:mod:`..matmul`: one float32 accumulator per output runs over K from 0 to its end, whatever the tile
+and the number of rows. So the bits are those of a plain matmul with the dequantised weight.
 
-Values lie as the matrix unit takes its right operand from registers (:mod:`.int4_packing`).
+Values are stored in the order in which the matrix unit takes its right operand from registers
+(:mod:`.int4_packing`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def int4_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
 
-    Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
+    Grid: one program per tile of BLOCK_M rows by BLOCK_N outputs. Each sums over K in order,
+        without split-K.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     ALL: tl.constexpr = 2 * N if HAS_GATE else N
@@ -86,7 +87,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, NUMBERS: tl.constexpr, HAS_MINIMA: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_N outputs by a chunk of inputs."""
+    """Grid: one program per tile of BLOCK_N outputs by a chunk of inputs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -125,12 +126,12 @@ def matmul(
 
     Args:
         x: ``[M, K]``, bfloat16 or float16. Rows may be strided.
-        weight: of ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate.
+        weight: packed ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate.
         bias: ``[N]`` (``[2 N]``), or None; added before rounding.
-        tile: sizes, without influence on the result; ``block_k`` is a multiple of 128, of which as
-            much is in flight at once, or all of K.
+        tile: sizes, which do not affect the result. ``block_k`` is all of K, or a multiple of 128;
+            that much is in flight at once.
         has_gate: whether to return ``silu(gate) * up`` of the two halves, as
-            :func:`..linear.matmul.matmul` does.
+            :func:`..matmul.matmul` does.
 
     Returns:
         ``[M, N]``, contiguous.

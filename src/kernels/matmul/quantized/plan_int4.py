@@ -1,7 +1,8 @@
-"""Chooses, per weight shape, the row count up to which a matmul unpacks a weight in 4 or 8 bits.
+"""Choose, per weight shape, the row count up to which a matmul unpacks a 4-bit or 8-bit weight
+itself.
 
-That way has to give the bits of the other, for many rows: of a matmul with the dequantised weight.
-It is observed, as in :mod:`..linear.plan`, on the GPU available.
+Its bits must equal those of the method for many rows: a matmul with the dequantised weight. The
+bits are compared on this GPU, as in :mod:`..plan`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _LEAST_INPUTS = 512
 
 
 class RowLimits:
-    """Row limits of the matmuls with packed weights, one pair for each shape.
+    """Row limits of the matmuls with packed weights, one pair per shape.
 
     Args:
-        dtype: of the rows. plans: of matmuls with dequantised weights.
+        dtype: dtype of the rows. plans: plans of matmuls with dequantised weights.
     """
 
     def __init__(self, dtype: torch.dtype, plans: LinearPlans) -> None:
@@ -38,7 +39,7 @@ class RowLimits:
         """``max_fused_rows`` and ``max_custom_rows`` of :func:`.dispatch_int4.linear`.
 
         Raises:
-            UnsupportedModelError: as in :func:`..linear.plan.choose_plan`.
+            UnsupportedModelError: see :func:`..plan.choose_plan`.
         """
         key = (*weight.words.shape, num_inputs, *weight[2:])
         if key not in self._known:

@@ -1,7 +1,7 @@
-"""``QuantizedWeight``: the forms in which a weight is held quantised, on every device.
+"""``QuantizedWeight``: the forms in which quantised weights are stored, on every device.
 
-A form says how its parts are arranged and which values they stand for. Formats of checkpoints are
-read into a form, and each kernel packs a form for itself. All parts have a row per output, so that
+A form defines how its parts are arranged and which values they represent. Checkpoint formats are
+read into a form, and each kernel packs a form for itself. All parts have one row per output, so
 weights can be merged and cut anywhere along their outputs.
 """
 
@@ -25,12 +25,12 @@ BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(ABC):
-    """A weight ``[N, K]``. Iterating gives its parts, whose first dimension is N.
+    """A weight ``[N, K]``. Iteration yields its parts, whose first dimension is N.
 
     Attributes:
-        format: a name of the form, for the kernel registry and statistics.
+        format: name of the form, for the kernel registry and statistics.
         order: int64 ``[K]``, the input that each column multiplies, so that inputs of a group are
-            neighbours; None if columns are in the order of the inputs.
+            adjacent; None if columns are in the order of the inputs.
     """
 
     format: ClassVar[str]
@@ -46,11 +46,11 @@ class QuantizedWeight(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "order"}
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A weight of ``function(part)`` for each part, in the same order of inputs."""
+        """A weight with ``function(part)`` for each part, and the same order of inputs."""
         return replace(self, **{name: function(part) for name, part in self.parts.items()})
 
     def in_order(self) -> Self:
-        """The weight for inputs that are already put into ``order``."""
+        """The weight for inputs that are already permuted by ``order``."""
         return replace(self, order=None)
 
     def equals(self, other: QuantizedWeight | None) -> bool:
@@ -60,7 +60,7 @@ class QuantizedWeight(ABC):
         return is_same_order(self.order, other.order) and all(map(torch.equal, self, other))
 
     def expanded(self) -> Tensor:
-        """float32 ``[N, K]``."""
+        """The values, float32 ``[N, K]``."""
         columns = self._columns()
         if self.order is None:
             return columns
@@ -68,15 +68,16 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def _columns(self) -> Tensor:
-        """float32 ``[N, K]``, with inputs in ``order``."""
+        """The values, float32 ``[N, K]``, with inputs in ``order``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Int4Weight(QuantizedWeight):
-    """``value * scale + minimum``, by groups of 32 inputs.
+    """``value * scale + minimum``, in groups of 32 inputs.
 
     Attributes:
-        values: uint8 ``[N, K / 32, 16]``; the low halves of the bytes are the first 16 of a group.
+        values: uint8 ``[N, K / 32, 16]``; the low halves of the bytes are the first 16 values of a
+            group.
         scales, minima: float32 ``[N, K / 32]``.
     """
 
@@ -93,7 +94,7 @@ class Int4Weight(QuantizedWeight):
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight(QuantizedWeight):
-    """``value * scale``, by groups of 32 inputs.
+    """``value * scale``, in groups of 32 inputs.
 
     Attributes:
         values: int8 ``[N, K]``. scales: float32 ``[N, K / 32]``.
@@ -112,10 +113,10 @@ class Int8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight(QuantizedWeight):
-    """``value * scale``, in e4m3.
+    """``value * scale``, with e4m3 values.
 
-    Checkpoints have a scale for each block of 128 x 128, for each output, or one for all. Held is a
-    scale for each output and 128 inputs, or for each output: rows can then be merged and cut
+    Checkpoints have one scale per block of 128 x 128, one per output, or one in total. This form
+    stores one scale per output and 128 inputs, or one per output. So rows can be merged and cut
     anywhere, at 3% more memory.
 
     Attributes:
@@ -130,8 +131,8 @@ class Fp8Weight(QuantizedWeight):
 
 
 def merged(weights: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """The outputs of all, one after the other; all have one number of scales per output and one
-    order of inputs. None unless all have one form."""
+    """The outputs of all weights, concatenated. All must have one form, the same number of scales
+    per output and the same order of inputs; None unless all have one form."""
     held = [weight for weight in weights if type(weight) is type(weights[0])]
     first = held[0]
     if first is None or len(held) < len(weights):
@@ -141,18 +142,18 @@ def merged(weights: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
 
 
 def unpack_int4(values: Tensor) -> Tensor:
-    """uint8 ``[.., 32]``, from two values in each byte of ``[.., 16]``."""
+    """uint8 ``[.., 32]`` from the two values in each byte of ``[.., 16]``."""
     return torch.cat((values & 15, values >> 4), -1)
 
 
 def expand_int4(values: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """float32 ``[N, K]`` of the parts of an :class:`Int4Weight`."""
+    """float32 ``[N, K]`` from the parts of an :class:`Int4Weight`."""
     weight = unpack_int4(values).float()
     return weight.mul_(scales.unsqueeze(-1)).add_(minima.unsqueeze(-1)).flatten(1)
 
 
 def expand_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 ``[N, K]`` of an :class:`Fp8Weight` whose scales were multiplied by 256."""
+    """float32 ``[N, K]`` from an :class:`Fp8Weight` whose scales were multiplied by 256."""
     weight = e4m3.decode(values)
     if scales.shape[1] == 1:
         return weight.mul_(scales)
@@ -169,7 +170,8 @@ def rows_of_blocks(scales: Tensor, num_outputs: int) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """``weight [N, K]`` in blocks of 128 x 128, each scaled so that its largest becomes 448."""
+    """Quantise ``weight [N, K]`` in blocks of 128 x 128, each scaled so that its largest value
+    becomes 448."""
     num_outputs, num_inputs = weight.shape
     shape = (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
     missing = (0, shape[1] * BLOCK - num_inputs, 0, shape[0] * BLOCK - num_outputs)

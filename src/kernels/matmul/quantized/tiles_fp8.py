@@ -1,4 +1,4 @@
-"""Tile sizes of the FP8 matmuls: by a rule, from the shape of the weight and the number of rows.
+"""Tile sizes of the FP8 matmuls, by a rule from the shape of the weight and the number of rows.
 
 No size changes the bits of a result (tests/kernels/matmul/quantized/test_fp8_gpu.py).
 """
@@ -17,7 +17,7 @@ from .quantized_weight import BLOCK
 _MAX_FEW_ROWS = 64
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
-_SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
+_SHARED_STAGED_BYTES = 96 << 10  # where two programs share a multiprocessor
 # By (rows of x, outputs) of a tile: stages, and microseconds per 128 summands, measured on one H100
 # (docs/notes/fp8.md).
 _MANY_TILES = {
@@ -27,8 +27,8 @@ _MANY_TILES = {
     (192, 64): (6, 0.36),
 }
 _GATE_US = {128: 3.8, 192: 5.0}  # to apply the gate and round, per tile, by its rows of x
-# Of the activation's own kernel; lower than measured alone, as the matmul before it has to store
-# what it reads.
+# Of the separate activation kernel. Lower than measured alone, because the matmul before it must
+# store what the kernel reads.
 _ACTIVATION_BYTES_PER_US = 1.5e6
 
 
@@ -38,8 +38,8 @@ class FewTile:
 
     Attributes:
         part: rows of the weight per program; a power of two from 8 to 128.
-        x_rows: rows of x; from 8 to 64. Up to 8 rows take 8.
-        atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
+        x_rows: rows of x, from 8 to 64. Up to 8 rows use 8.
+        atoms: number of 128-summand atoms per stage: 1, 2 or 4. stages: in shared memory at once.
     """
 
     part: int
@@ -48,13 +48,13 @@ class FewTile:
     x_rows: int = 16
 
     def fits(self, num_outs: int, k_size: int) -> bool:
-        """Whether shape and tile suit each other, and shared memory suffices."""
+        """Whether the tile matches the shape and fits shared memory."""
         num_steps, rest = divmod(k_size, BLOCK * self.atoms)
         if rest or num_outs % self.part or num_steps < self.stages:
             return False
         num_staged = self.stages * self.atoms
         left = 64 if self.part <= 64 else 128
-        # x, or padding that the last operand reads; scales; and the buffers of stores.
+        # x, or padding that the last operand reads; scales; and the store buffers.
         behind = max(num_staged * self.x_rows, left - self.part) * BLOCK
         scales = 4 * self.x_rows * triton.next_power_of_2(k_size // BLOCK)
         through = 2 * left * (self.x_rows + 8)
@@ -67,8 +67,8 @@ class ManyTile:
     """Tile sizes of a persistent FP8 matmul.
 
     Attributes:
-        x_rows: of x per tile: 128 or 192. part: outputs per tile: 64 or 128.
-        stages: of 128 summands, in shared memory at once; an even number for 128 rows.
+        x_rows: rows of x per tile: 128 or 192. part: outputs per tile: 64 or 128.
+        stages: number of 128-summand stages in shared memory at once; even for 128 rows.
     """
 
     x_rows: int
@@ -76,9 +76,9 @@ class ManyTile:
     stages: int
 
     def fits(self, num_outs: int, k_size: int) -> bool:
-        """Whether shape and tile suit each other, and shared memory suffices."""
+        """Whether the tile matches the shape and fits shared memory."""
         pair = 2 if self.x_rows == 128 else 1  # groups that a warpgroup multiplies at a time
-        # Stages, their scales, and the buffers of stores.
+        # Stages, their scales, and the store buffers.
         scales = self.stages * (self.x_rows + 64) * 4
         used = self.stages * (self.x_rows + self.part) * BLOCK + scales + self.x_rows * BLOCK + 1024
         is_whole = self.stages % pair == 0 and k_size % (pair * BLOCK) == 0
@@ -86,7 +86,8 @@ class ManyTile:
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
-    """Of the Triton kernel. All of its sizes have wgmma: 64 rows on the left, or outputs."""
+    """The tile of the Triton kernel. All of its sizes use wgmma: 64 rows on the left, or 64
+    outputs."""
     if num_rows <= _MAX_FEW_ROWS:
         rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
         return _swapped(rows, 64, BLOCK, 5)
@@ -98,9 +99,9 @@ def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
 def choose_sm90_tile(
     num_rows: int, num_outs: int, k_size: int, card: Gpu
 ) -> FewTile | ManyTile | None:
-    """The tile for a weight ``[N, K]``; None where that kernel has none.
+    """The tile for a weight ``[N, K]``; None if that kernel has none.
 
-    By what was the quickest for the weights of four models (docs/notes/fp8.md).
+    The rule follows the fastest tiles for the weights of four models (docs/notes/fp8.md).
     """
     if k_size % BLOCK:
         return None
@@ -116,8 +117,8 @@ def choose_sm90_tile(
 def choose_gated_tile(
     num_rows: int, num_weight_rows: int, k_size: int, card: Gpu
 ) -> ManyTile | None:
-    """The tile of a matmul with gate and up that applies the gate where it stores; None where a
-    kernel of its own does that sooner, or the shape does not suit."""
+    """The tile of a matmul with gate and up that applies the gate in its epilogue. None if a
+    separate kernel is faster, or if the shape is not supported."""
     if num_rows <= _MAX_FEW_ROWS:
         return None
     if num_weight_rows % (2 * BLOCK) or k_size % BLOCK:
@@ -134,7 +135,7 @@ def choose_gated_tile(
 def _quickest(
     num_rows: int, num_outs: int, k_size: int, card: Gpu, is_gated: bool = False
 ) -> tuple[float, ManyTile] | None:
-    """(microseconds, tile) of a matmul of many rows; None where no tile suits it."""
+    """(microseconds, tile) of a matmul of many rows; None if no tile supports it."""
     best: tuple[float, ManyTile] | None = None
     for (x_rows, part), (stages, group_us) in _MANY_TILES.items():
         tile = ManyTile(x_rows, part, stages)
@@ -161,7 +162,7 @@ def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile |
             continue
         room = _STAGED_BYTES if num_programs <= card.num_sms else _SHARED_STAGED_BYTES
         most = min(room // (atoms * BLOCK * (part + x_rows)), k_size // (atoms * BLOCK))
-        for stages in range(most, max(0, most - 2), -1):  # scales may take the room of one
+        for stages in range(most, max(0, most - 2), -1):  # scales may take the space of one
             tile = FewTile(part, atoms, stages, x_rows)
             if tile.fits(num_outs, k_size):
                 return tile

@@ -1,16 +1,17 @@
-"""Matmul of FP8 rows and an FP8 weight on a Hopper GPU, by one of two kernels; that for few rows.
+"""Matmul of FP8 rows and an FP8 weight on a Hopper GPU: the entry, and the kernel for few rows.
 
-Both have the bits of :mod:`.matmul_fp8`. They take weights whose outputs share their scales by
-whole blocks of 128, or have one scale for all inputs each. :mod:`.matmul_fp8_sm90_many` has the
-kernel for many rows.
+The two kernels compute the bits of :mod:`.matmul_fp8`. They support weights whose outputs share
+their scales in whole blocks of 128, or have one scale each for all inputs.
+:mod:`.matmul_fp8_sm90_many` has the kernel for many rows.
 
-The kernel for few rows prefetches its weight, as :mod:`..linear.matmul_sm90` does for bfloat16. A
-group of 128 inputs is one row of the 128-byte swizzle: an *atom* of shared memory, and four
-instructions of the matrix unit that begin from zero. While the unit works on one group, the group
-before is multiplied by its scales and added to the float32 sums.
+The kernel for few rows prefetches its weight, as :mod:`.matmul_sm90` does for bfloat16. A group of
+128 inputs is one row of the 128-byte swizzle: an *atom* of shared memory, and four instructions of
+the matrix unit that begin from zero. While the unit works on one group, the result of the preceding
+group is multiplied by its scales and added to the float32 accumulators.
 
-Rows are on the right of the unit and 64 outputs or 128 on its left. Where a program owns fewer, the
-rest of the operand is whatever lies after in shared memory, and its results are discarded.
+Rows of x are the right operand of the unit and 64 or 128 outputs its left. If a program owns fewer
+outputs, the rest of the operand is whatever follows in shared memory, and its results are
+discarded.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -42,7 +43,7 @@ from .matmul_sm90 import (
 
 @gluon.jit
 def _added(total, part, factors):
-    """total + part * factors, ``factors`` for each column, with one rounding."""
+    """total + part * factors, with ``factors`` per column, rounded once."""
     return gl.fma(part, factors[None, :] + gl.zeros_like(part), total)
 
 
@@ -52,7 +53,7 @@ def _add_stage(
     ATOMS: gl.constexpr, W_PIECES: gl.constexpr, X_PIECES: gl.constexpr, X_FROM: gl.constexpr,
     SUM: gl.constexpr, LEFT: gl.constexpr, X_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """total and the groups of a stage, in order."""
+    """total plus the groups of a stage, in order."""
     w = slot * ATOMS * W_PIECES
     x = X_FROM + slot * ATOMS * X_PIECES
     parts = ()
@@ -85,12 +86,12 @@ def few_rows_kernel(
     if not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = K // (128 * ATOMS)
-    W_PIECES: gl.constexpr = PART // 8  # of an atom
+    W_PIECES: gl.constexpr = PART // 8  # per atom
     X_PIECES: gl.constexpr = X_ROWS // 8
     X_FROM: gl.constexpr = STAGES * ATOMS * W_PIECES
     LEFT: gl.constexpr = 128 if PART > 64 else 64
     NUM_WARPS: gl.constexpr = LEFT // 16
-    # The last atom's operand reads LEFT rows from its first on.
+    # The operand of the last atom reads LEFT rows from its first row on.
     X_END: gl.constexpr = X_FROM + STAGES * ATOMS * X_PIECES
     W_END: gl.constexpr = X_FROM - W_PIECES + LEFT // 8
     PIECES: gl.constexpr = X_END if X_END > W_END else W_END
@@ -125,7 +126,7 @@ def few_rows_kernel(
     scales.store(factors * of_outputs[:, None])
 
     total = gl.zeros([LEFT, X_ROWS], gl.float32, SUM)
-    if STEPS == STAGES:  # nothing is loaded twice into a place
+    if STEPS == STAGES:  # no place is loaded twice
         for step in range(STEPS):
             mbarrier.wait(bars.index(step), 0)
             total = _add_stage(
@@ -162,11 +163,11 @@ def matmul(
     """``x @ weight.T``, rounded to bfloat16; one launch.
 
     Args:
-        x: of ``[M, K]``, on a Hopper GPU.
-        weight: e4m3 ``[N, K]``, contiguous. No kernel that may still run when the previous one
-            ends writes it.
+        x: quantised rows ``[M, K]``, on a Hopper GPU.
+        weight: e4m3 ``[N, K]``, contiguous. It must not be written by a kernel that may still run
+            when the previous one ends.
         scales: float32 ``[N / 128, K / 128]`` with ``shared`` 128, or ``[ceil(N / shared), 1]``.
-        shared: outputs that share a row of ``scales``. tile: one that fits the shape.
+        shared: outputs that share a row of ``scales``. tile: a tile that fits the shape.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -202,17 +203,17 @@ def matmul(
 def gated_matmul(
     x: QuantizedRows, weight: Tensor, scales: Tensor, *, tile: ManyTile
 ) -> QuantizedRows:
-    """``silu(gate) * up`` of the halves of ``x @ weight.T``, every operation rounded to bfloat16,
+    """``silu(gate) * up`` of the halves of ``x @ weight.T``, each operation rounded to bfloat16,
     quantised; one launch.
 
     Args:
-        x: of ``[M, K]``, on a Hopper GPU.
+        x: quantised rows ``[M, K]``, on a Hopper GPU.
         weight: e4m3 ``[2 N, K]`` (gate, then up), contiguous.
         scales: float32 ``[2 N / 128, K / 128]``.
-        tile: of 128 outputs, that fits the shape.
+        tile: a tile of 128 outputs that fits the shape.
 
     Returns:
-        Of ``[M, N]``: the bits of :func:`..fused.quantize_rows.act_mul_quantize`.
+        Quantised rows ``[M, N]``, with the bits of :func:`..fused.quantize_rows.act_mul_quantize`.
 
     Raises:
         ValueError: the tile does not fit.

@@ -1,21 +1,21 @@
-"""Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
+"""Warp-specialised matmul of many FP8 rows and an FP8 weight for Hopper.
 
-A program computes tile after tile. Two producer warps keep the stages of shared memory filled, the
-next tile's too. Each of two or three consumer warpgroups multiplies 64 of the rows and frees the
-stages. While the matrix unit works for one, another scales and adds up its products, or stores.
-Rows of x are on the left of the unit, so that a thread has two of them, and with them two scales.
-The bits are those of :mod:`.matmul_fp8`.
+A program computes tile after tile. Two producer warps keep the stages of shared memory filled,
+including those of the next tile. Each of two or three consumer warpgroups multiplies 64 of the rows
+and releases the stages. While the matrix unit works for one warpgroup, another scales and adds its
+results, or stores. Rows of x are the left operand of the unit, so a thread has two of them, and two
+scales. The bits are those of :mod:`.matmul_fp8`.
 
-A stage holds a group of 128 inputs: 64 rows of x for each warpgroup that multiplies, rows of the
-weight, and the scales of both. One warp fills it by TMA and one, with scales, by ``cp.async``; its
-barrier counts both. Warpgroups that loaded scales themselves held up the matmul after them for as
-long as memory takes (docs/notes/fp8.md).
+A stage holds a group of 128 inputs: 64 rows of x per consumer warpgroup, rows of the weight, and
+the scales of both. One warp fills it by TMA, and another loads scales by ``cp.async``; its barrier
+counts both. When consumer warpgroups loaded scales themselves, the next matmul waited as long as
+memory takes (docs/notes/fp8.md).
 
-With a gate, of two HALVES, the kernel applies it and quantises the result: ``silu(gate) * up``,
-rounded to e4m3 with a scale for each 128 channels. A tile has 128 outputs, which share a scale. A
-warpgroup computes 64 of them, of the gate and of up, and then the other 64. So it has no more sums
-at a time than without a gate, and a thread has both of an output. Gate and up stay in registers and
-never go to memory.
+With a gate (two HALVES), the kernel applies it and quantises the result: ``silu(gate) * up``,
+rounded to e4m3 with a scale per 128 channels. A tile has 128 outputs, which share a scale. A
+warpgroup computes 64 of them, both gate and up, and then the other 64. So it has no more
+accumulators at a time than without a gate, and a thread has gate and up of the same output. Gate
+and up stay in registers and are never stored to memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -43,14 +43,14 @@ from ..quantized.tiles_fp8 import ManyTile
 from .matmul_sm90 import describe, stage_of
 from .matmul_sm90_many import next_stage, packed, pair, place, unpacked
 
-_LANES = gl.constexpr(32)  # of the warp that loads scales; each arrives when its own are there
+_LANES = gl.constexpr(32)  # of the warp that loads scales; each arrives for its own
 
 
 @gluon.jit
 def product_of_group(
     smem, left, right, SUM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
 ):  # fmt: skip
-    """The matmul of one group, from zero, not waited for; ``left`` and ``right`` say where."""
+    """Start the matmul of one group, from zero; ``left`` and ``right`` are the operands' places."""
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     return warpgroup_mma(
         smem.index(left)._reinterpret(gl.float8e4nv, [LEFT, 128], OPERAND),
@@ -63,8 +63,8 @@ def product_of_group(
 
 @gluon.jit
 def _allocate_stages(WARPGROUPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr):
-    """(operands, scales of rows, of the weight, barriers of full stages, of empty ones): 64 rows of
-    x for each warpgroup and PART of the weight a stage."""
+    """(operands, scales of rows, scales of the weight, barriers of full stages, of empty stages). A
+    stage has 64 rows of x per consumer warpgroup and PART rows of the weight."""
     PIECES: gl.constexpr = WARPGROUPS * 8 + PART // 8
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -88,8 +88,8 @@ def _load_operands(
     stages, x_desc, w_desc, num_rows, num_tiles,
     N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Producer warp: keep the stages filled, a group in each. Of a gated tile, of two HALVES, the
-    first 64 outputs come first, each time 64 rows of the weight of the gate and of up."""
+    """Producer warp: keep the stages filled, one group in each. In a gated tile (two HALVES) the
+    first 64 outputs come first, each time 64 rows of the gate's weight and of up's."""
     smem, x_smem, _, full, empty = stages
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
@@ -123,8 +123,8 @@ def _load_scales(
     N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Producer warp: load the scales of the operands; of a gated tile's weight, two. A separate
-    warp, as small tiles waited for one that loaded both."""
+    """Producer warp: load the scales of the operands; for a gated tile two scales of the weight.
+    This is a separate warp, because small tiles waited for a warp that loaded both."""
     smem, x_smem, w_smem, full, empty = stages
     x_scales, w_scales = scales
     STAGES: gl.constexpr = full.shape[0]
@@ -159,7 +159,7 @@ def _factors(
     stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr, W_GROUPS: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """The scales of a group's product for each of 64 rows, of the gate and of up; without a gate
+    """The scales of a group's matmul for each of 64 rows, for the gate and for up; without a gate
     the same twice."""
     _, x_smem, w_smem, full, _ = stages
     rows = x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
@@ -177,13 +177,14 @@ def _factors(
 
 @gluon.jit
 def _added(total, part, factors):
-    """total + part * factors, ``factors`` for each row, with one rounding."""
+    """total + part * factors, with ``factors`` per row, rounded once."""
     return gl.fma(part, factors[:, None] + gl.zeros_like(part), total)
 
 
 @gluon.jit
 def _both_added(total, up, part, factors, HALVES: gl.constexpr):
-    """:func:`_added` for the sums; of two HALVES the right half of ``part`` is for those of up."""
+    """:func:`_added` for all accumulators. With two HALVES the right half of ``part`` belongs to
+    up."""
     if HALVES == 1:
         total = _added(total, part, factors[0])
     else:
@@ -201,15 +202,16 @@ def _sums(
     WARPGROUP: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, W_GROUPS: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """64 rows by PART / HALVES outputs, of the gate and of up; and the next slot and phase. Of two
-    warpgroups each has two products in flight, of three one: registers suffice for no more."""
+    """64 rows by PART / HALVES outputs, of the gate and of up; and the next slot and phase. With
+    two warpgroups, each has two matmuls in flight; with three, each has one, because registers
+    allow no more."""
     smem, x_smem, _, full, empty = stages
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART // HALVES, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, HALF)
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
-    PAIR: gl.constexpr = 4 - WARPGROUPS  # products in flight: 2 with two warpgroups, 1 with three
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # matmuls in flight: 2 with two warpgroups, 1 with three
     PIECES: gl.constexpr = smem.shape[0] // STAGES
     X: gl.constexpr = WARPGROUP * 8
     W: gl.constexpr = WARPGROUPS * 8
@@ -235,7 +237,7 @@ def _sums(
 
 @gluon.jit
 def _gated(gate, up):
-    """Pairs of ``silu(gate) * up``, every operation rounded to bfloat16."""
+    """Pairs of ``silu(gate) * up``, each operation rounded to bfloat16."""
     even, odd = unpacked(packed(gate))
     activated = pair(silu_of_bfloat16(even), silu_of_bfloat16(odd))
     return gl.inline_asm_elementwise(
@@ -245,7 +247,7 @@ def _gated(gate, up):
 
 @gluon.jit
 def _together(first, second):
-    """Pairs ``[64, 32]`` of the first 64 outputs and of the others as float32 ``[64, 128]``."""
+    """Pairs ``[64, 32]`` of the first 64 outputs and of the others, as float32 ``[64, 128]``."""
     even, odd = unpacked(first)
     left = gl.join(even, odd).reshape([64, 64])
     even, odd = unpacked(second)
@@ -258,8 +260,8 @@ def _store(
     total, w_scales, out, first, begin, num_rows,
     N: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """The sums of 64 rows from ``first`` on, multiplied by scales that outputs have for all inputs,
-    and rounded."""
+    """Multiply the sums of 64 rows from ``first`` on by the scales that outputs have for all
+    inputs, round and store them."""
     WIDE: gl.constexpr = total.shape[1]
     SUM: gl.constexpr = total.type.layout
     if W_GROUPS == 1:
@@ -332,11 +334,11 @@ def many_rows_kernel(
     X_ROWS: gl.constexpr,  # 128 or 192: 64 for each of two or three warpgroups
     STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T``, or of two HALVES ``out * out_scales = silu(x @ weight[0].T) * (x @
+    """``out = x @ weight.T``, or with two HALVES ``out * out_scales = silu(x @ weight[0].T) * (x @
     weight[1].T)``. No constant depends on the number of rows.
 
-    Grid: a program for each multiprocessor at most; they share N / PART * ceil(M / X_ROWS) tiles.
-    With two warpgroups numbers of groups and of stages are even."""
+    Grid: at most one program per multiprocessor; they share N / PART * ceil(M / X_ROWS) tiles. With
+    two warpgroups, the numbers of groups and of stages are even."""
     tl.extra.cuda.gdc_launch_dependents()
     WARPGROUPS: gl.constexpr = X_ROWS // 64
     num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // PART)
@@ -389,12 +391,12 @@ def launch_many_rows(
     shared: int,
     tile: ManyTile,
 ) -> None:
-    """Write ``x @ weight.T`` to ``out`` ``[M, N]``, or quantised ``silu(gate) * up``.
+    """Write ``x @ weight.T``, or quantised ``silu(gate) * up``, to ``out`` ``[M, N]``.
 
     Args:
-        x: of ``[M, K]``, M above 0.
+        x: quantised rows ``[M, K]``, M above 0.
         weight: e4m3 ``[N, K]``; ``[2 N, K]`` (gate, then up) if ``out`` is quantised.
-        scales, shared, tile: as in :func:`.matmul_fp8_sm90.matmul`.
+        scales, shared, tile: see :func:`.matmul_fp8_sm90.matmul`.
     """
     num_rows, k_size = x.values.shape
     gated = out if isinstance(out, QuantizedRows) else None

@@ -1,27 +1,28 @@
 """Matmul of few rows for Hopper that prefetches its weight before the previous kernel has ended.
 
-A step of few rows is a chain of short kernels, each waiting for the previous one. A matmul in it
-mostly waits for its weight, which depends on none of them. Triton cannot load one operand before
-the wait and the other after it; Gluon can. Here every program loads all of its weights that fit in
-shared memory, waits (programmatic dependent launch), then loads x. With very few rows some weights
-are loaded after the wait, as they would delay the previous kernel's loads (:func:`stages_ahead`).
-So **weights must be older than the previous kernel**: parameters, never computed.
+A step of few rows is a chain of short kernels, each of which waits for the previous one. A matmul
+in the chain mostly waits for its weight, which does not depend on these kernels. Triton cannot load
+one operand before the wait and the other after it; Gluon can. Here every program loads all of its
+weights that fit in shared memory, waits (programmatic dependent launch), and then loads x. With
+very few rows some weights are loaded after the wait, because they would delay the previous kernel's
+loads (:func:`stages_ahead`). So **weights must be older than the previous kernel**: parameters,
+never computed.
 
-A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
-over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by
-one or two warpgroups. Where it owns fewer rows of the weight than wgmma takes, the rest of the
-operand is whatever follows in shared memory, and its results are discarded: rows of a matmul do
-not mix. The order of summation, and so the bits, are those of :mod:`.matmul`.
+A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` rows of x. It
+runs over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, with the weight as the
+left operand, by one or two warpgroups. If it owns fewer rows of the weight than wgmma takes, the
+rest of the operand is whatever follows in shared memory. Those results are discarded, because rows
+of a matmul do not mix. The order of summation, and therefore the bits, are those of :mod:`.matmul`.
 
 Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
 ``[atoms, x_rows, 64]``, then padding that the last operand reads. An atom is 64 summands.
 
-The norm before a matmul of up to four rows may join it (:func:`norm_matmul`). At batch 1 a separate
-norm kernel has a microsecond of work. Here each program adds the residual and normalises all of x,
-after the same wait, while its weights are loading. The bits are those of :mod:`..fused.rms_norm`
-and of the matmul alone: a row is spread over four warps as there, so additions have the same order.
-Hence the bounds on K (:func:`serves_norm`).
+The norm before a matmul of up to four rows may be fused with it (:func:`norm_matmul`). At batch 1 a
+separate norm kernel has a microsecond of work. Here each program adds the residual and normalises
+all of x after the same wait, while its weights are loading. The bits are those of
+:mod:`..fused.rms_norm` and of the separate matmul. A row is distributed over four warps as in that
+norm, so additions have the same order. This bounds K (:func:`serves_norm`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -53,13 +54,14 @@ from ..tuned_tiles import PrefetchTile
 
 _AHEAD_BYTES = 6 << 20
 ATOM_BYTES = 128  # of a row
-_BLOCK = gl.constexpr(1024)  # elements of a normed row, padded: 8 for each thread of four warps
-MAX_NORM_ROWS = 4  # beyond, two launches are quicker
+_BLOCK = gl.constexpr(1024)  # elements of a normalised row, padded: 8 for each thread of four warps
+MAX_NORM_ROWS = 4  # beyond this, two launches are faster
 
 
 @gluon.jit
 def stage_of(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, desc):
-    """The units of shared memory for a box of ``desc``: PIECES of them, the first stage at FROM."""
+    """The units of shared memory for a box of ``desc``: PIECES per stage, the first stage at
+    FROM."""
     stage = smem.index(FROM + slot * PIECES)
     return stage._reinterpret(smem.dtype, desc.block_type.shape, desc.layout)
 
@@ -69,7 +71,8 @@ def load_weights_async(
     smem, bars, w_desc, begin,
     PIECES: gl.constexpr, BYTES: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr,
 ):  # fmt: skip
-    """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
+    """Load stages FROM to TO of the weights from row ``begin`` on, each with a barrier for
+    BYTES."""
     for slot in gl.static_range(FROM, TO):
         mbarrier.init(bars.index(slot), count=1)
     for slot in gl.static_range(FROM, TO):
@@ -81,7 +84,7 @@ def load_weights_async(
 
 @gluon.jit
 def _place_of_weights(w_desc, step, begin):
-    """Coordinates of a stage's box; gate and up, if there are, are a dimension."""
+    """Coordinates of a stage's box. Gate and up, if present, are a dimension."""
     ATOMS: gl.constexpr = w_desc.block_type.shape[0]
     if len(w_desc.block_type.shape) == 4:
         at = [step * ATOMS, 0, begin, 0]
@@ -92,7 +95,7 @@ def _place_of_weights(w_desc, step, begin):
 
 @gluon.jit
 def load_rows_async(smem, bars, x_desc, begin_m, FROM: gl.constexpr, PIECES: gl.constexpr):
-    """Load all stages of x from row ``begin_m`` on; the barriers expect them already."""
+    """Load all stages of x from row ``begin_m`` on. Their barriers already expect these bytes."""
     ATOMS: gl.constexpr = x_desc.block_type.shape[0]
     STAGES: gl.constexpr = bars.shape[0]
     for slot in gl.static_range(STAGES):
@@ -106,7 +109,7 @@ def load_stage_async(
     smem, bars, slot, step, pred, w_desc, x_desc, begin, begin_m,
     W_PIECES: gl.constexpr, X_FROM: gl.constexpr, X_PIECES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Load both operands of ``step`` into a stage that is free again, if ``pred``."""
+    """Load both operands of ``step`` into a stage that has been released, if ``pred``."""
     bar = bars.index(slot)
     mbarrier.expect(bar, BYTES, pred=pred)
     target = stage_of(smem, slot, 0, W_PIECES, w_desc)
@@ -125,7 +128,7 @@ def _add_stage(
     OPERAND: gl.constexpr, ATOMS: gl.constexpr, W_ROWS: gl.constexpr, X_ROWS: gl.constexpr,
     X_FROM: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """total + the matmuls of one stage's atoms, not waited for."""
+    """total plus the matmuls of one stage's atoms, without waiting for them."""
     for atom in gl.static_range(ATOMS):
         weights = smem.index((slot * ATOMS + atom) * (W_ROWS // 8))
         rows = smem.index(X_FROM + (slot * ATOMS + atom) * (X_ROWS // 8))
@@ -143,20 +146,20 @@ def store_outputs(
     total, out, begin, begin_m, num_rows,
     N: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Round the sums ``total [LEFT, X_ROWS]``, gate and multiply them if HALVES are 2, and store
-    those of weight rows ``begin`` to ``begin + PART`` and rows of x from ``begin_m`` on."""
+    """Round the accumulators ``total [LEFT, X_ROWS]``, gate and multiply them if HALVES is 2, and
+    store those of weight rows ``begin`` to ``begin + PART`` and rows of x from ``begin_m`` on."""
     LEFT: gl.constexpr = total.shape[0]
     SUM: gl.constexpr = total.type.layout
     W_ROWS: gl.constexpr = HALVES * PART
     NUM_WARPS: gl.constexpr = LEFT // 16
-    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # sums of a row that a thread stores at once
+    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # of a row, stored at once by a thread
     BY_ROW: gl.constexpr = gl.BlockedLayout(
         [WIDE // HALVES, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
     )
     IS_MOVED: gl.constexpr = HALVES == 2 or WIDE > 2
     LAYOUT: gl.constexpr = BY_ROW if IS_MOVED else SUM
     result = total.to(gl.bfloat16)
-    if HALVES == 2:  # rows lie as [parts, halves, PART]
+    if HALVES == 2:  # rows are ordered as [parts, halves, PART]
         PAIRS: gl.constexpr = gl.BlockedLayout(
             [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
         )
@@ -177,13 +180,13 @@ def push_outputs(
     PART: gl.constexpr, X_ROWS: gl.constexpr, RANK: gl.constexpr, NUM_RANKS: gl.constexpr,
     MAX_ROWS: gl.constexpr, ROW_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Round the sums ``total [LEFT, X_ROWS]`` and push those of weight rows ``begin`` to ``begin +
-    PART`` into the box that each rank, this one as well, has for this one
-    (:mod:`..collectives.peer_memory`). ``half [X_ROWS]``: of the box, 0 or 1."""
+    """Round the accumulators ``total [LEFT, X_ROWS]``, and push those of weight rows ``begin`` to
+    ``begin + PART`` into the box that each rank (this one included) has for this rank
+    (:mod:`..collectives.peer_memory`). ``half [X_ROWS]``: half of the box, 0 or 1."""
     LEFT: gl.constexpr = total.shape[0]
     SUM: gl.constexpr = total.type.layout
     bits = total.to(gl.bfloat16).to(gl.int16, bitcast=True)
-    bits = gl.where(bits == -1, 0x7FFF, bits).to(gl.int16)  # another NaN than the sentinel
+    bits = gl.where(bits == -1, 0x7FFF, bits).to(gl.int16)  # a NaN that is not the sentinel
     n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
     m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
     is_row = m < num_rows
@@ -204,10 +207,11 @@ def skinny_kernel(
     X_ROWS: gl.constexpr, ATOMS: gl.constexpr, STAGES: gl.constexpr,
     PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
-    # Of a norm: [M, K], [K], [M, K] (written: residual + x); NORM_ROWS: M padded to a power of two.
+    # For a norm: [M, K], [K], [M, K] (written: residual + x); NORM_ROWS: M padded to a power of
+    # two.
     residual=None, norm_weight=None, hidden=None, eps=None,
     FORM: gl.constexpr = None, NORM_ROWS: gl.constexpr = 0,
-    # Of a PushTarget.
+    # Fields of a PushTarget.
     boxes=None, row_numbers=None,
     RANK: gl.constexpr = 0, NUM_RANKS: gl.constexpr = 0, MAX_ROWS: gl.constexpr = 0,
     ROW_BYTES: gl.constexpr = 0,
@@ -215,8 +219,8 @@ def skinny_kernel(
     """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
 
     With boxes the result is pushed there instead, for an all-reduce. With a norm, whose weight is
-    staged as a whole, ``hidden = residual + x`` and ``rms_norm(hidden, norm_weight, eps)`` stands
-    for x.
+    staged as a whole, ``hidden = residual + x``, and ``rms_norm(hidden, norm_weight, eps)``
+    replaces x.
 
     Grid: ``(N / PART * ceil(M / X_ROWS),)``.
     """
@@ -230,7 +234,7 @@ def skinny_kernel(
     X_FROM: gl.constexpr = STAGES * W_PIECES
     LEFT: gl.constexpr = 128 if W_ROWS > 64 else 64  # 64 for each warpgroup
     NUM_WARPS: gl.constexpr = LEFT // 16
-    # The last atom's operand reads LEFT rows from its first on.
+    # The operand of the last atom reads LEFT rows from its first row on.
     X_END: gl.constexpr = X_FROM + STAGES * X_PIECES
     W_END: gl.constexpr = X_FROM - W_ROWS // 8 + LEFT // 8
     PIECES: gl.constexpr = X_END if X_END > W_END else W_END
@@ -245,7 +249,7 @@ def skinny_kernel(
         # Programs that share weights are adjacent, so that one read from memory serves them.
         num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
         row_tile = gl.program_id(0) % num_row_tiles
-        # A row that arrives twice would be taken for one of the next all-reduce.
+        # A row that arrives twice would be mistaken for a row of the next all-reduce.
         begin_m = row_tile * X_ROWS if NUM_RANKS > 0 else tile_begin(row_tile, num_rows, X_ROWS)
         begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
@@ -271,7 +275,7 @@ def skinny_kernel(
         h = (h.to(gl.float32) + more.to(gl.float32)).to(gl.bfloat16)
         if gl.program_id(0) == 0:
             gl.store(hidden + places, h, mask=mask)
-        # As _norm_kernel and scaled of rms_norm.
+        # The same operations as _norm_kernel and scaled of rms_norm.
         wide = h.to(gl.float32)
         mean = gl.sum(wide * wide, 1) * (1.0 / K)
         y = wide * gl.rsqrt(mean + eps)[:, None]
@@ -280,7 +284,7 @@ def skinny_kernel(
         if FORM == "plus_one":
             scale = scale + 1.0
         y = (y * scale[None, :]).to(gl.bfloat16)
-        # The unit of the swizzle is 8 rows: the same ones several times.
+        # A unit of the swizzle is 8 rows: repeat the same rows.
         y = y.reshape([NORM_ROWS, _BLOCK // 64, 64]).permute([1, 0, 2])
         y = y.reshape([_BLOCK // 64, 1, NORM_ROWS, 64])
         y = y.broadcast_to([_BLOCK // 64, 8 // NORM_ROWS, NORM_ROWS, 64])
@@ -306,7 +310,7 @@ def skinny_kernel(
                     total,
                     is_async=True,
                 )
-    elif STEPS == STAGES:  # nothing is loaded twice into a place: only data is waited for
+    elif STEPS == STAGES:  # no place is loaded twice: only data is waited for
         total = warpgroup_mma_init(total)
         for slot in range(STAGES):
             mbarrier.wait(bars.index(slot), 0)
@@ -317,7 +321,7 @@ def skinny_kernel(
         for step in range(STEPS):
             mbarrier.wait(bars.index(slot), phase)
             total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
-            # All but this stage's matmuls are done: the stage before is free.
+            # All matmuls but those of this stage are done: the previous stage is free.
             total = warpgroup_mma_wait(ATOMS, deps=(total,))
             then = step + STAGES - 1
             go = (step > 0) & (then < STEPS)
@@ -369,13 +373,13 @@ def describe(
 def stages_ahead(
     num_rows: int, num_weight_rows: int, row_bytes: int, atoms: int, stages: int
 ) -> int:
-    """Stages of weights loaded before the wait; the others are after it.
+    """Number of weight stages to load before the wait; the others are loaded after it.
 
-    All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
-    that is staged as a whole: the kernel before ends only when its pending loads have arrived.
+    Normally all of them. With few rows (:func:`triggers_dependents_late`) at most 6 MiB of a weight
+    that is staged as a whole: the preceding kernel ends only when its pending loads have arrived.
 
     Args:
-        row_bytes: of a row of the weight. atoms: of 128 bytes of a row, in a stage.
+        row_bytes: bytes per row of the weight. atoms: number of 128-byte atoms of a row in a stage.
     """
     if not triggers_dependents_late(num_rows) or stages * atoms * ATOM_BYTES < row_bytes:
         return stages
@@ -390,11 +394,11 @@ def _launch(
     operands: dict[str, Any],
     is_launched: bool = True,
 ) -> Tensor:
-    """Launch :func:`skinny_kernel`, with ``operands`` of a norm or a push, and options; or only
+    """Launch :func:`skinny_kernel` with options and the ``operands`` of a norm or a push, or only
     compile it.
 
     Raises:
-        ValueError: shapes do not fit each other or the tile.
+        ValueError: shapes do not match each other or the tile.
     """
     (num_rows, k_size), halves = x.shape, 2 if has_gate else 1
     num_outs = len(weight) // halves
@@ -432,19 +436,19 @@ def matmul(
     """``x @ weight.T``, rounded; one launch.
 
     Args:
-        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
-        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same. No kernel that may
-            still run when the previous one ends writes it.
-        tile: sizes, without influence on the result.
+        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows are whole 16-byte units and may be strided.
+        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up), with the same conditions. It
+            must not be written by a kernel that may still run when the previous one ends.
+        tile: sizes, which do not affect the result.
         has_gate: whether to return ``silu(gate) * up``, each operation rounded.
-        target: where to push the result, which is then nowhere else; not with a gate. If it is not
-            connected, the kernel is only compiled.
+        target: where to push the result, which is then stored nowhere else; not with a gate. If it
+            is not connected, the kernel is only compiled.
 
     Returns:
-        ``[M, N]``, contiguous; with a target not written.
+        ``[M, N]``, contiguous; with a target it is not written.
 
     Raises:
-        ValueError: shapes do not fit each other or the tile.
+        ValueError: shapes do not match each other or the tile.
     """
     if target is None:
         return _launch(x, weight, tile, has_gate, {})
@@ -453,7 +457,7 @@ def matmul(
 
 
 def serves_norm(num_rows: int, k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
-    """Whether :func:`norm_matmul` computes so many rows of ``k_size``, staged as a whole."""
+    """Whether :func:`norm_matmul` supports this many rows of ``k_size``, staged as a whole."""
     return (
         0 < num_rows <= MAX_NORM_ROWS
         and _BLOCK.value // 2 < k_size <= _BLOCK.value
@@ -479,15 +483,15 @@ def norm_matmul(
         x, residual: bfloat16 ``[M, K]`` on a Hopper GPU, contiguous; M at most
             :data:`MAX_NORM_ROWS`.
         norm_weight: ``[K]``, a parameter like ``weight``: both are read before the wait. eps and
-            form as in :func:`..fused.dispatch.add_rms_norm`.
-        weight, has_gate: as in :func:`matmul`.
-        tile: one that :func:`serves_norm`.
+            form: see :func:`..fused.dispatch.add_rms_norm`.
+        weight, has_gate: see :func:`matmul`.
+        tile: a tile that :func:`serves_norm` accepts.
 
     Returns:
         ``[M, N]`` and ``[M, K]``, contiguous.
 
     Raises:
-        ValueError: shapes do not fit each other or the tile.
+        ValueError: shapes do not match each other or the tile.
     """
     num_rows, k_size = x.shape
     if residual.shape != x.shape or not serves_norm(num_rows, k_size, tile, has_gate):
@@ -503,8 +507,9 @@ def norm_matmul(
         "eps": eps,
         "FORM": form,
         "NORM_ROWS": max(2, triton.next_power_of_2(num_rows)),
-        # As for the norm alone. In the gate, which has it otherwise without a norm, it concerns
-        # exp's last factor, a power of two, and the sum with 1: exact either way.
+        # The setting of the separate norm. The gate without a norm has another setting, but it
+        # concerns only exp's last factor, a power of two, and the sum with 1: both are exact either
+        # way.
         "enable_fp_fusion": False,
     }
     return _launch(x, weight, tile, has_gate, norm), hidden

@@ -1,21 +1,22 @@
-"""Matmul of many bfloat16 rows for Hopper by specialised warps, with or without a gate.
+"""Warp-specialised matmul of many bfloat16 rows for Hopper, with or without a gate.
 
-Persistent programs compute tile after tile of 128 rows by 256 rows of the weight. One warp keeps
-the stages of shared memory filled (TMA), the next tile's too. Each of two consumer warpgroups
-multiplies 64 of the tile's rows by all its weights: one float32 accumulator over all of K, 16
-summands per instruction, so that any tile has the bits of :mod:`.matmul_sm90` and of cuBLAS without
-split-K.
+Persistent programs compute tile after tile of 128 rows by 256 rows of the weight. A producer warp
+keeps the stages of shared memory filled (TMA), including those of the next tile. Each of two
+consumer warpgroups multiplies 64 of the tile's rows by all its weights. One float32 accumulator
+runs over all of K, 16 summands per instruction, so any tile has the bits of :mod:`.matmul_sm90` and
+of cuBLAS without split-K.
 
-The epilogue, with a gate above all, takes a while in which a warpgroup would not multiply. So it is
-deferred: the rounded sums stay in registers, half as many as the sums, and are gated and stored
-piece by piece in the next tile, each beside a stage's matmuls. ptxas allows that as long as nothing
-but matmuls touches the accumulator (else its warning C7515, and all wait for all).
+In the epilogue, which is long with a gate, a warpgroup would not multiply. So the epilogue is
+deferred. The rounded sums stay in registers, half as many as the accumulators. They are gated and
+stored piece by piece in the next tile, each piece concurrently with a stage's matmuls. ptxas allows
+that as long as only matmuls touch the accumulator. Otherwise it emits warning C7515, and every
+matmul is waited for.
 
-With a gate a tile's weights are 128 rows of the gate and the same ones of up, so that a thread has
-both of an output.
+With a gate, a tile has 128 rows of the gate's weight and the same rows of up's, so a thread has
+gate and up of the same output.
 
-Unlike :mod:`.matmul_sm90` it reads nothing before the previous kernel has ended: with many rows
-that would hide little, and so the previous kernel may write the weight
+Unlike :mod:`.matmul_sm90` this kernel reads nothing before the previous kernel has ended. With many
+rows that would hide little latency, and so the previous kernel may write the weight
 (:mod:`..quantized.dispatch_int4`).
 """
 
@@ -41,7 +42,7 @@ from ..tiles import MANY_ROWS, MANY_WEIGHT_ROWS, count_many_tiles, fits_many_row
 from .matmul_sm90 import describe
 
 STAGES = gl.constexpr(4)  # of 64 summands
-OUT_BUFFERS = gl.constexpr(2)  # of a warpgroup, 64 rows by 64 outputs each
+OUT_BUFFERS = gl.constexpr(2)  # per warpgroup, 64 rows by 64 outputs each
 _ROWS = gl.constexpr(MANY_ROWS)
 _WIDE = gl.constexpr(MANY_WEIGHT_ROWS)
 _BAND = gl.constexpr(16)  # tiles of rows
@@ -49,8 +50,8 @@ _BAND = gl.constexpr(16)  # tiles of rows
 
 @gluon.jit
 def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
-    """(which tile of X_ROWS rows, first output) of a tile of PART outputs. Tiles go in bands of
-    tiles of rows, so that those that run at a time share both operands."""
+    """(index of the tile of X_ROWS rows, first output) of a tile of PART outputs. Tiles are ordered
+    in bands of row tiles, so that concurrent tiles share both operands."""
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
     num_in_band = _BAND * ((N + PART - 1) // PART)
     top = tile // num_in_band * _BAND
@@ -60,14 +61,14 @@ def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.conste
 
 @gluon.jit
 def next_stage(slot, phase, STEP: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """``slot`` and its barrier's phase, STEP stages on."""
+    """``slot`` and its barrier's phase after STEP more stages."""
     wraps = slot == NUM_STAGES - STEP
     return gl.where(wraps, 0, slot + STEP), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
-    """Producer warp: keep the stages filled, 64 summands in each."""
+    """Producer warp: keep the stages filled, with 64 summands each."""
     x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles = ring
     slot = 0
     phase = 1
@@ -89,7 +90,7 @@ def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def packed(x):
-    """Columns of float32, rounded to bfloat16 and two per int32."""
+    """Float32 columns, rounded to bfloat16, two per int32."""
     even, odd = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
     return pair(even, odd)
 
@@ -103,14 +104,14 @@ def pair(even, odd):
 
 @gluon.jit
 def unpacked(pairs):
-    """Even and odd columns, as float32."""
+    """Even and odd columns as float32."""
     even = (pairs << 16).to(gl.float32, bitcast=True)
     return even, (pairs & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of columns; registers stay where they are."""
+    """The left and the right half of columns, without moving registers between threads."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
@@ -129,7 +130,7 @@ def _part(x, i: gl.constexpr, WIDE: gl.constexpr):
 
 @gluon.jit
 def _gated(sums, i: gl.constexpr):
-    """Part ``i`` of silu(gate) * up, 32 outputs; every operation is rounded."""
+    """Part ``i`` of silu(gate) * up, 32 outputs; each operation is rounded."""
     gate, up = _halves(sums)
     even, odd = unpacked(_part(gate, i, 16))
     even, odd = unpacked(pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
@@ -152,8 +153,8 @@ def _finish_part(
     i: gl.constexpr, sums, before, out_smem, out_desc, first, begin, HALF: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Store part ``i``, of 64 sums; with a gate, which makes 32 outputs of them, every second time
-    with those of ``before``. Returns the next part's ``before``."""
+    """Store part ``i`` of 64 sums. With a gate these give 32 outputs, which are stored every second
+    time together with ``before``. Returns the next part's ``before``."""
     PIECE: gl.constexpr = i // HALVES
     buffer = out_smem.index(HALF * OUT_BUFFERS + PIECE % OUT_BUFFERS)
     if HALVES == 1:
@@ -169,7 +170,7 @@ def _finish_part(
 
 @gluon.jit
 def _add(x_smem, w_smem, slot, total, HALF: gl.constexpr, FROM_ZERO: gl.constexpr):
-    """total + the matmul of a stage, or that alone; not waited for."""
+    """total plus the matmul of a stage, or that matmul alone, without waiting for it."""
     return warpgroup_mma(
         x_smem.index(slot * 2 + HALF),
         w_smem.index(slot).permute((1, 0)),
@@ -192,7 +193,7 @@ def _multiply(
     phase = 0
     zeros = gl.zeros([64, _WIDE], gl.float32, SUM)
     sums = packed(zeros)
-    # Before the first tile: nowhere.
+    # Before the first tile: beyond all rows.
     first = num_rows + 64
     column = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -203,8 +204,8 @@ def _multiply(
         slot, phase = next_stage(slot, phase, 1, STAGES)
         before = sums
         for i in gl.static_range(PARTS):
-            # Waiting here keeps matmuls before what runs beside them: ptxas mixes what lies
-            # between two branches.
+            # This wait keeps matmuls before the code that overlaps with them: ptxas reorders the
+            # code between two branches.
             mbarrier.wait(full.index(slot), phase)
             before = _finish_part(i, sums, before, out_smem, out_desc, first, column, HALF, HALVES)
             total = _add(x_smem, w_smem, slot, total, HALF, False)
@@ -238,7 +239,7 @@ def many_rows_kernel(
     num_rows,
     N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: up to a program per
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: up to one program per
     multiprocessor; they share ceil(N * HALVES / 256) * ceil(M / 128) tiles.
 
     No constant depends on the number of rows: one build serves all."""
@@ -273,15 +274,15 @@ def matmul_many(x: Tensor, weight: Tensor, has_gate: bool = False) -> Tensor:
     """``x @ weight.T``, rounded; one launch.
 
     Args:
-        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
-        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same.
+        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows are whole 16-byte units and may be strided.
+        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up), with the same conditions.
         has_gate: whether to return ``silu(gate) * up``, each operation rounded.
 
     Returns:
         ``[M, N]``, contiguous.
 
     Raises:
-        ValueError: shapes do not fit each other or the kernel.
+        ValueError: shapes do not match each other or the kernel.
     """
     (num_rows, k_size), halves = x.shape, 2 if has_gate else 1
     num_outs = len(weight) // halves
