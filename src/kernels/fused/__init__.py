@@ -1,9 +1,10 @@
-"""Chains of small operations as one kernel each, rounded where PyTorch rounds.
+"""Chains of small operations as one kernel each, with roundings where PyTorch rounds.
 
-Read in this order: ``dispatch`` (the functions a graph calls, and their references in torch),
-``rounding`` (how equal bits come about), ``rms_norm``, ``activation``, ``rope_cos_sin``,
-``e4m3_groups``, ``quantize_rows``, ``kv_store``, ``norm_rope_store``; ``cpu_activation`` (a CPU's).
+Modules, in reading order: ``dispatch`` (the functions that a graph calls, and their torch
+references), ``rounding`` (how bits are kept equal), ``rms_norm``, ``activation``, ``rope_cos_sin``,
+``e4m3_groups``, ``quantize_rows``, ``kv_store``, ``norm_rope_store``; ``cpu_activation`` (for
+CPUs).
 
-May be imported by ``collectives``, ``attention``, ``matmul``, ``moe``, ``ops``
-and ``compile``.
+``collectives``, ``attention``, ``matmul``, ``moe``, ``ops`` and ``compile`` may import this
+package.
 """

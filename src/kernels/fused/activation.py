@@ -1,5 +1,5 @@
-"""``activation(gate) * up`` as a Triton kernel, elementwise, rounded where torch rounds; the result
-as it is or quantised."""
+"""``activation(gate) * up`` as an elementwise Triton kernel, rounded where torch rounds, with the
+result in its dtype or quantised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 @triton.jit
 def gelu_tanh(x):  # type: ignore[no-untyped-def]
-    # As torch's CUDA kernel, in which nvcc contracts the inner product and sum.
+    # As in torch's CUDA kernel, in which nvcc contracts the inner multiplication and addition.
     u = 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
     if EMULATE:
         t = (1.0 - 2.0 / (tl.exp(2.0 * u.to(tl.float64)) + 1.0)).to(tl.float32)
@@ -33,8 +33,9 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     gate, up, out, scales, num_rows, gate_stride, up_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out = activation(gate) * up``, ``[rows, N]``, or ``gate`` if KIND is "none"; with
-    ``scales``, as rows of :mod:`.e4m3_groups`. Grid: ``(rows * ceil(N / BLOCK),)``."""
+    """``out = activation(gate) * up``, ``[rows, N]``, or ``gate`` if KIND is "none". With
+    ``scales``, the rows are quantised (:mod:`.e4m3_groups`). Grid: ``(rows * ceil(N /
+    BLOCK),)``."""
     overlap(PDL)
     DTYPE: tl.constexpr = gate.dtype.element_ty
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
@@ -64,8 +65,8 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def launch(gate: Tensor, up: Tensor, kind: str, out: Tensor, scales: Tensor | None) -> None:
-    """Write ``activation(gate) * up``, or with the kind "none" ``gate``, to ``out``, given
-    ``scales`` quantised."""
+    """Write ``activation(gate) * up`` to ``out``, or ``gate`` if the kind is "none"; quantised if
+    ``scales`` is given."""
     if not out.numel():
         return
     gate_rows, up_rows = as_rows(gate), as_rows(up)

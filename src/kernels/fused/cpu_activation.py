@@ -1,7 +1,7 @@
-"""Batch-invariant activations on a CPU: the vector code of PyTorch for every element.
+"""Batch-invariant activations on a CPU: PyTorch's vector code for every element.
 
-PyTorch computes the end of a range in other code than its whole vectors, in some dtypes with other
-bits, so ranges are padded to whole vectors.
+PyTorch computes the end of a range with other code than its whole vectors. For some dtypes this
+gives other bits, so ranges are padded to whole vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of one or more whole vectors of any type (two of AVX-512 in bfloat16 are 64).
+# Whole vectors of any dtype (two AVX-512 vectors of bfloat16 are 64 elements).
 _VECTOR_ELEMENTS = 64
 
 
@@ -35,12 +35,12 @@ ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
 
 
 def elementwise(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A function of every element, by the vector code alone: each row is a whole number of
-    vectors, and no call is long enough to be split between threads within one.
+    """Apply a function to every element, with vector code only. Each row is a whole number of
+    vectors, and no call is so long that it could be split between threads within a row.
 
     Args:
         name: a key of ``ELEMENTWISE``.
-        x: ``[..., width]``, floating. args, kwargs: further arguments, none of them a tensor.
+        x: ``[..., width]``, floating point. args, kwargs: further arguments, none of them a tensor.
 
     Returns:
         ``[..., width]``, contiguous.

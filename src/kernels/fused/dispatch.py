@@ -1,9 +1,10 @@
-"""Fused operations (RMSNorm, activation, RoPE with KV store): what fusion passes put into graphs.
+"""Fused operations (RMSNorm, activation, RoPE with KV store), which fusion passes insert into
+graphs.
 
-Plain functions. On a GPU each is one Triton kernel; elsewhere it runs the very operations it
-replaces, so a rewritten graph gives the bits of the original. The kernels round where those
-operations round (arithmetic in float32, one rounding an operation); only the order of additions
-inside a mean is their own, and it is the same for any number of rows.
+These are plain functions. On a GPU each is one Triton kernel. Elsewhere each runs exactly the
+operations that it replaces, so a rewritten graph computes the bits of the original. The kernels
+round where those operations round (arithmetic in float32, one rounding per operation). Only the
+order of additions inside a mean differs, and it is the same for any number of rows.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _on_gpu(module: str) -> Callable[[_Function], _Function]:
-    """On a GPU, have the function of the same name in ``module`` in place of the decorated one, by
-    the device of the first argument or of its first field."""
+    """On a GPU, replace the decorated function by the function of the same name in ``module``. The
+    device of the first argument, or of its first field, decides."""
 
     def decorate(reference: _Function) -> _Function:
         @cache
         def kernel() -> Any:
-            # Triton is only there on machines with a GPU.
+            # Triton is installed only on machines with a GPU.
             return getattr(import_module(f"{__package__}.{module}"), reference.__name__)
 
         @wraps(reference)
@@ -67,10 +68,11 @@ def add_rms_norm(
 
 @_on_gpu("rms_norm")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-    """``rms_norm(x) * silu(gate)``, the second factor and the product in float32, rounded once.
+    """``rms_norm(x) * silu(gate)``, where the second factor and the multiplication are in float32,
+    rounded once.
 
     Args:
-        x: ``[R, N]``. weight: ``[N]``. eps, form: as in :func:`rms_norm`.
+        x: ``[R, N]``. weight: ``[N]``. eps, form: see :func:`rms_norm`.
         gate: ``[R, N]``, or ``[1, T, H, N]`` with R = T * H; of the dtype of x.
 
     Returns:
@@ -82,7 +84,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: No
 
 @_on_gpu("activation")
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul."""
+    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul's
+    result."""
     if kind == "silu":
         return torch.nn.functional.silu(gate) * up
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -92,11 +95,11 @@ def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
 def norm_rope_store(
     inputs: RopeInputs, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Normalise (given weights) and rotate queries and keys; store keys and values.
+    """Normalise (if weights are given) and rotate queries and keys; store keys and values.
 
     Args:
         inputs: :class:`.arguments.RopeInputs`.
-        k_cache: ``[num_blocks + 1, block_size, Hkv, D]``. v_cache: the same with Dv.
+        k_cache: ``[num_blocks + 1, block_size, Hkv, D]``. v_cache: likewise with Dv.
         slot_mapping: int64 ``[T]``; tokens of padding point into the null block.
 
     Returns:
@@ -112,7 +115,7 @@ def norm_rope_store(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-    """:func:`rms_norm` in the operations of Hugging Face's modules."""
+    """:func:`rms_norm` with the operations of Hugging Face's modules."""
     wide = x.to(torch.float32)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if form == "rounded":
@@ -123,7 +126,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) ->
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
-    """Rotate ``x [T, H, D]`` by ``cos`` and ``sin`` ``[1, T, R or R / 2]``, as the modules do."""
+    """Rotate ``x [T, H, D]`` by ``cos`` and ``sin`` ``[1, T, R or R / 2]``, as in Hugging Face's
+    modules."""
     cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     first, second = rotated.chunk(2, dim=-1)
@@ -158,9 +162,9 @@ def kv_store(
 ) -> None:
     """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
 
-    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or hold rows or planes of
-    :mod:`.e4m3`; ``slot_mapping`` is int64 ``[T]``, slot = block id * block_size + offset. Slots
-    that repeat (those of padding tokens, in the null block) end with any one of the values.
+    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or contain rows or planes of
+    :mod:`.e4m3`. ``slot_mapping`` is int64 ``[T]``; slot = block id * block_size + offset. Repeated
+    slots (those of padding tokens, in the null block) end with any one of the values.
     """
     if e4m3.are_planes(k_cache):
         e4m3.store_planes(k_cache, slot_mapping, key)

@@ -1,8 +1,8 @@
-"""Rows in e4m3 with a scale per token and 128 channels: the type, device functions.
+"""Rows in e4m3 with one scale per token and 128 channels: the type, and device functions.
 
 A group of 128 channels of a row is divided by its largest magnitude / 448 and rounded to the
-nearest e4m3, ties to even. So the bits of a row follow from that row alone. Every kernel that
-makes such rows calls :func:`quantized`, in Triton and in Gluon, so all give the same bits.
+nearest e4m3, ties to even. So the bits of a row depend only on that row. Every kernel that computes
+such rows calls :func:`quantized`, in Triton and in Gluon, so all compute the same bits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class QuantizedRows(NamedTuple):
-    """Rows ``[M, K]`` of ``values * scale``.
+    """Quantised rows ``[M, K]`` with the values ``values * scale``.
 
     Attributes:
-        values: ``[M, K]``, float8_e4m3fn; under the interpreter its bits in uint8.
+        values: ``[M, K]``, float8_e4m3fn; under the interpreter, its bits as uint8.
         scales: float32 ``[ceil(K / 128), M]``.
     """
 
@@ -37,7 +37,7 @@ class QuantizedRows(NamedTuple):
 
 
 def empty_rows(num_rows: int, width: int, device: torch.device) -> QuantizedRows:
-    """Rows for a kernel to write."""
+    """Uninitialised rows for a kernel to write."""
     dtype = torch.float8_e4m3fn if device.type == "cuda" else torch.uint8
     values = torch.empty(num_rows, width, dtype=dtype, device=device)
     groups = triton.cdiv(width, GROUP)
@@ -46,9 +46,9 @@ def empty_rows(num_rows: int, width: int, device: torch.device) -> QuantizedRows
 
 @triton.jit
 def nearest_e4m3(x):  # type: ignore[no-untyped-def]
-    """The nearest e4m3 to float32 ``x`` of up to 448, ties to even; under the interpreter, which
-    cuts off, its bits in uint8, got by hand: added to ``x``, a power of two 20 bits above the last
-    digit that stays rounds all others away."""
+    """The nearest e4m3 to float32 ``x`` of up to 448, ties to even. The interpreter truncates, so
+    there the bits are computed as uint8: adding a power of two 20 bits above the last kept digit
+    rounds the lower digits away."""
     if EMULATE:
         size = tl.abs(x)
         exponent = tl.maximum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), 121)
@@ -75,7 +75,7 @@ def quantized(x):  # type: ignore[no-untyped-def]
 def store_quantized(  # type: ignore[no-untyped-def]
     x, values, scales, row, num_rows, begin, N: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantise and store the channels of a row from ``begin``, a multiple of 128, on.
+    """Quantise and store the channels of a row from ``begin`` on, a multiple of 128.
 
     ``x``: float32 ``[BLOCK]``, 0 beyond the end.
     """
@@ -90,11 +90,11 @@ def store_quantized(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quotients(x, scales):  # type: ignore[no-untyped-def]
-    """``x [groups, 128] / scales[:, None]``, rounded as IEEE says.
+    """``x [groups, 128] / scales[:, None]``, with IEEE rounding.
 
-    One rounded division per group gives the reciprocal; with it a quotient is within a unit of the
-    right one, and the remainder, which fma gives exactly, rounds it rightly (Markstein 1990). That
-    is a third of the instructions of a division per element.
+    One rounded division per group gives the reciprocal. A quotient computed with it differs from
+    the correct one by at most one unit, and the remainder, which fma computes exactly, corrects it
+    (Markstein 1990). This takes a third of the instructions of a division per element.
     """
     wide = tl.broadcast_to(tl.expand_dims(scales, 1), x.shape)
     if EMULATE:  # the interpreter's fma rounds twice

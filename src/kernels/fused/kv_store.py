@@ -12,8 +12,9 @@ from .norm_rope_store import copy_heads
 
 
 @triton.jit(
-    # What follows the batch must not make new versions of the kernel: strides of tensors whose
-    # outer dimension is the head grow with it, and metadata may lie anywhere in a staging buffer.
+    # A value that depends on the batch must not recompile the kernel. The strides of tensors whose
+    # outer dimension is the head grow with the batch, and metadata may be anywhere in a staging
+    # buffer.
     do_not_specialize=["k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"],
     do_not_specialize_on_alignment=["slot_mapping"],
 )
@@ -23,12 +24,12 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, HKV: tl.constexpr, STEP: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``k_cache[slot_mapping[t]] = key[t]``, values alike. Grid: ``(T,)``.
+    """``k_cache[slot_mapping[t]] = key[t]``, likewise for values. Grid: ``(T,)``.
 
     Shapes: key ``[T, HKV, K_DIM]``, value ``[T, HKV, V_DIM]``, caches ``[slots, WIDTH]`` or planes
     of :mod:`..e4m3` in blocks of PAGE slots, slot_mapping ``[T]``.
     """
-    # Slots of a block of planes; else 0, and a token's heads are stored one after another.
+    # Slots per block of planes; else 0, and a token's heads are contiguous.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
     K_WIDTH: tl.constexpr = 0 if PLANES else HKV * K_DIM
     V_WIDTH: tl.constexpr = 0 if PLANES else HKV * V_DIM
@@ -53,7 +54,7 @@ def kv_store(
     """Same as :func:`.dispatch.kv_store`; T programs, no synchronisation.
 
     ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
-    are. What ends up in the null block, where many tokens write, is not determined.
+    are. The contents of the null block, where many tokens write, are undefined.
     """
     num_tokens, num_heads, _ = key.shape
     if num_tokens == 0:

@@ -1,8 +1,8 @@
 """Head norms, RoPE and KV store of one attention call as a Triton kernel.
 
-A program serves one token and a tile of heads, all of them queries, keys or values. Everything
-that decides the order of additions (tile, warps) follows from the shapes of the model. Products
-and sums are never contracted, as in :mod:`.rms_norm`.
+A program serves one token and a tile of heads, all of them queries, keys or values. Everything that
+determines the order of additions (tile, warps) follows from the shapes of the model.
+Multiplications and additions are never contracted, as in :mod:`.rms_norm`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from ..overlap import overlap
 from .e4m3_store import is_e4m3, store_vectors
 from .rounding import rounded, scaled
 
-_TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
+_TILE = 1024  # elements per program, 8 per thread: one 16-byte load in bfloat16
 
 
 @triton.constexpr_function
 def heads_at_once(num_heads, d_pad):  # type: ignore[no-untyped-def]
-    """Heads of a program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
+    """Heads per program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
     return min(max(_TILE // d_pad, 1), triton.next_power_of_2(num_heads))
 
 
 @triton.jit
 def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which element of a head is rotated with that at ``offsets``: itself beyond the first R.
+    """The index of the element that is rotated together with that at ``offsets``: the same beyond
+    the first R.
 
-    Each element needs its partner too. A second load, which the L1 cache answers, is simpler than
-    an exchange between threads.
+    Each element also needs its partner. A second load, which hits the L1 cache, is simpler than an
+    exchange between threads.
     """
     HALF: tl.constexpr = R // 2
     partners = tl.where(offsets < HALF, offsets + HALF, offsets - HALF)
@@ -42,10 +43,10 @@ def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of heads, if the constant FORM is not "".
+    """Operands of the RMSNorm of heads, if the constant FORM is not "".
 
-    ``weight`` and ``partners``, those of the elements' partners, are ``[M or 1, D_PAD]``, as they
-    were loaded; of no meaning without FORM.
+    ``weight``, and ``partners``, the weights of the elements' partners, are ``[M or 1, D_PAD]``, as
+    loaded; undefined without FORM.
     """
 
     weight: Any
@@ -60,12 +61,13 @@ def norm_and_rotate(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
-    The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
-    taken in the same order, which follows from the layout of x.
+    All kernels compute the same bits if they are compiled without contraction and the sum over D
+    has the same order, which follows from the layout of x.
 
     Args:
         y: the partners of x. norm: :class:`HeadNorm`.
-        c, s: ``[M or 1, D_PAD]``. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+        c, s: ``[M or 1, D_PAD]``. All in the dtypes in which they are stored. offsets: of a head,
+            ``[D_PAD]``.
     """
     HALF: tl.constexpr = R // 2
     x = x.to(tl.float32)
@@ -87,8 +89,8 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
     slot, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target; given
-    PAGE, to the slot of a cache of planes, the target. cos and sin: pointers to D_PAD elements."""
+    """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target. With
+    PAGE, the target is a slot of a cache of planes. cos and sin: pointers to D_PAD elements."""
     partners = partners_of(offsets, R)
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     start = source + heads[:, None] * head_stride
@@ -113,8 +115,8 @@ def copy_heads(  # type: ignore[no-untyped-def]
     source, target, head_stride, offsets, heads, H: tl.constexpr, D: tl.constexpr,
     slot, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """``[heads, D]`` of one token from source to target; given PAGE, to the slot of a cache of
-    planes, the target."""
+    """Copy ``[heads, D]`` of one token from source to target. With PAGE, the target is a slot of a
+    cache of planes."""
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     pointers = source + heads[:, None] * head_stride + offsets[None, :]
     if PAGE > 0:
@@ -127,8 +129,8 @@ def copy_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # Sizes and alignments that follow the batch must not make new versions of the kernel. Strides
-    # of q, k and v are those of a merged matmul: fixed by the model.
+    # Sizes and alignments that depend on the batch must not recompile the kernel. Strides of q, k
+    # and v are those of a merged matmul, and fixed by the model.
     do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
     do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
 )
@@ -139,9 +141,9 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     TABLE: tl.constexpr, FORM: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
-    ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and
-    ``rope(x) = x * cos + rotate_half(x) * sin``.
+    """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots in the caches, with
+    ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and ``rope(x) = x * cos + rotate_half(x) *
+    sin``.
 
     Grid: ``(T * tiles,)``, tiles of heads of queries, keys and values. Shapes: query and out
     ``[T, HQ, D]``, key ``[T, HKV, D]``, value ``[T, HKV, DV]``, cos and sin ``[T, TABLE]``, caches
@@ -149,7 +151,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     """
     overlap(PDL)
     DTYPE: tl.constexpr = out.dtype.element_ty
-    # Slots of a block of planes; else 0, and a token's heads are stored one after another.
+    # Slots per block of planes; else 0, and a token's heads are contiguous.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
     K_WIDTH: tl.constexpr = 0 if PLANES else HKV * D
     V_WIDTH: tl.constexpr = 0 if PLANES else HKV * DV
@@ -169,7 +171,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     sin += token * sin_stride + offsets % TABLE * sin_step
     slot = tl.load(slot_mapping + token)
 
-    # No variables inside the branches: Triton would want them alike in all of them.
+    # No variables inside the branches: Triton would require the same types in all of them.
     if tile < Q_TILES:
         _norm_and_rotate_heads(
             query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
@@ -197,7 +199,7 @@ def norm_rope_store(
 ) -> Tensor:
     """Same as :func:`.dispatch.norm_rope_store`; no synchronisation.
 
-    What ends up in the null block, where many tokens write, is not determined.
+    The contents of the null block, where many tokens write, are undefined.
     """
     query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape

@@ -1,9 +1,10 @@
-"""RMSNorm as Triton kernels: a program per row, with the addition of a residual if given, the
-result as it is or quantised; and of heads times the silu of a gate, several rows per program.
+"""RMSNorm as Triton kernels. One kernel has a program per row, with an optional residual addition
+and an optional quantisation. The other multiplies the norm of heads by the silu of a gate, with
+several rows per program.
 
-A row's bits are its own: the block or tile, the number of warps and so the order of additions
-follow the width alone. Products and sums are never contracted (``enable_fp_fusion=False``), for the
-operations replaced round each on its own.
+A row's bits depend on no other row: the block or tile, the number of warps and therefore the order
+of additions depend only on the width. Multiplications and additions are never contracted
+(``enable_fp_fusion=False``), because the replaced operations round each separately.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from .rounding import rounded, scaled, silu
 
 @triton.jit
 def mean_square(h, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a row of N elements, float32 and 0 beyond. Kernels of :func:`num_warps` that load 16 bytes
-    per thread at once add in one order."""
+    """The mean square of a row of N elements, float32 and 0 beyond. Kernels of :func:`num_warps`
+    that load 16 bytes per thread at once add in the same order."""
     return tl.sum(h * h, axis=0) * (1.0 / N)
 
 
 def num_warps(block: int) -> int:
-    """Of a program with a row of ``block`` elements, padded. It is part of a row's bits."""
+    """Warps of a program with a row of ``block`` elements, padded. The number affects a row's
+    bits."""
     return min(max(block // 256, 1), 16)
 
 
@@ -37,8 +39,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out = h / sqrt(mean(h**2) + eps) * weight``; with ``scales``, as rows of
-    :mod:`.e4m3_groups`. Given a residual, ``h = residual + x``, which goes to ``hidden``; else
-    ``h = x``.
+    :mod:`.e4m3_groups`. Given a residual, ``h = residual + x``, which is written to ``hidden``;
+    else ``h = x``.
 
     Grid: ``(rows,)``. Shapes: ``[rows, N]``, weight ``[N]``.
     """
@@ -46,7 +48,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < N
-    # A parameter: older than the kernel before, which need not have ended.
+    # A parameter: older than the preceding kernel, which may still be running.
     w = tl.load(weight + i, mask=mask, other=0.0)
     overlap(PDL)
     h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
@@ -65,10 +67,11 @@ def launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: str,
     out: Tensor, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the norm of ``x``, or of ``x + residual``, to ``out``, given ``scales`` quantised.
+    """Write the norm of ``x``, or of ``x + residual``, to ``out``; quantised if ``scales`` is
+    given.
 
     Returns:
-        What it is the norm of.
+        The input of the norm.
     """
     hidden = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -93,8 +96,8 @@ def launch(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
     """Same as :func:`.dispatch.rms_norm`; rows of ``x`` may be strided.
 
-    Heads-first inputs give heads-first outputs, as elementwise operations do: what follows in the
-    graph may view them.
+    Heads-first inputs give heads-first outputs, as elementwise operations do: later operations of
+    the graph may view them.
     """
     if x.dim() == 4 and x.stride(1) < x.stride(2):
         return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
@@ -111,7 +114,8 @@ def add_rms_norm(
     return out, launch(x, residual, weight, eps, form, out)
 
 
-# Elements of a program's tile: heads are short, and a program per row would be mostly its start.
+# Elements of a program's tile: heads are short, and a program per row would consist mostly of its
+# startup.
 _TILE = 2048
 
 
@@ -159,7 +163,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: st
         ROWS=tile_rows,
         FORM=form,
         num_warps=4 if block <= _TILE else 8,
-        enable_fp_fusion=False,  # the operations replaced round each on its own
+        enable_fp_fusion=False,  # the replaced operations round separately
         **overlap_options(x.device),
     )  # fmt: skip
     return out

@@ -18,7 +18,8 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
     frequencies, positions, cos_table, sin_table, frequency_step, position_step, scaling,
     H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``cos(position * frequency) * scaling``, twice side by side; sin alike. Grid: ``(T,)``.
+    """``cos(position * frequency) * scaling``, repeated twice along the last dim; sin likewise.
+    Grid: ``(T,)``.
 
     Shapes: frequencies ``[H]``, float32, positions ``[T]``, int64, tables ``[T, 2 H]``, contiguous.
     """
@@ -29,7 +30,7 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
     mask = i < H
     position = tl.load(positions + token * position_step).to(tl.float32)
     angles = tl.load(frequencies + i * frequency_step, mask=mask, other=0.0) * position
-    # Not the fast ones of the hardware. The interpreter has no library.
+    # Not the hardware's fast approximations. The interpreter has no math library.
     if EMULATE:
         cos, sin = tl.cos(angles), tl.sin(angles)
     else:

@@ -1,5 +1,5 @@
-"""Device functions as accurate as PyTorch's, and rounded as there, shared by kernels that must give
-equal bits."""
+"""Device functions with PyTorch's accuracy and roundings, shared by kernels that must compute equal
+bits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
 
-# Whether Triton interprets kernels on a CPU, which lacks some of what a GPU does.
+# Whether Triton interprets kernels on a CPU, which lacks some GPU features.
 EMULATE = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
 def exp(x):  # type: ignore[no-untyped-def]
-    """That of CUDA's library, as torch calls it: ``tl.exp`` is the fast one of the hardware. The
-    interpreter has no other."""
+    """exp of CUDA's library, which torch calls: ``tl.exp`` is the hardware's fast approximation.
+    The interpreter has only one exp."""
     if EMULATE:
         y = tl.exp(x)
     else:
@@ -25,26 +25,27 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def silu(x):  # type: ignore[no-untyped-def]
-    """silu of float32, not rounded yet: the same for an activation of its own and for one that a
-    matmul applies, so that both give the same bits."""
+    """silu of float32, not yet rounded. A separate activation kernel and a matmul's epilogue use
+    this same function, so both compute the same bits."""
     return tl.div_rn(x, exp(-x) + 1.0)
 
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
-    """sigmoid of float32, not rounded yet, as torch's CUDA kernel: ``1 / (1 + exp(-x))``."""
+    """sigmoid of float32, not yet rounded, as in torch's CUDA kernel: ``1 / (1 + exp(-x))``."""
     return tl.div_rn(1.0, exp(-x) + 1.0)
 
 
 @triton.jit
 def silu_of_bfloat16(x):  # type: ignore[no-untyped-def]
-    """:func:`silu` of float32 that holds a bfloat16, not rounded yet: to bfloat16 it rounds to the
-    same bits.
+    """:func:`silu` of float32 that holds a bfloat16, not yet rounded: rounding to bfloat16 gives
+    the same bits.
 
-    By the instructions for 2 ** x and 1 / x as they are, without the branch of a rounded division.
-    Of the 65,536 inputs there are, none got other bits on an H200 (a test tries them all). An exact
-    exponential and a step of Newton's would take 4% of the time of 8B's gate and up, and 14% of
-    0.6B's. A quarter of the divisor, as the reciprocal of all of it may be subnormal.
+    It uses the plain instructions for 2 ** x and 1 / x, without the branch of a rounded division.
+    None of the 65,536 possible inputs gave other bits on an H200 (a test checks all of them). An
+    exact exponential and a Newton step would take 4% of the time of 8B's gate and up, and 14% of
+    0.6B's. The code takes the reciprocal of a quarter of the divisor, because that of the whole
+    divisor may be subnormal.
     """
     if EMULATE:
         return silu(x)
@@ -71,7 +72,8 @@ def rounded_silu(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 ``x`` rounded to ``dtype`` (to nearest, ties to even), as float32.
 
-    Triton's interpreter cuts off instead of rounding to bfloat16, so there it is done by hand.
+    Triton's interpreter truncates instead of rounding to bfloat16, so there the rounding is
+    explicit.
     """
     if EMULATE and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

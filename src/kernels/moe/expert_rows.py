@@ -1,10 +1,10 @@
-"""Rows of tokens brought into the order of their experts, and the sum over a token's experts, a
-shared one among them; for few tokens with the addition of the residual and the norm of the next
-layer in one launch.
+"""Permute rows of tokens into the order of their experts, and sum over a token's experts, including
+a shared one. For few tokens, one launch also adds the residual and computes the norm of the next
+layer.
 
-The kernels of many tokens have one program per token and part of its width. It walks over the
-token's experts, each of whose rows lies where the inverse of :func:`.sort_by_expert.sort_by_expert`
-says, so a token's hidden state is read once and its result written once.
+The kernels for many tokens have one program per token and part of its width. A program loops over
+the token's experts. The inverse permutation of :func:`.sort_by_expert.sort_by_expert` gives the
+place of each expert's row. So a token's hidden state is read once and its result is written once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..overlap import overlap
 MAX_TOP_K = 16
 """Experts per token of these kernels, whose loops over them are unrolled."""
 
-# Elements of a row per program and its warps, up to how many tokens there are: 16 bytes of
-# bfloat16 per thread, and programs enough for all multiprocessors where tokens are few.
+# Elements of a row per program and its warps, by the number of tokens: 16 bytes of bfloat16 per
+# thread, and for few tokens enough programs for all multiprocessors.
 _TILES = ((256, 1, 64), (1024, 4, 1 << 40))
 
 
@@ -53,8 +53,8 @@ def _sum_of_experts(  # type: ignore[no-untyped-def]
     rows, weights, inverse, shared, gate, gate_stride, token, i, mask,
     H: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a token's experts, in their order, and a shared one, as float32: of the dtype
-    PRODUCT of the products, then DTYPE. The same for few tokens and many."""
+    """The sum over a token's experts, in their order, and a shared one, as float32. Weighted rows
+    are rounded to PRODUCT, the sum to DTYPE. The same for few tokens and many."""
     places = ()
     factors = ()
     for j in tl.static_range(K):
@@ -64,8 +64,8 @@ def _sum_of_experts(  # type: ignore[no-untyped-def]
         added = tl.load(shared + token * H + i, mask=mask, other=0.0)
         if gate is not None:
             logit = tl.load(gate + token * gate_stride)
-    # All places are loaded before the first is waited for, then the rows. The assembler would
-    # save registers and wait for each place in turn; it does not move loads after a barrier.
+    # All places are loaded before any load is waited for, then the rows. Without the barrier, ptxas
+    # would save registers and wait for each place in turn; it does not move loads after a barrier.
     tl.debug_barrier()
     parts = ()
     for j in tl.static_range(K):
@@ -89,8 +89,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of rows[inverse[t * K + j]] * weights[t * K + j]``, plus
-    ``sigmoid(gate[t]) * shared[t]`` if there is a shared expert; products are rounded to PRODUCT.
-    Grid: ``(tokens * ceil(H / BLOCK),)``."""
+    ``sigmoid(gate[t]) * shared[t]`` if there is a shared expert; each summand is rounded to
+    PRODUCT. Grid: ``(tokens * ceil(H / BLOCK),)``."""
     overlap(PDL)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -107,12 +107,12 @@ def spread_rows(tokens: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
     Args:
         tokens: ``[T, H]``.
-        inverse: int64 ``[T * top_k]``, a permutation: where the row of token t and its j-th expert
-            goes, at ``t * top_k + j``.
+        inverse: int64 ``[T * top_k]``, a permutation: element ``t * top_k + j`` is the destination
+            of the row of token t and its j-th expert.
 
     Returns:
-        ``[T * top_k, H]``, equal to ``tokens[order // top_k]`` with the order that ``inverse``
-        undoes.
+        ``[T * top_k, H]``, equal to ``tokens[order // top_k]``, where ``inverse`` is the inverse of
+        ``order``.
     """
     tokens = as_rows(tokens)
     hidden_size = tokens.shape[1]
@@ -143,17 +143,17 @@ def combine_experts(
 ) -> Tensor:
     """The weighted sum over each token's experts, plus a shared expert's result if there is one.
 
-    Rounded as torch's operations: products to the dtype that ``rows * weights`` has, their float32
-    sum once to the same, then to ``dtype``, as the gate, its product and the addition of the shared
-    expert are. The sum is taken in the order of j, so a token's bits depend on no other token.
+    Roundings are those of the torch operations: weighted rows are rounded to the dtype of ``rows *
+    weights``, and their float32 sum once to the same dtype. The sum, the gate, its multiplication
+    and the addition of the shared expert are then rounded to ``dtype``. The sum has the order of j,
+    so a token's bits do not depend on other tokens.
 
     Args:
         rows: ``[T * top_k, H]``, in the order of the experts.
         weights: ``[T * top_k]``, in the order of the tokens.
-        inverse: int64 ``[T * top_k]``, as in :func:`spread_rows`.
-        shared: ``[..., H]`` of T rows and of ``dtype``: what a shared expert gives.
-        gate: ``[..., 1]`` of T rows and of ``dtype``: logits whose sigmoids ``shared`` is
-            multiplied by.
+        inverse: int64 ``[T * top_k]``, see :func:`spread_rows`.
+        shared: ``[..., H]`` of T rows and of ``dtype``: the result of a shared expert.
+        gate: ``[..., 1]`` of T rows and of ``dtype``: logits whose sigmoids multiply ``shared``.
 
     Returns:
         ``[T, H]`` of ``dtype``.
@@ -174,21 +174,21 @@ def combine_experts(
         BLOCK=block,
         PRODUCT=_product_dtype(rows, weights),
         num_warps=num_warps,
-        enable_fp_fusion=False,  # a product is rounded before it is added
+        enable_fp_fusion=False,  # a summand is rounded before it is added
         **overlap_options(rows.device),
     )  # fmt: skip
     return out
 
 
 def _gate_column(gate: Tensor | None) -> tuple[Tensor | None, int]:
-    """The logits of a gate as a kernel takes them, and the stride between two tokens: they may be a
-    column of a merged matmul's result."""
+    """The logits of a gate in the form that a kernel takes, and the stride between two tokens: they
+    may be a column of a merged matmul's result."""
     column = None if gate is None else gate.reshape(-1)
     return column, 0 if column is None else column.stride(0)
 
 
 def _product_dtype(rows: Tensor, weights: Tensor) -> tl.dtype:
-    """That of ``rows * weights``."""
+    """The dtype of ``rows * weights``."""
     found: tl.dtype = getattr(tl, str(torch.promote_types(rows.dtype, weights.dtype))[6:])
     return found
 
@@ -211,10 +211,10 @@ def _combine_norm_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
     FORM: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``_combine_kernel``, then ``_norm_kernel`` of :mod:`..fused.rms_norm`, with the bits of
-    both one after the other: all is rounded where they round, and a row is spread over as many
-    warps as there, 16 bytes per thread at once, which gives the mean the same order of additions.
-    Hence the bounds (:func:`_has_one_launch`). Grid: ``(tokens,)``."""
+    """``_combine_kernel`` followed by ``_norm_kernel`` of :mod:`..fused.rms_norm`, with the bits of
+    both. All values are rounded where these kernels round. A row has the same number of warps and
+    16 bytes per thread at once, which gives the mean the same order of additions.
+    :func:`_has_one_launch` checks the resulting bounds. Grid: ``(tokens,)``."""
     overlap(PDL, LATE_TRIGGER)
     DTYPE: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -246,12 +246,12 @@ def combine_add_rms_norm(
     """(RMSNorm of h, h) with h = ``residual + combine_experts(...)``.
 
     Args:
-        rows, weights, inverse, top_k, shared, gate: as in :func:`combine_experts`.
-        residual: ``[..., H]`` of T rows, whose dtype the sum over the experts is rounded to.
-        norm_weight, eps, form: as in :func:`.dispatch.add_rms_norm`.
+        rows, weights, inverse, top_k, shared, gate: see :func:`combine_experts`.
+        residual: ``[..., H]`` of T rows. The sum over the experts is rounded to its dtype.
+        norm_weight, eps, form: see :func:`.dispatch.add_rms_norm`.
 
     Returns:
-        Both of the shape and dtype of ``residual``.
+        Both have the shape and dtype of ``residual``.
     """
     hidden_size = residual.shape[-1]
     num_tokens = len(inverse) // top_k
@@ -273,15 +273,15 @@ def combine_add_rms_norm(
         FORM=form,
         LATE_TRIGGER=triggers_dependents_late(num_tokens),
         num_warps=num_warps(block),
-        enable_fp_fusion=False,  # all is rounded before it is added
+        enable_fp_fusion=False,  # a summand is rounded before it is added
         **overlap_options(rows.device),
     )  # fmt: skip
     return out, hidden
 
 
 def _has_one_launch(loaded: Sequence[Tensor]) -> bool:
-    """Whether all rows are loaded as the norm alone loads them: contiguous, of one dtype, whole
-    units."""
+    """Whether all rows are loaded as the separate norm loads them: contiguous, of one dtype, in
+    whole units."""
     return all(
         x.dtype == loaded[0].dtype
         and x.shape[-1] % 16 == 0

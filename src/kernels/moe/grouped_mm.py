@@ -1,11 +1,12 @@
 """Grouped matmul of a mixture of experts: rows sorted by expert, each times its expert's weight.
 
-A program computes one tile of one expert's rows and runs over K in order into one float32
-accumulator, as :mod:`..linear.matmul` does: a row's bits depend neither on how many rows its expert
-got nor on where among them it lies. Grids follow shapes alone, so calls can be captured.
+A program computes one tile of one expert's rows and runs over K in order with one float32
+accumulator, as :mod:`..matmul.matmul` does. So a row's bits depend neither on the number of rows of
+its expert nor on its place among them. Grids depend only on shapes, so calls can be captured.
 
-With few rows the time is that of reading the weights of the experts that have any, so tiles are as
-there: through tensor descriptors (TMA) where the GPU has them, the weight as the left operand.
+With few rows, reading the weights of the experts that have rows takes the time. So tiles are as in
+that module: through tensor descriptors (TMA) where the GPU has them, with the weight as the left
+operand.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def _weights(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, K: tl.constexpr, K_IS_INNER: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N, BLOCK_K]`` of an expert's weight, which begins at ``base``: its outputs n from
-    ``begin_n`` on, at ``here + k``. Through a descriptor others' may come along beyond its end."""
-    # One return: the compiler compares the types of all it sees.
+    ``begin_n`` on, at ``here + k``. A descriptor may include rows of the next expert beyond the
+    end."""
+    # One return statement: the compiler compares the types of all of them.
     if K_IS_INNER:
         if weight_tiles is not None:
             weights = weight_tiles.load([expert * WIDTH + begin_n, here])
@@ -61,8 +63,8 @@ def _weights(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefetch(rows, NUM_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefetch the first NUM_BYTES of each row that a pointer of ``rows`` points to into the L2
-    cache; both in whole units of 16 bytes. Nothing waits for it."""
+    """Prefetch the first NUM_BYTES of each row that a pointer of ``rows`` addresses into the L2
+    cache; both are whole units of 16 bytes. No instruction waits for it."""
     sizes = tl.full(rows.shape, NUM_BYTES, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
@@ -79,16 +81,16 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     K_IS_INNER: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
-    READS_AHEAD: tl.constexpr,  # offs, and prefetches AHEAD_BYTES of each row of the weight
+    READS_AHEAD: tl.constexpr,  # reads offs, and prefetches AHEAD_BYTES of each row of the weight
     AHEAD_BYTES: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``, or with a
-    gate ``silu(gate) * up`` of its two halves; zeros for the rows after the last expert's.
+    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``; with a
+    gate ``silu(gate) * up`` of its two halves. Rows after the last expert's get zeros.
 
-    Grid: (tiles of rows x tiles of N); those of one tile of rows lie beside each other. Shapes: x
-    ``[rows, K]``, weight ``[E, K, WIDTH]`` with any strides, WIDTH = N or 2 N with a gate, offs
-    ``[E]``, out ``[rows, N]``. x_tiles and weight_tiles are descriptors of the two, or None: of
-    ``[E * WIDTH, K]``, or where K is not inner ``[E * K, WIDTH]``.
+    Grid: (tiles of rows x tiles of N); those of one tile of rows are adjacent. Shapes: x ``[rows,
+    K]``, weight ``[E, K, WIDTH]`` with any strides, WIDTH = N or 2 N with a gate, offs ``[E]``, out
+    ``[rows, N]``. x_tiles and weight_tiles are descriptors of the two, or None: of ``[E * WIDTH,
+    K]``, or if K is not inner ``[E * K, WIDTH]``.
     """
     if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,9 +101,9 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // TILES_N
     begin_n = tl.program_id(0) % TILES_N * BLOCK_N
-    # The rows after the last expert's count as those of one more.
+    # The rows after the last expert's are treated as rows of one more expert.
     experts = tl.arange(0, E_PADDED)
-    # From the L2 cache: before the wait, the other one may hold what was there before.
+    # From the L2 cache: before the wait, the L1 cache may have old contents.
     begins = tl.load(
         offs + experts - 1, mask=(experts > 0) & (experts <= E), other=0, cache_modifier=".cg"
     )
@@ -124,7 +126,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
-    side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
+    side: tl.constexpr = 1 if SWAP else 0  # the other dimension than that of x's rows
     m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
     target = out + m_out.to(tl.int64) * N + n_out
     is_ours = (m_out < end) & (n_out < N)
@@ -139,7 +141,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_K)
     for here in range(0, K, BLOCK_K):
         in_k = here + k < K
-        if x_tiles is not None:  # rows of others may come along: they are not stored
+        if x_tiles is not None:  # may include rows of other experts, which are not stored
             rows = x_tiles.load([first, here])
         else:
             rows = tl.load(
@@ -173,18 +175,19 @@ def grouped_mm(
     has_old_offs: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``x[begin:end] @ weight[e]`` for the rows of each expert e, as ``torch`` 's ``grouped_mm``.
+    """``x[begin:end] @ weight[e]`` for the rows of each expert e, as torch's ``grouped_mm``.
 
     Args:
-        x: ``[S, K]``, sorted by expert, float32, bfloat16 or float16 (float32 is multiplied as
-            such, not as TF32). weight: ``[E, K, N]``, any strides, of the same dtype.
-        offs: int32 ``[E]``, where each expert's rows end. Rows after the last get zeros.
+        x: ``[S, K]``, sorted by expert, float32, bfloat16 or float16 (float32 is multiplied in
+            float32, not TF32). weight: ``[E, K, N]``, any strides, of the same dtype.
+        offs: int32 ``[E]``, the end of each expert's rows. Rows after the last get zeros.
         has_gate: whether N is twice that of the result, which is ``silu(gate) * up`` of the two
             halves, each operation rounded to the dtype.
-        has_old_offs: whether another call of as many rows and with the same ``offs`` comes before.
-            Given few rows it lets nothing after it start before ``offs`` is there. So this one
-            reads it, and prefetches a part of the weights that it will need, before it waits.
-        tile: to try another than :func:`choose_grouped_tile` gives.
+        has_old_offs: whether another call with as many rows and the same ``offs`` comes before.
+            With few rows, that call lets no later kernel start before ``offs`` is written. So this
+            call reads ``offs``, and prefetches a part of the weights that it needs, before its
+            wait.
+        tile: a tile to use instead of :func:`choose_grouped_tile`'s.
 
     Returns:
         ``[S, N]``, ``[S, N / 2]`` with a gate, contiguous.
@@ -203,19 +206,19 @@ def grouped_mm(
     k_is_inner = weight.stride(1) == 1
     x_tiles = weight_tiles = None
     matrix = _as_matrix(weight, k_is_inner)
-    # Where N is inner, the last tile along K must not reach into the next expert.
+    # If N is inner, the last tile along K must not reach into the next expert.
     ends_with_tile = k_is_inner or k_size % tile.block_k == 0
     if matrix is not None and ends_with_tile and supports_tma(x) and supports_tma(matrix):
         block = [tile.block_n, tile.block_k] if k_is_inner else [tile.block_k, tile.block_n]
         x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
         weight_tiles = TensorDescriptor.from_tensor(matrix, block)
-    # One tile more than full ones for each expert with rows, and for the rows after the last.
+    # One tile more than the full ones for each expert with rows, and for the rows after the last.
     num_tiles = num_rows // tile.block_m + min(num_experts + 1, num_rows)
     is_late = num_rows <= LATE_TRIGGER_ROWS
     reads_ahead = is_late and has_old_offs
     ahead_bytes = 0
     if reads_ahead and weight_tiles is not None and k_is_inner:
-        # Of rows of the weight, in whole lines.
+        # The fraction of the weight's rows to prefetch, in whole lines.
         share = min(1.0, AHEAD_ROWS / num_rows)
         ahead_bytes = int(k_size * x.itemsize * share) // 128 * 128
     _grouped_kernel[(num_tiles * triton.cdiv(num_outs, tile.block_n),)](
@@ -251,13 +254,13 @@ def _as_matrix(weight: Tensor, k_is_inner: bool) -> Tensor | None:
 def choose_grouped_tile(
     num_rows: int, num_experts: int, itemsize: int, has_gate: bool, card: Gpu
 ) -> Tile:
-    """The tile for ``num_rows`` rows that the experts share; without influence on the result.
+    """The tile for ``num_rows`` rows that the experts share. It does not affect the result.
 
-    What was the quickest at the shape of Qwen3-30B-A3B on an H200 for 1, 64, 256 and 8,192 tokens
-    (docs/notes/experts.md), by the rows that an expert gets on average.
+    The fastest at the shape of Qwen3-30B-A3B on an H200 for 1, 64, 256 and 8,192 tokens
+    (docs/notes/experts.md), by the average number of rows per expert.
 
     Args:
-        itemsize: bytes of an element. card: the GPU.
+        itemsize: bytes per element. card: the GPU.
     """
     if itemsize == 4:
         return _tile(16, 32, 32, 3)

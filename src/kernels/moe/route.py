@@ -1,9 +1,9 @@
-"""The router of a mixture of experts in one launch: softmax over the experts, top-k and division,
-or top-k of the logits and softmax over the chosen.
+"""The router of a mixture of experts in one launch: softmax over the experts, top-k and division;
+or top-k of the logits and softmax over the selected experts.
 
-One warp per token, which holds all of its experts' probabilities or logits in registers and finds
-the chosen ones by as many rounds of a maximum. In torch this is a conversion, a softmax, a
-selection, a sort, a sum, a division and a conversion back, each a launch of its own.
+A program is one warp per token. It holds the probabilities or logits of all experts in registers
+and finds the selected ones in as many rounds of a maximum. In torch this takes a conversion, a
+softmax, a selection, a sort, a sum, a division and a conversion back, each as a separate launch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ equal, or zero."""
 
 @triton.jit
 def exact_sum(x):  # type: ignore[no-untyped-def]
-    """Of each row ``[T, E]`` of float32 from 0 to 1, at most :data:`MAX_EXPERTS` of them: cut off
-    after 40 binary places, added as integers. So there is no order of additions that a layout
-    could change, and a warp adds up in one instruction. NaN if a row has one."""
+    """The sum of each row ``[T, E]`` of float32 from 0 to 1, at most :data:`MAX_EXPERTS` elements:
+    truncated after 40 binary places and added as integers. So there is no order of additions that a
+    layout could change, and a warp adds in one instruction. NaN if a row contains one."""
     SCALE: tl.constexpr = 1048576.0
     is_nan = tl.max((x != x).to(tl.int32), 1) > 0
     x = tl.where(x == x, x, 0.0) * SCALE
@@ -48,15 +48,15 @@ def exact_sum(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def softmax(x):  # type: ignore[no-untyped-def]
-    """Of each row ``[T, E]`` of float32, whose sum has no order (:func:`exact_sum`)."""
+    """Softmax of each row ``[T, E]`` of float32, whose sum has no order (:func:`exact_sum`)."""
     x = exp(x - tl.max(x, 1)[:, None])
     return tl.div_rn(x, exact_sum(x)[:, None] + tl.zeros_like(x))
 
 
 @triton.jit
 def _flip_negative(bits):  # type: ignore[no-untyped-def]
-    """Bits of floats as integers in the same order, and back: of negative ones, whose magnitude
-    grows with their bits, all but the sign are inverted."""
+    """Convert bits of floats to integers in the same order, and back: for negative floats, whose
+    magnitude grows with their bits, all bits but the sign are inverted."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -64,18 +64,18 @@ def _flip_negative(bits):  # type: ignore[no-untyped-def]
 def top_experts(  # type: ignore[no-untyped-def]
     x, i, j, E: tl.constexpr, K: tl.constexpr, NORMALISATION: tl.constexpr
 ):
-    """Weights of the K experts that each token's router chooses, and whose they are: of rows of
-    float32 logits ``x [T, E_BLOCK]``, -inf beyond E, float32 and int32 ``[T, K_BLOCK]``, largest
-    first; of equal probabilities, or logits if those are compared, the lowest id comes first.
-    i: 0, 1, ... ``[1, E_BLOCK]``. j: ``[1, K_BLOCK]``. NORMALISATION: :data:`Normalisation`."""
-    # A warp finds the largest integer in one instruction. NaN is the largest, as in torch: every
-    # id is one of an expert.
+    """Weights and ids of the K experts that each token's router selects, float32 and int32 ``[T,
+    K_BLOCK]``, from float32 logits ``x [T, E_BLOCK]``, -inf beyond E. Largest first; of equal
+    probabilities (or logits, if those are compared) the lowest id comes first. i: 0, 1, ... ``[1,
+    E_BLOCK]``. j: ``[1, K_BLOCK]``. NORMALISATION: :data:`Normalisation`."""
+    # A warp finds the largest integer in one instruction. NaN is the largest, as in torch, and
+    # every id is that of an expert.
     if NORMALISATION == "chosen":
         # Zeros are equal, whatever their sign.
         left = _flip_negative(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
         left = tl.where(x == x, left, 0x7FFFFFFF)
     else:
-        # Bits of numbers that are not negative are ordered as they are.
+        # The bits of non-negative floats already have their order.
         left = softmax(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     NONE: tl.constexpr = -0x80000000
     left = tl.where(i < E, left, NONE)
@@ -106,7 +106,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     E: tl.constexpr, E_BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
     NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`top_experts` of one token. Grid: ``(tokens,)``."""
+    """:func:`top_experts` for one token. Grid: ``(tokens,)``."""
     overlap(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, E_BLOCK)[None, :]
@@ -121,28 +121,28 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 def route(
     logits: Tensor, top_k: int, normalisation: Normalisation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The weights of each row's ``top_k`` largest, and which experts they are.
+    """The weights of each row's ``top_k`` largest experts, and their ids.
 
-    All is float32 up to the weights' one rounding, but for the softmax's sum (:func:`exact_sum`).
-    A row's results follow from its logits alone.
+    All values are float32 up to the one rounding of the weights, except the sum of the softmax
+    (:func:`exact_sum`). A row's results depend only on its logits.
 
     Args:
         logits: ``[..., E]``, of up to :data:`MAX_EXPERTS` experts.
         top_k: up to :data:`MAX_TOP_K` and E.
-        normalisation: what the weights are. The largest are those of the softmax over all experts,
-            or of the logits for "chosen".
+        normalisation: definition of the weights. The largest are those of the softmax over all
+            experts, or of the logits for "chosen".
         dtype: of the weights.
 
     Returns:
-        weights of ``dtype`` and ids int64, both ``[..., top_k]``, in descending order of what is
-        compared, equal ones in ascending order of the ids.
+        weights of ``dtype`` and ids int64, both ``[..., top_k]``, in descending order of the
+        compared values, then ascending order of ids.
     """
     rows = as_rows(logits)
     num_tokens, num_experts = rows.shape
     weights = torch.empty(num_tokens, top_k, dtype=dtype, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     shape = (*logits.shape[:-1], top_k)
-    if may_skip_launches():  # other kernels read at what this one has not written
+    if may_skip_launches():  # other kernels read data that this kernel has not written
         ids.zero_()
     if num_tokens:
         _route_kernel[(num_tokens,)](

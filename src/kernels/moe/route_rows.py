@@ -1,10 +1,10 @@
-"""The router of a mixture of experts, the sort by expert and the copy of rows to the experts: for
-few tokens in one launch.
+"""The router of a mixture of experts, the sort by expert and the copy of rows to the experts, in
+one launch for few tokens.
 
-At one token these are three kernels that wait for each other and do next to nothing. Here every
-program works out all tokens' experts and where their rows go, which takes less time than to wait
-for another that does, and then copies its part of the hidden size. The last program stores the
-weights and where each row went.
+At one token, the separate kernels wait for each other and do very little work. Here every program
+computes the experts of all tokens and the destinations of their rows, which takes less time than
+waiting for another program. Then it copies its part of the hidden size. The last program stores the
+weights and the destination of each row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FEW_ROWS = 128
 """Rows of experts, both tokens and experts per token padded to powers of two, up to which there is
 one launch: a program compares each of them with each."""
 _BLOCK = 128  # elements of a row per program
-_EXPERTS = 128  # whose ends are counted at once
+_EXPERTS = 128  # experts whose ends are counted at once
 _MAX_WARPS = 8
 
 
@@ -46,8 +46,8 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     overlap(PDL)
     S: tl.constexpr = T_BLOCK * K_BLOCK
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    # All loads are issued at once: the logits of each token (beyond the last token its own again,
-    # never uninitialised memory) and the program's part of the row of each of the S.
+    # All loads are issued at once: the logits of each token (beyond the last token, its own again,
+    # never uninitialised memory) and the program's part of the row of each of the S tokens.
     token = tl.arange(0, T_BLOCK)[:, None]
     i = tl.arange(0, E_BLOCK)[None, :]
     at = tl.minimum(token, num_tokens - 1).to(tl.int64)
@@ -62,8 +62,8 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
 
     j = tl.arange(0, K_BLOCK)[None, :]
     weight, found = top_experts(x, i, j, E, K, NORMALISATION)
-    # Numbers in the order that rows are to have: experts, of the same one in the order of tokens,
-    # padding as that of one more, last what is no row.
+    # Sort keys of the rows: by expert, within an expert by token; then padding, as one more expert;
+    # last, entries that are not rows.
     is_row = (token < num_tokens) & (j < K)
     expert = tl.where(is_row, tl.where(token < num_real, found, E), E + 1)
     keys = tl.reshape(expert * S + token * K_BLOCK + j, (S,))
@@ -73,7 +73,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     else:
         DTYPE: tl.constexpr = weights.dtype.element_ty
         tl.store(weights + token * K + j, rounded(weight, DTYPE).to(DTYPE), mask=is_row)
-        # Summed along the other dimension: within a thread, as far as there are such.
+        # Summed along the other dimension, so that sums are within a thread as far as possible.
         places = tl.sum((keys[:, None] < keys[None, :]).to(tl.int32), 0)
         s_line = tl.arange(0, S)
         is_place = (s_line // K_BLOCK < num_tokens) & (s_line % K_BLOCK < K)
@@ -93,19 +93,21 @@ def route_rows(
     dtype: torch.dtype,
     query_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each token's row once for each of the experts that the router chooses, in their order.
+    """Copy each token's row once for each expert that the router selects, in the order of the
+    experts.
 
-    Results are those of :func:`.route.route`, :func:`.sort_by_expert.sort_by_expert` and
-    :func:`.expert_rows.spread_rows`, bit for bit, which serve where tokens are many.
+    Results equal those of :func:`.route.route`, :func:`.sort_by_expert.sort_by_expert` and
+    :func:`.expert_rows.spread_rows`, bit for bit. Those functions serve larger numbers of tokens.
 
     Args:
-        logits: ``[T, E]``, ``top_k``, ``normalisation`` and ``dtype`` as in :func:`.route.route`.
+        logits: ``[T, E]``; ``top_k``, ``normalisation`` and ``dtype``: see :func:`.route.route`.
         tokens: ``[T, H]``.
-        query_starts: as in :func:`.sort_by_expert.sort_by_expert`.
+        query_starts: see :func:`.sort_by_expert.sort_by_expert`.
 
     Returns:
         rows ``[T * top_k, H]``; weights of ``dtype`` ``[T, top_k]``; inverse int64 ``[T * top_k]``,
-        where the row of a token and its expert is; offs int32 ``[E]``, where each expert's end.
+        the place of each token's and expert's row; offs int32 ``[E]``, the end of each expert's
+        rows.
     """
     num_tokens, num_experts = logits.shape
     t_block = triton.next_power_of_2(max(num_tokens, 1))
@@ -120,7 +122,7 @@ def route_rows(
     weights = torch.empty(num_tokens, top_k, dtype=dtype, device=device)
     inverse = torch.empty(num_tokens * top_k, dtype=torch.int64, device=device)
     offs = torch.empty(num_experts, dtype=torch.int32, device=device)
-    if may_skip_launches():  # other kernels read at what this one has not written
+    if may_skip_launches():  # other kernels read data that this kernel has not written
         inverse.zero_()
         offs.zero_()
     _route_rows_kernel[(triton.cdiv(hidden_size, _BLOCK) + 1,)](

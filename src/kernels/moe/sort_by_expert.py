@@ -1,10 +1,11 @@
-"""Rows of a mixture of experts in the order of their experts: where each goes.
+"""Sort the rows of a mixture of experts by expert: compute the destination of each row.
 
-A counting sort, in place of a library's sort, histogram, sum and permutation, each a launch or
-several. Stable, without atomics; programs follow shapes alone, so calls can be captured. Where
-rows are few, one launch with one program per expert, which looks at all rows and places its own.
-Where they are many, one launch that counts each block's rows by expert, and one in which each block
-places its rows: after those of the experts and blocks before, in the order they have.
+A counting sort replaces a library's sort, histogram, sum and permutation, each of which takes one
+or more launches. It is stable and uses no atomics. The number of programs depends only on shapes,
+so calls can be captured. With few rows there is one launch with one program per expert, which reads
+all rows and places its own. With many rows, one launch counts each block's rows by expert. In a
+second launch each block places its rows after those of preceding experts and blocks, in their
+order.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ..device import overlap_options
 from ..jit.parallel_build import may_skip_launches
 from ..overlap import overlap
 
-# Rows that a program looks at at once, up to how many rows there are, and its warps.
+# Rows that a program reads at once, by the number of rows, and its warps.
 _BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
-# Beyond so many rows x (experts + 128) there are programs per block of rows: on an H200 from some
-# 30,000 rows of 64 experts, 16,000 of 256 and 9,000 of 512.
+# From this value of rows x (experts + 128) on there is one program per block of rows. On an H200
+# the limit is about 30,000 rows with 64 experts, 16,000 with 256 and 9,000 with 512.
 _MANY = 6_000_000
 _BLOCK = 512
 _COUNTS_AT_ONCE = 8192
-_COMPARED = tl.constexpr(32)  # rows with which a block's are compared at once
+_COMPARED = tl.constexpr(32)  # rows that are compared at once with a block's rows
 _OF_ROWS: dict[str, Any] = {
     "do_not_specialize": ["num_rows"],
     "do_not_specialize_on_alignment": ["ids", "num_real_tokens"],
@@ -38,7 +39,7 @@ _OF_ROWS: dict[str, Any] = {
 def _bins(  # type: ignore[no-untyped-def]
     ids, row, num_rows, num_real_tokens, E: tl.constexpr, TOP_K: tl.constexpr
 ):
-    """Of rows: their expert, E if they have none, E + 1 if there is no such row; and their ids."""
+    """For each row: its expert, E if it has none, E + 1 if the row does not exist; and its id."""
     found = tl.load(ids + row, mask=row < num_rows, other=E + 1)
     num_real = num_rows
     if num_real_tokens is not None:
@@ -52,8 +53,8 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     ids, sorted_ids, order, inverse, offs, num_rows, num_real_tokens,
     E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the rows of one expert, and where they end. Grid: ``(E + 1,)``; the last program has
-    the rows of no expert, whose ids are E or more, or which are padding."""
+    """Store the rows of one expert, and their end. Grid: ``(E + 1,)``. The last program has the
+    rows without an expert: their ids are E or more, or they are padding."""
     overlap(PDL)
     expert = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -81,7 +82,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """How many rows of a block each expert has: ``counts [blocks, BINS]``. Grid: ``(blocks,)``."""
+    """Count the rows of a block per expert: ``counts [blocks, BINS]``. Grid: ``(blocks,)``."""
     overlap(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bins, _ = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
@@ -94,7 +95,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the rows of one block, and the first block where each expert's end. Grid:
+    """Store the rows of one block; the first block also stores the end of each expert. Grid:
     ``(blocks,)``. ``STEP`` blocks' counts are read at once."""
     overlap(PDL)
     block = tl.program_id(0)
@@ -127,18 +128,18 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 def sort_by_expert(
     ids: Tensor, num_experts: int, top_k: int = 1, query_starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ids`` sorted, the order that sorts them, its inverse, and where each expert's rows end.
+    """``ids`` sorted, the order that sorts them, its inverse, and the end of each expert's rows.
 
     Args:
-        ids: ``[S]`` int64, 0 or more, ``top_k`` a token; those of ``num_experts`` or more are no
-            expert's, and come last in the order they have.
-        query_starts: int32 ``[B + 1]``, of a step whose tokens they are of: its last entry says how
-            many of them are real. Those of the tokens after, padding, are no expert's, whatever
-            they are: an expert that only padding chose would be read for nothing.
+        ids: ``[S]`` int64, 0 or more, ``top_k`` per token. Ids of ``num_experts`` or more belong to
+            no expert and come last, in their order.
+        query_starts: int32 ``[B + 1]`` of the step: its last entry is the number of real tokens.
+            Ids of the padding tokens after them belong to no expert, whatever their value:
+            otherwise the weights of an expert chosen only by padding would be read.
 
     Returns:
-        sorted ids int64 ``[S]``; order int64 ``[S]``, ``sorted == ids[order]``, equal ids in the
-        order they have; inverse int64 ``[S]``, ``ids == sorted[inverse]``; offs int32
+        sorted ids int64 ``[S]``; order int64 ``[S]`` with ``sorted == ids[order]``, equal ids in
+        their original order; inverse int64 ``[S]`` with ``ids == sorted[inverse]``; offs int32
         ``[num_experts]``.
     """
     num_rows = len(ids)
@@ -146,14 +147,14 @@ def sort_by_expert(
     sorted_ids, order, inverse = (torch.empty_like(ids) for _ in range(3))
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     may_skip = may_skip_launches()
-    if may_skip:  # other kernels read at what this one has not written
+    if may_skip:  # other kernels read data that this kernel has not written
         for indices in (sorted_ids, order, inverse, offs):
             indices.zero_()
     num_real_tokens = None if query_starts is None else query_starts[-1:]
     shared = {"E": num_experts, "TOP_K": top_k, **overlap_options(ids.device)}
     results = (sorted_ids, order, inverse, offs)
     is_many = num_rows * (num_experts + 128) > _MANY
-    # Kernels are being made for later steps, of fewer rows: those of both ways.
+    # During compilation for later steps with fewer rows, compile the kernels of both methods.
     if not is_many or may_skip:
         block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
         _sort_kernel[(num_experts + 1,)](

@@ -1,9 +1,9 @@
 """The gated delta rule and Mamba-2 in chunks as three Triton kernels; :mod:`.chunked` has the
 equations.
 
-``chunk_inner_kernel`` computes what is independent of the states, for all chunks of a step side by
-side. After it ``chunk_prompt_kernel`` walks the chunks of prompts. ``chunk_decode_kernel`` serves
-few positions per row, whose states go from slot to slot.
+``chunk_inner_kernel`` computes everything that does not depend on the states, for all chunks of a
+step in parallel. Then ``chunk_prompt_kernel`` processes the chunks of prompts in order.
+``chunk_decode_kernel`` serves few positions per row, with states that move from slot to slot.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ POINTERS = ["decay", "beta", *ROW_POINTERS]
 
 @triton.jit
 def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
-    """Where ``chunk_inner_kernel`` leaves what it computes of the chunk whose first token of the
-    step is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    """The place where ``chunk_inner_kernel`` stores its results for the chunk whose first token in
+    the step is ``token``. All chunks of a row but the first begin CHUNK tokens apart."""
     number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
     return chunks + (number.to(tl.int64) * H + head) * SIZE
 
@@ -57,11 +57,11 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
     SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for
-    each row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a
-    row of n tokens spans ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK.
-    Shapes as of ``chunk_prompt_kernel``; rates and dt_bias ``[H]``, of Mamba-2. ``chunks`` are the
-    results of :func:`.device_functions.delta_inner`.
+    """Grid: ``(H / HEADS, programs)``, where the HEADS share one key head. If ``num_rows`` is 0
+    there is one program per row, else one per chunk, assigned by :func:`.part_of_row`: a row of n
+    tokens spans at most ``n // CHUNK + 2`` chunks. The interval is a multiple of CHUNK. Shapes: see
+    ``chunk_prompt_kernel``; for Mamba-2, rates and dt_bias ``[H]``. ``chunks`` are the results of
+    :func:`.device_functions.delta_inner`.
     """
     DELTA: tl.constexpr = beta is not None
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
@@ -98,7 +98,7 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
         last = tl.minimum(end - t, CHUNK)
         tokens = t + index.to(tl.int64)
         i = index[:, None]
-        # Queries of positions before are of no matter: no slot keeps them.
+        # Queries of earlier positions are not needed: no slot keeps them.
         q = tl.load(query + tokens[:, None] * q_stride,
                     mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
         k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)
@@ -154,15 +154,15 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
-    BLOCK_V), B + 1)``; the last row is that of padding. A program walks the chunks of one row with
+    """The delta rule if ``beta`` is given; else Mamba-2, with ``decay`` as dt. Grid: ``(H * ceil(V
+    / BLOCK_V), B + 1)``; the last row is padding. A program processes the chunks of one row with
     one tile of a head's state in registers.
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
     skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts
-    ``[B]``, tables ``[R, M]``, table_rows ``[B]``; chunks is what the kernel in front wrote. The
-    interval is a multiple of CHUNK. ``key``, ``query`` and ``value`` have strides in units of UNIT
-    elements.
+    ``[B]``, tables ``[R, M]``, table_rows ``[B]``. ``chunks`` is the result of the preceding
+    kernel. The interval is a multiple of CHUNK. ``key``, ``query`` and ``value`` have strides in
+    units of UNIT elements.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -184,7 +184,7 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)
-    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    # A chunk's queries, followed in the delta rule by its keys: the factors of S.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
     states += tl.program_id(0) * RECORD
     SLOT: tl.constexpr = H * TILES * RECORD
@@ -205,8 +205,8 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     if skip is not None:
         skipped = tl.load(skip + head).to(tl.float32)
 
-    # The next are positions [first, last) of the chunk of which `token` is the first. Only of a
-    # row's first chunk there may be positions that the slot keeps.
+    # The next positions are [first, last) of the chunk whose first position is that of `token`.
+    # Only in a row's first chunk may the slot keep positions.
     first = position % CHUNK
     token = begin - first
     left = end - begin
@@ -229,7 +229,7 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     place = place_of_chunk(chunks, begin, begin, row, head, CHUNK, SIZE, H)
     mixing = load_mixing(place, reads, index)
     state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
-    # A state that begins an interval comes from another slot than it goes to.
+    # A state that begins an interval comes from another slot than its destination.
     is_new = position % interval == 0
     until_next = interval - position % interval
     table += position // interval
@@ -237,7 +237,8 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
     v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
     k = tl.where((index < last)[:, None] & mask_k, k, 0.0)
-    # Where the inputs and outputs of `token` are; from here on all is a chunk further each time.
+    # Addresses of the inputs and outputs of `token`. From here on everything advances by one chunk
+    # per iteration.
     query += token.to(tl.int64) * q_stride
     key += token.to(tl.int64) * k_stride
     value += token.to(tl.int64) * v_stride
@@ -248,8 +249,8 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
         of_key, of_query, of_update, growth = load_factors(place, index)
         left -= last - first
         until_next -= last - first
-        # Loads for the next chunk, on their way while this one is computed. After a row's last
-        # there is something in `chunks`, too.
+        # Loads for the next chunk are in flight while this one is computed. After a row's last
+        # chunk, `chunks` has valid memory, too.
         last_1 = tl.minimum(CHUNK, left)
         query += CHUNK * q_stride
         key += CHUNK * k_stride
@@ -313,8 +314,8 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """As ``chunk_prompt_kernel``, but that without ``chunks`` each program
-    computes what would be in them itself, for any interval; rates and dt_bias ``[H]``, of Mamba-2.
+    """Same as ``chunk_prompt_kernel``, but without ``chunks`` each program computes their contents
+    itself, for any interval; for Mamba-2, rates and dt_bias ``[H]``.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -336,7 +337,7 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)
-    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    # A chunk's queries, followed in the delta rule by its keys: the factors of S.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
     states += tl.program_id(0) * RECORD
     SLOT: tl.constexpr = H * TILES * RECORD
@@ -374,7 +375,7 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
         source = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
         record = states + source * SLOT
-        # All loads are on their way before the first is waited for.
+        # All loads are issued before the first is waited for.
         tokens = (token - first).to(tl.int64) + index
         has_k = (i < last) & mask_k
         has_state = mask_v & mask_k & (position > 0)
@@ -394,7 +395,7 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
             mixing = load_mixing(place, reads, index)
             of_key, of_query, of_update, growth = load_factors(place, index)
             state = tl.load(record + s_offsets, mask=has_state)
-            tl.debug_barrier()  # else the assembler has loads that are needed late wait for this
+            tl.debug_barrier()  # otherwise ptxas makes late loads wait for this one
         else:
             has_q = (i >= first) & (i < last) & mask_k
             q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
@@ -449,4 +450,4 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
         token += last - first
         left -= last - first
         position += last - first
-        tl.debug_barrier()  # the next chunk's state was written by other threads
+        tl.debug_barrier()  # other threads wrote the next chunk's state

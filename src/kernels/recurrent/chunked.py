@@ -1,6 +1,6 @@
-"""The gated delta rule and Mamba-2 as Triton kernels, a chunk of positions at a time.
+"""The gated delta rule and Mamba-2 as Triton kernels, one chunk of positions at a time.
 
-Of a chunk that begins with state S, with g the decays' logarithms summed up from its begin:
+For a chunk that begins with state S, with g the cumulative sum of log decays from its begin:
 
     A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]) for j < i
     P[i, j] = exp(g[i] - g[j]) (q[i] . k[j])         for j <= i
@@ -8,20 +8,20 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
     y = exp(g) q S + P u
     S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
 
-(Yang et al. 2024, Dao and Gu 2024). All are matmuls, of which a row for position i adds up
-nothing but zeros from positions after i, if their inputs are finite. So what a position gives does
-not depend on how far its chunk has come: a decode step computes it as a prompt does, with the
-chunk's earlier positions taken from the slot, which holds the state before the chunk and the inputs
-since (:mod:`.spec`). The state is written at a chunk's end, and where an interval begins,
-in another slot.
+(Yang et al. 2024, Dao and Gu 2024). All are matmuls. For position i, a row adds only zeros for
+positions after i, if their inputs are finite. So a position's result does not depend on how much of
+its chunk is present: a decode step computes it as a prompt does, with the chunk's earlier positions
+from the slot. The slot contains the state before the chunk and the inputs since
+(:mod:`.recurrent_spec`). The state is written at a chunk's end, and at the begin of an interval to
+another slot.
 
-Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
-its mantissa. Of inputs in other dtypes they are of float32.
+Matmuls are bfloat16 with float32 accumulators. A float32 factor is split into two bfloat16, which
+keep 16 bits of its mantissa. For inputs in other dtypes they are float32.
 
-In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all
-chunks side by side, and another walks the chunks. In
-steps of a token per row the second has each state go from slot to slot, and of few rows it does the
-first's work, too (:mod:`.chunk_kernels`).
+In prompt steps one kernel computes, for all chunks in parallel, everything that depends only on
+queries, keys and decays. A second kernel processes the chunks in order. In steps with one token per
+row, the second kernel moves each state from slot to slot. With few rows it also does the work of
+the first (:mod:`.chunk_kernels`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ from .walk import StepRows
 
 _NUM_WARPS = 4
 _NUM_WARPS_INNER = 1
-# Elements that are loaded at once, where heads are of multiples of it.
+# Elements loaded at once, if head sizes are multiples of it.
 _UNIT = 8
-# Of a program of the kernel in front.
+# Heads per program of the first kernel.
 _MOST_HEADS = 4
-# Of a thread that moves states from slot to slot: so a multiprocessor runs three programs, not two.
+# Registers per thread of programs that move states from slot to slot: with this limit a
+# multiprocessor runs three programs instead of two.
 REGISTERS_OF_MANY_ROWS = 168
-# Programs that compute everything of their chunks themselves: eight times as many as run at a time.
+# The most programs that compute everything of their chunks themselves: eight times as many as run
+# concurrently.
 _FEW_PROGRAMS = 1 << 11
 
 
 def delta_rule(
     inputs: DeltaInputs, states: Tensor, rows: StepRows, scale: float, l2norm: bool
 ) -> Tensor:
-    """Same as :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.spec`."""
+    """Same as :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of
+    :mod:`.recurrent_spec`."""
     out = inputs.query.new_empty(inputs.value.shape)
     limits = (scale, 0.0, 0.0)
     options = {"L2NORM": l2norm, "SOFTPLUS": False}
@@ -68,7 +71,7 @@ def ssd_scan(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """Same as :func:`.ops.ssd_scan`, for states of :mod:`.spec`."""
+    """Same as :func:`.ops.ssd_scan`, for states of :mod:`.recurrent_spec`."""
     x, dt, A, B, C, D, dt_bias = inputs
     out = x.new_empty(x.shape, dtype=torch.float32)
     limits = (1.0, dt_min, dt_max)
@@ -126,7 +129,7 @@ def _launch(
         num_chunks = len(out) // spec.CHUNK + 2 * num_rows + 2
         shape = num_chunks, num_heads, sizes["SIZE"]
         chunks = torch.empty(shape, dtype=torch.float32, device=out.device)
-        # Of the heads that share keys a program computes some.
+        # A program computes some of the heads that share keys.
         heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
         parts = len(out) // spec.CHUNK + 2 * num_rows if is_long else num_rows
         chunk_inner_kernel[(num_heads // heads, parts)](
@@ -158,23 +161,24 @@ def _launch(
         )  # fmt: skip
 
 
-# Which kernels compute a step; its bits are the same.
+# Which kernels compute a step. The choice changes no bits.
 
 
 def has_long_rows(num_tokens: int, num_rows: int) -> bool:
-    """Whether rows have more than a chunk or two, as a rule."""
+    """Whether rows typically have more than one or two chunks."""
     return num_tokens > num_rows
 
 
 def has_many_rows(grid: tuple[int, int]) -> bool:
-    """Whether what positions of a chunk have to do with each other is worth a kernel of its own,
-    though a program could compute it for its tile while a state is on its way."""
+    """Whether a separate kernel for the interactions within chunks is faster, although a program
+    could compute them for its tile while a state is being loaded."""
     return grid[0] * grid[1] > _FEW_PROGRAMS
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
-    """``[T, heads, size]`` as the kernels read it: a head's elements side by side, tokens and heads
-    a multiple of ``unit`` apart, all at a multiple of 16 bytes. A copy where it is not so."""
+    """``[T, heads, size]`` as the kernels read it: elements of a head contiguous, strides of tokens
+    and heads multiples of ``unit``, and addresses multiples of 16 bytes. A copy if the input
+    differs."""
     suits = x.stride(2) == 1 and all(stride % unit == 0 for stride in x.stride()[:2])
     if suits and x.data_ptr() % 16 == 0:
         return x

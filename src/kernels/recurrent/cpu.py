@@ -1,12 +1,12 @@
-"""The recurrent layers on a CPU. The bits of a token follow its own inputs and its state alone.
+"""The recurrent layers on a CPU. The bits of a token depend only on its own inputs and its state.
 
-Mamba-1 and the short convolution use elementwise operations only.
+Mamba-1 and the short convolution use only elementwise operations.
 
 The gated delta rule and Mamba-2 have a matrix S of keys and values. With decay a, key k, value v
 and query q of a token, S becomes ``a S + k (x) d`` and the output is ``q S``. Mamba-2 has ``d =
-v``; the delta rule writes the difference, ``d = beta (v - k a S)``. Both reads of S are taken
-before it changes, ``q S = (a q) S_before + (q . k) d``: one matmul for both, and one pass that
-changes S. All that is independent of S is computed for many tokens at once: elementwise operations,
+v``. The delta rule writes the difference, ``d = beta (v - k a S)``. Both reads of S happen before
+it changes, ``q S = (a q) S_before + (q . k) d``: one matmul for both, and one pass that changes S.
+Everything that does not depend on S is computed for many tokens at once: elementwise operations,
 sums along the last dimension, and batched matmuls of four rows, for which MKL has one order of
 summation (:mod:`..matmul.cpu.invariant`).
 """
@@ -48,7 +48,7 @@ def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softpl
 
 
 def result_type(inputs: ScanInputs) -> torch.dtype:
-    """The dtype of the outputs: that of ``(y + x * D) * z``, y of x's dtype."""
+    """The dtype of the outputs: that of ``(y + x * D) * z``, with y of x's dtype."""
     dtype = inputs.x.dtype
     for other in (inputs.D, inputs.z):
         if other is not None:
@@ -73,7 +73,7 @@ def _scan(states: Tensor, dt: Tensor, rates: Tensor, B: Tensor, x: Tensor) -> Te
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """The sum of ``x [n, N, I]`` over N, in halves."""
+    """The sum of ``x [n, N, I]`` over N, by halving."""
     while x.shape[1] > 1:
         half = x.shape[1] // 2
         rest = x[:, 2 * half :]
@@ -91,7 +91,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """What may follow a short convolution, under the names of Hugging Face's modules; 0 stays 0."""
 
-# Elements of a row's outputs that are computed at once, to stay in the processor's cache.
+# Elements of a row's outputs computed at once, so that they stay in the processor's cache.
 _PIECE_ELEMENTS = 1 << 17
 
 
@@ -112,7 +112,7 @@ def short_conv(
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """``x`` after an activation of ``ACTIVATIONS``, or as it is for ""."""
+    """``x`` after an activation of ``ACTIVATIONS``; unchanged for ""."""
     if not activation:
         return x
     name, arguments = ACTIVATIONS[activation]
@@ -122,7 +122,7 @@ def activated(x: Tensor, activation: str) -> Tensor:
 def _convolve_single(
     x: Tensor, taps: Tensor, bias: Tensor | None, states: Tensor, parts: list[Stretch], out: Tensor
 ) -> None:
-    """All rows of one token."""
+    """All rows with one token."""
     tokens = as_tokens([part.begin for part in parts], x.device)
     before = load(states, [part.source for part in parts])
     window = torch.cat((before, x[tokens].unsqueeze(1)), 1)
@@ -149,7 +149,7 @@ def _convolve_row(
 
 
 def _total(products: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Their sum, in order. The products were rounded before: whether addcmul does so is up to the
+    """The sum, in order. The summands are rounded first: whether addcmul does so depends on the
     machine."""
     total = products[0]
     for product in products[1:]:
@@ -160,7 +160,7 @@ def _total(products: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 
 
 _L2_EPS = 1e-6
-# Elements that the tokens of a batch are prepared to; 4 MiB.
+# Elements to which the tokens of a batch are expanded; 4 MiB.
 _PREPARED_ELEMENTS = 1 << 20
 
 
@@ -176,7 +176,8 @@ def delta_rule(
         for part in batches(tokens, len(work), most):
             both = torch.cat((query[part], key[part]), 1).float()
             if l2norm:
-                # Not rsqrt, whose vector code rounds otherwise than that for the end of a range.
+                # Not rsqrt: its vector code rounds differently from its code for the end of a
+                # range.
                 both = both / ((both * both).sum(-1, keepdim=True) + _L2_EPS).sqrt()
             q, k = both.chunk(2, 1)
             a = wide(decay, part).exp()
@@ -232,10 +233,10 @@ def _most_tokens(states: Tensor) -> int:
 def _advance(
     states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, a: Tensor
 ) -> Tensor:
-    """Outputs ``[n, H, V]`` of n tokens, time after time; ``states [R, H, K, V]`` change in place.
+    """Outputs ``[n, H, V]`` of n tokens, step by step; ``states [R, H, K, V]`` change in place.
 
     Args:
-        q: ``[n, Hk, K]``. k: alike. v: ``[n, H, V]``.
+        q: ``[n, Hk, K]``. k: likewise. v: ``[n, H, V]``.
         beta: ``[n, H, 1]``, or None for Mamba-2. a: ``[n, H, 1]`` or ``[n, H, K]``.
     """
     num_rows, num_heads, num_keys, num_values = states.shape
@@ -275,7 +276,8 @@ def _advance(
         torch.bmm(left, matrices, out=both)
         if beta is not None:
             torch.sub(target, old, out=d)
-        # addcmul would save a seventh, but whether it rounds the product is up to the machine.
+        # addcmul would save a seventh, but whether it rounds the multiplication depends on the
+        # machine.
         torch.mul(k_column, d_row, out=change)
         states.mul_(a_column).add_(change)
     y = first + (q * k).sum(-1, keepdim=True) * write

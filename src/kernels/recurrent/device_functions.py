@@ -1,8 +1,8 @@
-"""Device functions of the recurrent kernels: elementary functions as accurate as torch's, slots,
-and the arithmetic of chunks (equations: :mod:`.chunked`).
+"""Device functions of the recurrent kernels: elementary functions with torch's accuracy, slots, and
+the arithmetic of chunks (equations: :mod:`.chunked`).
 
-The arithmetic of chunks has one order of additions in any layout, as kernels of other shapes share
-it: matmuls, elementwise operations, and sums of which all summands but one are zeros.
+The arithmetic of chunks has one order of additions in any layout, because kernels of different
+shapes share it: matmuls, elementwise operations, and sums in which all summands but one are zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from ..fused.rounding import EMULATE, exp, rounded
 
-# What follows the batch must not make new versions of a kernel: another layout of a state is
+# A value that depends on the batch must not recompile a kernel: another layout of a state means
 # another order of additions.
 BATCH = [
     *("num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride"),
@@ -25,9 +25,9 @@ ROW_POINTERS = ["starts", "contexts", "tables", "table_rows"]
 
 @triton.jit
 def find_row(starts, contexts, tables, table_rows, row, is_row, table_stride):  # type: ignore[no-untyped-def]
-    """(first token, the one after the last, position of the first, table) of a row; of padding,
-    which is no row, the first alone has a meaning."""
-    # Together, as each takes what a load of a state takes.
+    """(first token, one after the last, position of the first, table) of a row. For padding, which
+    is no row, only the first is defined."""
+    # All loads at once, because each takes as long as the load of a state.
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=is_row, other=0)
     context = tl.load(contexts + row, mask=is_row, other=0)
@@ -37,7 +37,7 @@ def find_row(starts, contexts, tables, table_rows, row, is_row, table_stride):  
 
 @triton.jit
 def step_size(dt, bias, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``softplus(dt + bias)``, each operation rounded to DTYPE; float32, no bias being None."""
+    """``softplus(dt + bias)``, with each operation rounded to DTYPE; float32. bias may be None."""
     if bias is not None:
         dt = rounded(dt + rounded(bias.to(tl.float32), DTYPE), DTYPE)
     if SOFTPLUS:
@@ -57,9 +57,9 @@ def first_slot(table, position, interval):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def part_of_row(starts, num_rows, part, SIZE: tl.constexpr, MORE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(row, number of the part in it) of program ``part``, where programs are dealt to the rows by
-    their length: ``starts[row] // SIZE + MORE * row`` of them come before a row, which therefore
-    has at least ``n // SIZE + MORE`` for its n tokens."""
+    """(row, part number within the row) of program ``part``. Programs are assigned to rows by
+    length: ``starts[row] // SIZE + MORE * row`` programs come before a row. So a row with n tokens
+    has at least ``n // SIZE + MORE`` programs."""
     i = tl.arange(0, 128)
     before = 0
     for first in range(0, num_rows, 128):
@@ -73,7 +73,8 @@ def part_of_row(starts, num_rows, part, SIZE: tl.constexpr, MORE: tl.constexpr):
 
 @triton.jit
 def zero_padding(out, first, num_tokens, mask, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros at ``out``, pointers to the elements of token 0, of the tokens from ``first`` on."""
+    """Store zeros to ``out``, pointers to the elements of token 0, for the tokens from ``first``
+    on."""
     zeros = tl.zeros(mask.shape, out.dtype.element_ty)
     out += first.to(tl.int64) * STRIDE
     for _ in range(first, num_tokens):
@@ -81,15 +82,15 @@ def zero_padding(out, first, num_tokens, mask, STRIDE: tl.constexpr):  # type: i
         out += STRIDE
 
 
-# Of float32 matmuls where nothing is lost: by six products of bfloat16. As "ieee" a program of a
-# large head would spill thousands of bytes.
+# Precision of lossless float32 matmuls: six bfloat16 matmuls. With "ieee", a program of a large
+# head would spill thousands of bytes.
 _FLOAT32 = tl.constexpr("ieee" if EMULATE else "bf16x6")
 _SMALLEST_LOGARITHM = tl.constexpr(-104.0)
 
 
 @triton.jit
 def as_bfloat16(x):  # type: ignore[no-untyped-def]
-    """Two at a time: Triton 3.6 converts one by one, at a quarter of the rate."""
+    """Two elements at a time: Triton 3.6 converts single elements at a quarter of the rate."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
     )
@@ -97,8 +98,8 @@ def as_bfloat16(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def split(x):  # type: ignore[no-untyped-def]
-    """Two bfloat16 that sum up to x. A pair at a time: Triton would take what it converted apart
-    for the differences, and put it together again for the matmul."""
+    """Two bfloat16 that sum to x, for a pair of elements at a time. Otherwise Triton would split
+    its conversions for the differences, and join them again for the matmul."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -117,7 +118,8 @@ def split(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def matmul(x, y, total, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``total + x y`` of float32 x; with SPLIT by bfloat16, where a y in it is exact."""
+    """``total + x y`` with float32 x. With SPLIT in bfloat16, for y that bfloat16 represents
+    exactly."""
     if SPLIT:
         x_high, x_low = split(x)
         if y.dtype == tl.bfloat16:
@@ -149,13 +151,14 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``[i, j]``: that of the decays from a chunk's begin to position i."""
-    # exp of less is 0, too, and a larger sum would have fewer digits for the logarithms after.
+    """``[i, j]``: the logarithm of the decays from a chunk's begin to position i."""
+    # exp of smaller values is also 0, and a larger sum would leave fewer digits for later
+    # logarithms.
     decay = tl.maximum(decay, _SMALLEST_LOGARITHM, propagate_nan=tl.PropagateNan.ALL)
     i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
     lower = tl.where(i >= j, 1.0, 0.0)
     a = tl.broadcast_to(decay[:, None], lower.shape)
-    if SPLIT:  # in three, so that nothing is lost
+    if SPLIT:  # in three parts, which is lossless
         high, low = split(a)
         lowest = as_bfloat16(a - high.to(tl.float32) - low.to(tl.float32))
         ones = as_bfloat16(lower)
@@ -168,17 +171,17 @@ def delta_inner(  # type: ignore[no-untyped-def]
     scores, known, squares, a, b, made, first, last, scale,
     L2NORM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """What positions of a chunk of a delta rule have to do with each other.
+    """The interactions between positions of a chunk in a delta rule.
 
     Args:
         scores: ``q k^T``. known: ``k k^T``. squares: ``q q^T``.
         a, b: decay and beta of each position.
-        made: rows of M of positions before ``first``, which were computed before.
+        made: rows of M for positions before ``first``, computed earlier.
         first, last: the positions to compute.
 
     Returns:
-        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y
-        of ``v - exp(g) k S``; the factors of a position on what its key and its query read of S,
+        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which give u and the rest of y
+        from ``v - exp(g) k S``; per position, the factors on what its key and its query read of S,
         and on what it adds to S; the factor on S.
     """
     CHUNK: tl.constexpr = scores.shape[0]
@@ -187,7 +190,7 @@ def delta_inner(  # type: ignore[no-untyped-def]
     g_i = logarithms(a, SPLIT)
     g_j = tl.trans(g_i)
     g = diagonal(g_i)
-    # Nothing is taken of positions after, the exponentials of which may be infinite.
+    # Later positions are excluded: their exponentials may be infinite.
     decayed = exp(tl.where(i >= j, g_i - g_j, 0.0))
     of_k = tl.full((CHUNK,), 1.0, tl.float32)
     of_q = of_k
@@ -198,7 +201,7 @@ def delta_inner(  # type: ignore[no-untyped-def]
     decayed = decayed * of_k[None, :]
     scores = tl.where(i >= j, scores * (decayed * of_q[:, None]), 0.0)
     known = tl.where(i > j, known * (decayed * (of_k * b)[:, None]), 0.0)
-    # The rows of M one by one, each of those before it: M = beta - A M.
+    # Compute the rows of M in order, each from the preceding rows: M = beta - A M.
     zeros = tl.zeros((CHUNK, CHUNK), tl.float32)
     m = tl.where(i < first, made, 0.0)
     for row in range(first, last):
@@ -212,7 +215,8 @@ def delta_inner(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """P and the last three as in :func:`delta_inner` of Mamba-2, where u depends on no state."""
+    """P and the last three results, as in :func:`delta_inner`, for Mamba-2, where u does not depend
+    on a state."""
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
     i, j = index[:, None], index[None, :]
@@ -225,7 +229,7 @@ def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def step_sizes(dt, bias, valid, dt_min, dt_max, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those of Mamba-2 of the positions of a chunk, 0 of what is none."""
+    """The step sizes of Mamba-2 for the positions of a chunk, 0 for missing positions."""
     dt = step_size(dt, bias, SOFTPLUS, DTYPE)
     return tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
 
@@ -239,8 +243,8 @@ def halves(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read_state(state, reads, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the queries of a chunk, and below them, in the delta rule, its keys read of ``state
-    [V, K]``, that at its begin."""
+    """What the queries of a chunk, and in the delta rule also its keys, read of ``state [V, K]``,
+    the state at the chunk's begin."""
     zeros = tl.zeros((state.shape[0], reads.shape[0]), tl.float32)
     return matmul(state, tl.trans(reads), zeros, SPLIT)
 
@@ -249,12 +253,13 @@ def read_state(state, reads, SPLIT: tl.constexpr):  # type: ignore[no-untyped-de
 def advance(  # type: ignore[no-untyped-def]
     read, v, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """u, y and v in float32, ``[V, CHUNK]``, of a chunk.
+    """u, y and v of a chunk in float32, ``[V, CHUNK]``.
 
     Args:
-        read: of :func:`read_state`. v: the chunk's values ``[V, CHUNK]``, zeros where none are.
-        mixing: ``[2 CHUNK, CHUNK]``, what :func:`delta_inner` gives; in Mamba-2 P. The factors are
-            of :func:`delta_inner`; in Mamba-2 ``of_key`` are the step sizes.
+        read: from :func:`read_state`. v: the chunk's values ``[V, CHUNK]``, zeros for missing
+            positions.
+        mixing: ``[2 CHUNK, CHUNK]`` from :func:`delta_inner`; in Mamba-2 P. The factors also come
+            from :func:`delta_inner`; in Mamba-2 ``of_key`` contains the step sizes.
     """
     v = v.to(tl.float32)
     if DELTA:
@@ -268,15 +273,15 @@ def advance(  # type: ignore[no-untyped-def]
     return u, y, v
 
 
-# Masked elements of loads are undefined: `tl.where` makes them zeros only where a program has to
-# wait anyway. Triton copies an operand of a matmul to shared memory right after the load that it
-# comes from, and waits for it there, with later loads not yet issued.
+# Masked elements of loads are undefined. `tl.where` makes them zeros only where a program must wait
+# in any case. Triton copies a matmul operand to shared memory directly after its load, and waits
+# for it there, before later loads are issued.
 
 
 @triton.jit
 def load_rows(x, tokens, stride, kept, offsets, index, first, last, mask):  # type: ignore[no-untyped-def]
-    """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
-    those below ``first`` of what the slot keeps, up to ``last`` of the step."""
+    """``[CHUNK, K]``, or ``[V, CHUNK]`` with the position as second dimension, of a chunk's
+    positions: those below ``first`` from the slot, and those up to ``last`` from the step."""
     pointers = tl.where(
         index < first, kept.to(x.dtype, bitcast=True) + offsets, x + tokens * stride
     )
@@ -285,7 +290,7 @@ def load_rows(x, tokens, stride, kept, offsets, index, first, last, mask):  # ty
 
 @triton.jit
 def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
-    """Same as :func:`load_rows`, of one number per position, as float32; zeros after."""
+    """Same as :func:`load_rows`, for one value per position, as float32; then zeros."""
     inside = (index >= first) & (index < last)
     new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
     return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)
@@ -293,7 +298,7 @@ def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[n
 
 @triton.jit
 def has_reads(index, first, last, mask_k, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where :func:`load_reads` loads."""
+    """Mask of the elements that :func:`load_reads` loads."""
     i = index % CHUNK
     return ((index >= CHUNK) | (i >= first)) & (i < last) & mask_k
 
@@ -303,8 +308,8 @@ def load_reads(  # type: ignore[no-untyped-def]
     query, key, q_stride, k_stride, kept, offsets, token, first, last, index, mask_k,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Queries of positions [first, last) of a chunk, the first that of ``token``, and, where
-    ``index`` goes on, the keys of these and of the positions before, which the slot keeps."""
+    """Queries of positions [first, last) of a chunk, where ``token`` is the first; and for larger
+    ``index`` the keys of these positions and of earlier ones, which the slot keeps."""
     i = index % CHUNK
     tokens = (token - first).to(tl.int64) + i
     is_key = index >= CHUNK
@@ -318,7 +323,7 @@ def load_reads(  # type: ignore[no-untyped-def]
 def reads_of(  # type: ignore[no-untyped-def]
     query, key, q_stride, k_stride, index, k_index, CHUNK: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Where a chunk's queries lie, and, with KEYS, below them its keys."""
+    """Pointers to a chunk's queries and, with KEYS, then its keys."""
     rows = index % CHUNK
     pointers = query + (rows * q_stride + k_index)
     if KEYS:
@@ -328,13 +333,13 @@ def reads_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_mixing(place, reads, index):  # type: ignore[no-untyped-def]
-    """What ``chunk_inner_kernel`` left at ``place``: the matrices."""
+    """The matrices that ``chunk_inner_kernel`` stored at ``place``."""
     return tl.load(place + reads * index.shape[0] + index[None, :])
 
 
 @triton.jit
 def load_factors(place, index):  # type: ignore[no-untyped-def]
-    """The three factors beside them, and that on S."""
+    """The three factors stored with the matrices, and the factor on S."""
     CHUNK: tl.constexpr = index.shape[0]
     vectors = place + 2 * CHUNK * CHUNK + index
     return (
@@ -351,7 +356,7 @@ def keep_inputs(  # type: ignore[no-untyped-def]
     reads, first, last, mask_k, mask_v, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SCALARS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add positions [first, last) of a chunk to the tail of a record."""
+    """Append positions [first, last) of a chunk to the tail of a record."""
     CHUNK: tl.constexpr = index.shape[0]
     new = (index >= first) & (index < last)
     keys = record + KEYS

@@ -5,18 +5,18 @@ Shapes: T tokens of B rows are back to back; row b owns tokens ``[query_starts[b
 query_starts[b + 1])``, the j-th of its n at position ``context_lens[b] - n + j``. Tokens from
 ``query_starts[B]`` on are padding and yield zeros. Inputs may be strided.
 
-What a layer remembers of a row is stored in a *slot* of its ``states [num_slots + 1, ...]``, which
-are contiguous; the last slot is the *null slot*, which means nothing. Positions are cut into
-intervals; with ``table = state_tables[table_rows[b]]``, ``table[i]`` is the slot of row b for
+A layer's state of a row is stored in a *slot* of its contiguous ``states [num_slots + 1, ...]``.
+The last slot is the *null slot*, whose contents have no meaning. Positions are divided into
+intervals. With ``table = state_tables[table_rows[b]]``, ``table[i]`` is the slot of row b for
 positions ``[i * interval, (i + 1) * interval)``. Before position p > 0 the state is that of slot
-``table[(p - 1) // interval]``, unless the call computed position p - 1; before position 0 it is
-zeros. After the last position that a call computes in interval i, the state is written to slot
+``table[(p - 1) // interval]``, unless the same call computed position p - 1. Before position 0 it
+is zero. After the last position that a call computes in interval i, the state is written to slot
 ``table[i]``. So a slot that differs from the next one keeps the state at the end of its interval: a
 checkpoint.
 
-All ops are batch-invariant and schedule transparent: the output of a token and the state after it
-have the same bits however positions are cut into steps and whatever other rows do. On a GPU they
-are Triton kernels, which are imported at the first call, elsewhere torch's operations.
+All ops are batch-invariant and schedule transparent: a token's output and the state after it have
+the same bits however positions are divided into steps, and whatever the other rows are. On a GPU
+the ops are Triton kernels, imported at the first call. Elsewhere they are torch operations.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def delta_rule(
     ``scale * q S``.
 
     Args:
-        states: float32 ``[num_slots + 1, H, K, V]``; on a GPU, of decays ``[T, H]``, as
-            :mod:`.spec` has it.
+        states: float32 ``[num_slots + 1, H, K, V]``. On a GPU, with decays ``[T, H]``, see
+            :mod:`.recurrent_spec`.
         scale: factor on the queries. l2norm: whether queries and keys are normalised first.
 
     Returns:
@@ -89,8 +89,8 @@ def ssd_scan(
     """Mamba-2 (Dao and Gu 2024): S becomes ``exp(A dt) S + B (x) dt x``, read by ``C S + D x``.
 
     Args:
-        states: float32 ``[num_slots + 1, H, N, P]``; on a GPU as :mod:`.spec` has it.
-        dt_softplus: whether dt goes through softplus, before its limits.
+        states: float32 ``[num_slots + 1, H, N, P]``. On a GPU see :mod:`.recurrent_spec`.
+        dt_softplus: whether softplus is applied to dt before its limits.
 
     Returns:
         float32 ``[T, H, P]``.
@@ -111,7 +111,7 @@ def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softpl
 
     Args:
         states: float32 ``[num_slots + 1, N, I]``.
-        dt_softplus: whether dt goes through softplus.
+        dt_softplus: whether softplus is applied to dt.
 
     Returns:
         ``[T, I]``, in the dtype of ``(x + x * D) * z``.

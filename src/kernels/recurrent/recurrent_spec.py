@@ -1,13 +1,13 @@
-"""The static parameters of one recurrent call, and what a slot of its states holds.
+"""The static parameters of one recurrent call, and the contents of a slot of its states.
 
-Where a GPU computes a recurrence chunk by chunk (:mod:`.chunked`), a slot holds a *record* for each
-tile of a head's values: the state before the chunk of the last position, ``[tile,
-K]`` in float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and values
+Where a GPU computes a recurrence in chunks (:mod:`.chunked`), a slot has one *record* per tile of a
+head's values. A record contains the state before the chunk of the last position, ``[tile, K]`` in
+float32, and the *tail*: the chunk's positions so far. The tail has keys ``[CHUNK, K]`` and values
 ``[CHUNK, tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes), ``[2,
 CHUNK]``, and the rows of M of :mod:`.chunked`, ``[CHUNK, CHUNK]``.
 
-The program of a tile reads and writes its record and no other: heads that share keys, and the tiles
-of a head, have each a copy of the keys.
+The program of a tile reads and writes only its own record. So heads that share keys, and the tiles
+of a head, each have a copy of the keys.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CHUNK = 16
 PREPARED_SIZE = 2 * CHUNK * CHUNK + 4 * CHUNK
 """Floats that ``chunk_inner_kernel`` computes of a chunk and head: two matrices, four vectors."""
 
-# Elements of a state that a program holds, 64 registers of each thread of four warps.
+# Elements of a state per program: 64 registers of each thread of four warps.
 _TILE_ELEMENTS = 8192
-_MIN_SIDE = 16  # of a tile, of the matrix units
+_MIN_SIDE = 16  # of a tile, for the matrix units
 
 
 class RecordLayout(NamedTuple):
-    """Of a record, in float32: what lies before its parts, and its size."""
+    """Layout of a record in units of float32: the offsets of its parts, and its size."""
 
     keys: int
     values: int
@@ -40,12 +40,13 @@ class RecordLayout(NamedTuple):
 
 
 def padded(size: int) -> int:
-    """A power of two that holds ``size``, and is none too small for the matrix units."""
+    """The smallest power of two >= ``size`` that is large enough for the matrix units."""
     return max(_MIN_SIDE, 1 << (size - 1).bit_length())
 
 
 def block_v(num_keys: int, num_values: int) -> int:
-    """Values of a tile; of a state's shape alone, as it is part of what a slot looks like."""
+    """Values per tile. The number depends only on the state's shape, because it determines the
+    contents of a slot."""
     return min(max(_MIN_SIDE, _TILE_ELEMENTS // padded(num_keys)), padded(num_values))
 
 
@@ -63,21 +64,21 @@ def record_layout(
 def slot_shape(
     num_heads: int, num_keys: int, num_values: int, *dtypes: torch.dtype
 ) -> tuple[int, int]:
-    """(records, float32 of each) of a slot; ``dtypes`` of keys and of values."""
+    """(number of records, float32 elements per record) of a slot; ``dtypes`` of keys and values."""
     num_tiles = -(-num_values // block_v(num_keys, num_values))
     return num_heads * num_tiles, record_layout(num_keys, num_values, *dtypes).record
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """What one recurrent call of the model keeps of a request, found by the probe.
+    """What one recurrent call of the model keeps per request, as found by the probe.
 
     Attributes:
         call: its number in order of execution, 0, 1, 2, ...
         kind: the op of :mod:`.ops` that computes it.
-        state_shape: of its state. state_dtype: by name.
-        settings: the numbers of the call that are no tensors, in the op's order.
-        input_dtypes: of its keys and values, by name, where a GPU computes it in chunks.
+        state_shape: shape of its state. state_dtype: name of its dtype.
+        settings: the non-tensor arguments of the call, in the op's order.
+        input_dtypes: names of the dtypes of its keys and values, where a GPU computes it in chunks.
     """
 
     call: int
@@ -89,7 +90,7 @@ class RecurrentSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RecurrentSpec:
-        """Of what ``asdict`` gave, after JSON has made lists of tuples."""
+        """From the result of ``asdict`` after JSON has turned tuples into lists."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -101,7 +102,7 @@ class RecurrentSpec:
         return found
 
     def slot_shape(self, device: torch.device | str) -> tuple[int, ...]:
-        """Of what one slot holds: the state, or the records of a GPU."""
+        """Shape of the contents of one slot: the state, or the records of a GPU."""
         if torch.device(device).type == "cpu" or not self.input_dtypes:
             return self.state_shape
         num_heads, num_keys, num_values = self.state_shape
@@ -109,5 +110,5 @@ class RecurrentSpec:
         return slot_shape(num_heads, num_keys, num_values, *dtypes)
 
     def num_bytes(self, device: torch.device | str) -> int:
-        """Of one slot."""
+        """Bytes of one slot."""
         return math.prod(self.slot_shape(device)) * self.dtype.itemsize

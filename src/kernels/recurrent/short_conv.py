@@ -1,9 +1,10 @@
 """Causal depthwise convolution over a few positions as a Triton kernel.
 
-A program computes a tile of channels for a part of a row's tokens. That of a row's first part is
-the only one that reads the row's state, so it also writes the states of the whole row: no program
-reads what another writes. Taps are added in order, products and sums not contracted, so a token's
-bits do not follow its place, nor the size of a tile, which is another for steps of a token per row.
+A program computes a tile of channels for a part of a row's tokens. Only the program of a row's
+first part reads the row's state, so it also writes the states of the whole row: no program reads
+what another one writes. Taps are added in order, without contracting multiplications and additions.
+So a token's bits do not depend on its place, nor on the tile size, which is different in steps with
+one token per row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .cpu import activated
 from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, part_of_row, zero_padding
 from .walk import StepRows
 
-# (tokens, channels, warps) of a tile. Any gives the same bits: all operations are elementwise.
+# (tokens, channels, warps) of a tile. Any choice gives the same bits: all operations are
+# elementwise.
 _TILE = 4, 256, 4
 _TILE_OF_DECODING = 1, 512, 2
 _PART = 32
@@ -29,8 +31,8 @@ _SILU = ("silu", "swish")
 def _load_inputs(  # type: ignore[no-untyped-def]
     x, history, j, begin, has_history, channels, mask, x_stride, C: tl.constexpr, K: tl.constexpr
 ):
-    """``[len(j), len(channels)]`` of a row's inputs, j counted from its first token of the step;
-    the K - 1 before that are of ``history``, zeros without."""
+    """``[len(j), len(channels)]`` of a row's inputs, with j counted from its first token in the
+    step. The K - 1 inputs before that come from ``history``; without it they are zeros."""
     old = (j < 0)[:, None] & mask & has_history
     before = tl.load(history + (j + (K - 1))[:, None] * C + channels[None, :], mask=old, other=0.0)
     new = (j >= 0)[:, None] & mask
@@ -44,11 +46,10 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
     interval, table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(ceil(C / BLOCK_C), programs + 1)``, the first of them for padding; of the others one
-    is each row's where a tile has one token, else they are dealt as :func:`.part_of_row` says.
-    Shapes: x and out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states ``[slots, K - 1, C]``,
-    starts ``[B + 1]``, contexts ``[B]``, tables ``[R, M]``, table_rows ``[B]``; interval
-    >= K - 1."""
+    """Grid: ``(ceil(C / BLOCK_C), programs + 1)``. The first program is for padding. If a tile has
+    one token, the others serve one row each; else :func:`.part_of_row` assigns them. Shapes: x and
+    out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states ``[slots, K - 1, C]``, starts ``[B +
+    1]``, contexts ``[B]``, tables ``[R, M]``, table_rows ``[B]``; interval >= K - 1."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < C
@@ -86,7 +87,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for tap in tl.static_range(K):
             before = j - (K - 1 - tap)
-            if start >= K - 1:  # all of them are of the step
+            if start >= K - 1:  # all of them belong to the step
                 rows = (begin + before).to(tl.int64)[:, None] * x_stride
                 inputs = tl.load(x + rows + channels[None, :], mask=inside, other=0.0)
             else:
@@ -107,8 +108,8 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
         i = tl.arange(0, K_PAD)
         kept = (i < K - 1)[:, None] & mask
         offsets = i[:, None] * C + channels[None, :]
-        # Of the states to write only that of the first interval and the last one can hold inputs
-        # of the old state, which either may overwrite: both are read before.
+        # Of the states to write, only those of the first and the last interval can contain inputs
+        # of the old state, and either write may overwrite it. So both are read before.
         first_end = tl.minimum(interval - position % interval, length)
         of_first = _load_inputs(
             x, history, i + (first_end - (K - 1)), begin, has_history, channels, kept, x_stride,
@@ -133,7 +134,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StepRows, activation: str
 ) -> Tensor:
-    """Same as :func:`.ops.short_conv`; ``rows.interval`` at least K - 1."""
+    """Same as :func:`.ops.short_conv`; ``rows.interval`` is at least K - 1."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     num_rows, (channels, width) = len(rows.context_lens), weight.shape
     if len(x):

@@ -1,9 +1,10 @@
-"""The walk of a step's rows through their positions: what a recurrent state is read from, in which
-order tokens follow, and where the state is written.
+"""The walk of a step's rows through their positions: where a recurrent state is read, the order of
+tokens, and where the state is written.
 
-A row alone walks in its slots themselves: the state of a large model is megabytes, and a copy costs
-what a token costs. Rows of small states walk together in a copy, token by token: calls are what
-costs there. A recurrence must give a row the same bits either way.
+A single row updates its slots in place: the state of a large model is megabytes, and a copy costs
+as much as a token. Rows with small states are processed together in a copy, token by token, because
+there the number of calls determines the time. A recurrence must compute the same bits for a row in
+both ways.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Advance = Callable[[Tensor, Tokens], None]
 """Moves ``states [R, ...]`` on, in place, by tokens that come time after time: R at a time, one for
 each row. They are a slice, or int64 ``[n]``."""
 
-# Elements of a state up to which rows walk together. Delta rule, 16 rows of one token, against each
-# alone: 4,096 elements (H 4, K and V 32) take an eighth of the time, 32,768 two thirds, 524,288 six
-# times as long.
+# Largest state, in elements, for which rows are processed together. Delta rule, 16 rows of one
+# token, compared with one row at a time: 4,096 elements (H 4, K and V 32) take an eighth of the
+# time, 32,768 two thirds, 524,288 six times as long.
 _MAX_GATHERED_ELEMENTS = 1 << 15
 
 
 class StepRows(NamedTuple):
-    """The rows of a step and their slots, as in :mod:`.ops`.
+    """The rows of a step and their slots: see :mod:`.ops`.
 
     Attributes:
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        state_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
-            ``state_tables`` of each row. interval: positions per entry.
+        state_tables: int32 ``[R, M]``, R >= B. table_rows: int32 ``[B]``, the row of
+            ``state_tables`` for each row. interval: positions per entry.
     """
 
     query_starts: Tensor
@@ -42,7 +43,7 @@ class StepRows(NamedTuple):
     interval: int
 
     def arguments(self, num_tokens: int) -> tuple[Tensor | int, ...]:
-        """Arguments ``starts`` to ``table_stride`` of the kernels that walk whole rows."""
+        """Arguments ``starts`` to ``table_stride`` of the kernels that process whole rows."""
         num_rows, stride = len(self.context_lens), self.state_tables.stride(0)
         return *self[:4], num_rows, num_tokens, self.interval, stride
 
@@ -52,7 +53,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         source: the slot of the state before them; -1 if they begin at position 0.
-        slot: where the state goes after them.
+        slot: the slot for the state after them.
     """
 
     begin: int
@@ -66,7 +67,7 @@ def stretches(rows: StepRows) -> list[list[Stretch]]:
     interval, tables = rows.interval, rows.state_tables
     width = tables.shape[1]
     parts: list[tuple[int, int, int, int]] = []  # number, begin, end and position
-    entries: list[int] = []  # of the flat tables, two for each part
+    entries: list[int] = []  # of the flat tables, two per part
     num = -1
     for row, (begin, end), context in zip(
         rows.table_rows.tolist(),
@@ -97,7 +98,7 @@ def stretches(rows: StepRows) -> list[list[Stretch]]:
 
 
 def walk(states: Tensor, rows: StepRows, advance: Advance) -> None:
-    """Move the states of all rows on over their tokens, and write them where they belong.
+    """Advance the states of all rows over their tokens, and write them to their slots.
 
     Args:
         states: ``[num_slots + 1, ...]``, changed in place.
@@ -126,7 +127,7 @@ def save(states: Tensor, slots: list[int], values: Tensor) -> None:
 
 
 def as_tokens(numbers: list[int], device: torch.device) -> Tokens:
-    """A slice where they follow one another, else a tensor."""
+    """A slice if they are consecutive, else a tensor."""
     first, last = numbers[0], numbers[-1]
     if numbers == list(range(first, last + 1)):
         return slice(first, last + 1)
@@ -134,7 +135,7 @@ def as_tokens(numbers: list[int], device: torch.device) -> Tokens:
 
 
 def batches(tokens: Tokens, num_rows: int, most: int) -> Iterator[Tokens]:
-    """Tokens of :data:`Advance` in batches of ``most``, or what whole times make of it."""
+    """Tokens for :data:`Advance` in batches of ``most``, rounded to whole time steps."""
     step = num_rows * max(1, most // num_rows)
     if isinstance(tokens, slice):
         for begin in range(tokens.start, tokens.stop, step):
@@ -144,8 +145,8 @@ def batches(tokens: Tokens, num_rows: int, most: int) -> Iterator[Tokens]:
 
 
 def wide(x: Tensor, tokens: Tokens) -> Tensor:
-    """``x [T, ...]`` of some tokens, float32 and contiguous: sums along the last dimension take
-    another order where it is strided, and a single token is contiguous where two are not."""
+    """``x [T, ...]`` of some tokens, float32 and contiguous. Sums along the last dimension have
+    another order if it is strided, and a single token may be contiguous where two are not."""
     return x[tokens].float().contiguous()
 
 
@@ -159,7 +160,7 @@ def _walk_alone(states: Tensor, parts: list[Stretch], advance: Advance) -> None:
 
 
 def _walk_together(states: Tensor, found: list[list[Stretch]], advance: Advance) -> None:
-    # Longest first, so that the rows that have tokens left are always the first ones.
+    # Longest first, so that the rows with remaining tokens are always the first ones.
     found = sorted(found, key=lambda parts: parts[0].begin - parts[-1].end)
     begins = [parts[0].begin for parts in found]
     lengths = [parts[-1].end - parts[0].begin for parts in found]

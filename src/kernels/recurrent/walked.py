@@ -1,14 +1,14 @@
-"""Recurrences that walk token by token, as Triton kernels: the delta rule with a decay per channel
-of the keys (Kimi Linear), and Mamba-1. :mod:`.cpu` has the equations.
+"""Recurrences that process token by token, as Triton kernels: the delta rule with a decay per
+channel of the keys (Kimi Linear), and Mamba-1. :mod:`.cpu` has the equations.
 
-A program walks the tokens of one row with a part of its state in registers: of the delta rule a
-tile of one head's, all keys and some values; of Mamba-1 that of some channels. The same kernel
-serves decoding, where a row has one token, and long prompts, so that both have the same bits: no
-choice follows the batch, none of its sizes specialises the kernel, and one loop body computes every
-token.
+A program processes the tokens of one row with a part of its state in registers. For the delta rule
+that is a tile of one head's state, with all keys and some values; for Mamba-1 the state of some
+channels. The same kernel serves decode, where a row has one token, and long prompts, so both
+compute the same bits. No choice depends on the batch, no batch size specialises the kernel, and one
+loop body computes every token.
 
-A program is one warp. Of the delta rule a lane has some keys of one value: most of a sum over keys
-stays in its registers, and no token waits for another warp. Tokens are loaded ahead of their turn.
+A program is one warp. In the delta rule, a lane has some keys of one value: most of a sum over keys
+stays in its registers, and no token waits for another warp. Tokens are prefetched.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .cpu import result_type
 from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, step_size, zero_padding
 from .walk import StepRows
 
-# Channels of a program, which is one warp: two threads share the state of one. Of 16, 32 and 64 the
-# quickest for prompts and for decoding.
+# Channels per program, which is one warp: two threads share the state of a channel. 16 was the
+# fastest of 16, 32 and 64, for prompts and for decode.
 _BLOCK_I = 16
 
 
 @triton.jit
 def _load_token(pointers, strides, masks, token):  # type: ignore[no-untyped-def]
-    """A token's inputs as they are stored in memory, a tuple; zeros where masked."""
+    """A token's inputs in their stored dtypes, a tuple; zeros where masked."""
     loaded = ()
     for n in tl.static_range(len(pointers)):
         one = tl.load(pointers[n] + token * strides[n], mask=masks[n], other=0.0)
@@ -47,14 +47,14 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     num_tokens, interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
     INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is that of padding.
+    """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is padding.
 
-    Shapes, I being INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
-    dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[R, M]``, table_rows ``[B]``.
+    Shapes, with I for INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
+    dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[R,
+    M]``, table_rows ``[B]``.
 
-    ``unit`` is 1. It must not be a constant: the compiler would then give a thread what lies side
-    by side; so it gives a thread half of the state of one channel.
+    ``unit`` is 1. It must not be a constant: the compiler would then give a thread contiguous
+    elements. As an argument, it makes the compiler give a thread half of the state of one channel.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     N_PAD: tl.constexpr = triton.next_power_of_2(N)
@@ -127,7 +127,7 @@ def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softpl
     size, inner = states.shape[1:]
     if not len(x):
         return out
-    # The kernel steps over tokens; what a token has must be contiguous.
+    # The kernel has strides only for tokens; the elements of a token must be contiguous.
     tokens = [
         one if one is None or one.stride(1) == 1 else one.contiguous() for one in (x, dt, B, C, z)
     ]
@@ -145,8 +145,8 @@ def selective_scan(inputs: ScanInputs, states: Tensor, rows: StepRows, dt_softpl
     return out
 
 
-# Elements of a state that a program holds: 64 registers of a thread. With half of it the prompt of
-# one request alone would take three quarters of the time, and decoding half more.
+# Elements of a state per program: 64 registers per thread. With half of it, a single request's
+# prompt would take three quarters of the time, but decode would take 1.5 times as long.
 _TILE_ELEMENTS = 2048
 
 
@@ -161,14 +161,14 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     LANES: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(H * ceil(V / BLOCK_V), B + 1)``; the last row is that of padding.
+    """Grid: ``(H * ceil(V / BLOCK_V), B + 1)``; the last row is padding.
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H, K]``, beta
     ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[R, M]``, table_rows ``[B]``.
 
-    ``unit`` is 1. It must not be a constant: the compiler would then give a thread values that lie
-    side by side, and sums over keys would cross more lanes.
+    ``unit`` is 1. It must not be a constant: the compiler would then give a thread contiguous
+    values, and sums over keys would cross more lanes.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
@@ -186,12 +186,12 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     if begin == end:
         return
     token = begin.to(tl.int64)
-    # A lane's keys are side by side, so that what is loaded of a token comes in wide words.
+    # A lane's keys are contiguous, so that loads of a token are wide words.
     lane, n = tl.arange(0, K_PAD) % LANES, tl.arange(0, K_PAD) // LANES
     i = lane * (K_PAD // LANES) + n
     mask_k = i < K
     mask = mask_k[None, :] & mask_v[:, None]
-    # Of a thread's elements only the last summand differs, by constants of the compiler.
+    # The elements of a thread differ only in the last summand, by compile-time constants.
     offsets = head * (K * V) + j[:, None] * unit + (lane * (K_PAD // LANES * V))[None, :]
     steps = (n * V)[None, :]
     state = tl.zeros((BLOCK_V, K_PAD), tl.float32)
@@ -221,11 +221,11 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
         of_q = scale
         of_k = 1.0
         if L2NORM:
-            # The lengths of the vectors matter only to the sums over them.
+            # The lengths of the vectors affect only the sums over them.
             of_q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
             of_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         state *= exp(a)[None, :]
-        # Both sums are of the state before it changes: neither waits for the other.
+        # Both sums use the state before it changes, so neither waits for the other.
         read = tl.sum(state * q[None, :], 1)
         known = tl.sum(state * k[None, :], 1)
         d = (v - known * of_k) * (b.to(tl.float32) * of_k)
@@ -250,7 +250,7 @@ def delta_rule(
     num_heads, num_keys, num_values = states.shape[1:]
     if not len(out):
         return out
-    # The kernel steps over tokens and heads; what lies within a head must be contiguous.
+    # The kernel has strides only for tokens and heads; the elements of a head must be contiguous.
     tokens = [x if x.dim() == 2 or x.stride(2) == 1 else x.contiguous() for x in inputs]
     tile = block_v(num_keys, num_values)
     _walked_delta_rule_kernel[(num_heads * triton.cdiv(num_values, tile), len(rows.query_starts))](
@@ -270,7 +270,8 @@ def delta_rule(
 
 
 def block_v(num_keys: int, num_values: int) -> int:
-    """Values a program holds; of a state's shape alone, as it is part of the order of additions."""
+    """Values per program. The number depends only on the state's shape, because it determines the
+    order of additions."""
     fitting = max(4, _TILE_ELEMENTS // triton.next_power_of_2(num_keys))
     return min(fitting, triton.next_power_of_2(num_values))
 
