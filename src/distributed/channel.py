@@ -1,12 +1,12 @@
 """The shared memory of a group: a status cell per rank, and the bytes of the steps in flight.
 
-It is a file without a name, mapped by every process::
+It is an unnamed file that every process maps::
 
     | cell of rank 0 | cell of rank 1 | ... | slot 0 | slot 1 | ... | slot K - 1 |
 
-Rank 0 alone writes slots; step n is in slot ``n % K``, and is overwritten only after every rank has
-finished it. Each rank writes its own cell, and all read them. A step is arrays, so nothing is
-pickled: their dtypes and shapes, then their bytes.
+Only rank 0 writes slots. Step n is in slot ``n % K``, which is overwritten only after every rank
+has finished the step. Each rank writes its own cell, and all ranks read all cells. A step consists
+of arrays, so nothing is pickled: a slot contains their dtypes and shapes, then their bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Cell(ctypes.Structure):
     """The status of one rank, in shared memory.
 
     Attributes:
-        state: a :class:`State`. num_started, num_finished: steps. num_collectives: calls begun.
+        state: a :class:`State`. num_started, num_finished: steps. num_collectives: number of calls
+            begun.
         digest: of all its steps.
     """
 
@@ -64,11 +65,11 @@ class Cell(ctypes.Structure):
 
 
 class Channel:
-    """The shared file as one process sees it.
+    """The shared file, as mapped by one process.
 
     Args:
         num_ranks: of the group.
-        descriptor: of the file; None makes a new one.
+        descriptor: of the file; None creates a new one.
     """
 
     def __init__(self, num_ranks: int, descriptor: int | None = None) -> None:
@@ -83,7 +84,8 @@ class Channel:
         self._slots: list[memoryview] = []
 
     def make_slots(self, num_slots: int, num_bytes: int) -> None:
-        """Make room for steps of at most ``num_bytes``. The pages take memory once written."""
+        """Allocate slots for steps of at most ``num_bytes``. A page uses memory once it is
+        written."""
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self.descriptor).st_size < self._begin + num_slots * size:
             os.ftruncate(self.descriptor, self._begin + num_slots * size)
@@ -98,7 +100,7 @@ class Channel:
         """Put a step into its slot.
 
         Raises:
-            ValueError: it is larger than a slot.
+            ValueError: the step is larger than a slot.
         """
         slot = self._slots[step % len(self._slots)]
         header = [len(arrays)]

@@ -16,14 +16,14 @@ from ..kernels.collectives.communicator import Communicator
 from ..kernels.collectives.library import GatherCommunicator
 from .channel import Cell
 
-# Ranks read weights at their own pace before they first meet.
+# Ranks read weights at different speeds before they first meet.
 _TIMEOUT = timedelta(minutes=30)
 _HOST = "127.0.0.1"
 _LOCAL_RANK = "LOCAL_RANK"  # selects the GPU in transformers
 
 
 def make_store(num_ranks: int) -> dist.TCPStore:
-    """The rendezvous of the ranks, at a free port of this host. For rank 0.
+    """Create the rendezvous of the ranks, at a free port of this host. For rank 0.
 
     Raises:
         InvalidInputError: this process belongs to another group.
@@ -43,7 +43,7 @@ def join_store(port: int, num_ranks: int) -> dist.TCPStore:
 
 
 def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
-    """Meet the other ranks. transformers reads slices of weights over this group, too."""
+    """Join the group. transformers also reads slices of weights through it."""
     is_cuda = device.type == "cuda"
     os.environ[_LOCAL_RANK] = str(rank)
     hook = sys.excepthook
@@ -75,8 +75,8 @@ def make_communicator(
     """The communicator of this rank, in its group.
 
     Args:
-        has_peer_access: GPUs reach each other's memory. Sums then always have one order, as that is
-            also the fastest.
+        has_peer_access: GPUs can access each other's memory. Sums then always have one order,
+            because that is also the fastest.
     """
     is_cpu = device.type == "cpu"
     if is_cpu or not has_peer_access:
@@ -88,10 +88,10 @@ def make_communicator(
 
 
 class CountingCommunicator(GatherCommunicator):
-    """Counts collectives in the cell of this rank, the progress that :class:`.workers.Watch` sees.
+    """Counts collectives in the cell of this rank. :class:`.workers.Watch` reads this progress.
 
     Args:
-        cell: of this rank.
+        cell: the cell of this rank.
     """
 
     def __init__(self, cell: Cell, *, transparent: bool, is_connected: bool) -> None:

@@ -1,4 +1,4 @@
-"""Builds an engine over several processes: this one is rank 0, the others are started here."""
+"""Build an engine over several processes: this one is rank 0, and it starts the others."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _NUM_SLOTS = 4
 def build_distributed(
     model: Any, config: EngineConfig, on_logits: Callable[..., None] | None = None
 ) -> BuiltEngine:
-    """Build as :func:`.build.build`, over ``config.tensor_parallel_size`` processes of this host.
+    """Same as :func:`.build.build`, over ``config.tensor_parallel_size`` processes of this host.
 
     Raises:
-        InvalidInputError: there are not as many GPUs, the model is one in memory, or as of build.
-        UnsupportedModelError: the model has no plan by which it could be shared, or as of build.
+        InvalidInputError: there are too few GPUs, the model is in memory, or see build.
+        UnsupportedModelError: the model has no sharding plan, or see build.
         EngineError: a rank has ended.
     """
     num_ranks = config.tensor_parallel_size
@@ -101,7 +101,7 @@ def build_distributed(
 
 
 def _has_peer_access(devices: Sequence[torch.device]) -> bool:
-    """Whether the ranks push into each other's memory; else NCCL moves the operands."""
+    """Whether the ranks push into each other's memory. Otherwise NCCL moves the operands."""
     if any(device.type != "cuda" for device in devices):
         return False
     from ..kernels.collectives.boxes import has_met

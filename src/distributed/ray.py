@@ -16,7 +16,7 @@ from ..llm import LLM
 
 _PROMPT_COLUMNS = ("prompt", "prompt_token_ids", "messages")
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
-_EXACT_FLOAT = 1 << 53  # from here on a float64 may be another integer than was meant
+_EXACT_FLOAT = 1 << 53  # from here on a float64 may stand for another integer
 
 _Row = dict[str, Any]
 
@@ -37,24 +37,26 @@ class Generator:
 
     A row has exactly one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and
     optionally ``sampling_params``, a dict that overrides those of the constructor; null counts as
-    absent. Its other columns are kept. New are ``generated_text``, ``generated_tokens``,
-    ``finish_reason``, ``num_input_tokens``, ``num_generated_tokens``; and ``error``: of a row that
-    is refused, why; then those are null. Where neither row nor constructor has a seed it is random:
-    replicas that count from the same number would give equal rows equal answers.
+    absent. Its other columns are kept. New columns are ``generated_text``, ``generated_tokens``,
+    ``finish_reason``, ``num_input_tokens`` and ``num_generated_tokens``. ``error`` gives the reason
+    why a row was refused; the other new columns are then null. Without a seed in the row or the
+    constructor, the seed is random: if replicas counted from the same number, equal rows would get
+    equal answers.
 
     The constructor's ``sampling_params`` fix the columns, which must be the same in every batch:
 
-    * ``n`` above 1: each column of an answer (all but ``num_input_tokens`` and ``error``) is a list
-      with an entry per continuation, ``generated_text`` a list of texts; also for a row with n = 1.
-    * ``logprobs``: ``cumulative_logprob`` and ``logprobs`` are added; ``prompt_logprobs``: the same
-      of the prompt. An entry is a list per token of ``{"token_id", "logprob", "rank",
-      "decoded_token"}``, its own first; null for the first token of a prompt.
+    * With ``n`` above 1, each column of an answer (all but ``num_input_tokens`` and ``error``) is a
+    list with an entry per continuation; ``generated_text`` is a list of texts. This also holds for
+    a row with n = 1.
+    * ``logprobs`` adds ``cumulative_logprob`` and ``logprobs``; ``prompt_logprobs`` adds the same
+    for the prompt. An entry is a list per token of ``{"token_id", "logprob", "rank",
+    "decoded_token"}``, its own token first; null for the first token of a prompt.
 
-    A row with one of these that the constructor lacks is refused.
+    A row that sets one of these parameters without the constructor is refused.
 
     Args:
-        model: as in :class:`.llm.LLM`, and so are ``llm_arguments``.
-        sampling_params: defaults of every row: parameters, or a dict of them.
+        model, llm_arguments: see :class:`.llm.LLM`.
+        sampling_params: defaults for every row: parameters, or a dict of them.
 
     Raises:
         InvalidInputError: an argument is refused, here or by ``LLM``.
@@ -76,7 +78,7 @@ class Generator:
 
     def __call__(self, batch: Any) -> Any:
         """The batch with the new columns: a table for a table (``batch_format="pyarrow"``, which
-        keeps integers beside nulls), else a dict of columns."""
+        keeps integers next to nulls), else a dict of columns."""
         if isinstance(batch, Mapping):
             new = self._generate(_rows_of_columns(batch))
             return {**batch, **{name: [row[name] for row in new] for name in self._types()}}
@@ -119,7 +121,7 @@ class Generator:
         return {name: row[name]}, params
 
     def _check_columns(self, params: SamplingParams) -> None:
-        """Raises InvalidInputError if the columns have no place for a row's results."""
+        """Raise InvalidInputError if the columns cannot hold a row's results."""
         if params.n > 1 and not self._has_lists:
             limit = "must be 1 unless n of the constructor's sampling_params is above 1"
             raise InvalidInputError("n", params.n, limit)
@@ -142,7 +144,8 @@ class Generator:
         return {name: columns.get(name) for name in self._types()}
 
     def _types(self) -> dict[str, Any]:
-        """The new columns and their Arrow types: given, for a batch may have only nulls."""
+        """The new columns and their Arrow types. They are fixed, because a batch may contain only
+        nulls."""
         import pyarrow
 
         text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()

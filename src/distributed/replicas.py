@@ -1,7 +1,8 @@
-"""A pool of replicas: Ray actors that do the same work, fed with chunks, results in order.
+"""A pool of replicas: Ray actors that do the same work. They receive chunks of items, and results
+come in order.
 
-If a replica ends, others repeat its unfinished rows. A row with which several replicas end is given
-up. The module is independent of models.
+If a replica ends, others repeat its unfinished rows. A row that ends several replicas is given up.
+The module does not depend on models.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Work = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class _Replica:
-    """The actor: makes its work once, and does it for one chunk per thread."""
+    """The actor: creates its work function once, and applies it to one chunk per thread."""
 
     def __init__(self, make: Callable[[], Work]) -> None:
         self._make = make
         self._work: Work | None = None
 
     def start(self) -> str | None:
-        """Returns the refusal, as text: not every exception can be pickled."""
+        """Return the refusal as text: not every exception can be pickled."""
         try:
             self._work = self._make()
         except (PagespecError, OSError) as error:
@@ -46,7 +47,8 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Rows that travel together. ``num_losses``: replicas that ended while they had it."""
+    """Rows that are sent together. ``num_losses``: number of replicas that ended while processing
+    it."""
 
     first: int
     items: list[Any]
@@ -86,12 +88,12 @@ class ReplicaPool:
     """Replicas on a Ray cluster that this process is connected to.
 
     Attributes:
-        make: called once in each actor; must be picklable, and so must items and results.
-        give_up: makes the result of a given-up item, from the item and the reason.
-        resources: of one actor, as ``ray.remote`` takes them.
-        has_room: whether the cluster, as it is now, could hold one replica.
+        make: called once in each actor. It must be picklable, and so must items and results.
+        give_up: creates the result of a given-up item, from the item and the reason.
+        resources: of one actor, in the form that ``ray.remote`` takes.
+        has_room: whether the cluster, in its present state, could run one replica.
         chunk_size: items per chunk.
-        num_chunks: chunks that a replica does at a time, each in a thread.
+        num_chunks: chunks that a replica processes at a time, each in a thread.
         note: called with messages about replicas.
     """
 
@@ -165,11 +167,11 @@ class ReplicaPool:
         return bool(items)
 
     def _hand_out(self, source: Iterator[Any]) -> None:
-        """Give chunks to the replicas that have the fewest."""
+        """Assign chunks to the replicas with the fewest."""
         while ready := [slot for slot in self._slots if slot.takes_more(self.num_chunks)]:
             slot = min(ready, key=lambda slot: len(slot.chunks))
             if self._suspects:
-                # No other chunk is sent meanwhile, so that a replica becomes free.
+                # Send no other chunk meanwhile, so that a replica becomes free.
                 if slot.chunks:
                     return
                 self._send(slot, self._suspects.popleft())
@@ -194,7 +196,7 @@ class ReplicaPool:
         if not ready and not any(slot.is_ready for slot in self._slots) and not self.has_room():
             raise PagespecError("no replica is left, and the cluster has no room for one")
         for reference in ready:
-            # One that was lost took its other references with it.
+            # A lost actor removes its other references.
             if reference in self._waiting:
                 self._settle_one(reference)
 
@@ -255,7 +257,7 @@ class ReplicaPool:
 
 
 def import_ray() -> Any:
-    """Ray.
+    """Import Ray.
 
     Raises:
         PagespecError: it is not installed.
@@ -268,12 +270,12 @@ def import_ray() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's error with the cause."""
+    """The line of Ray's error that gives the cause."""
     cause = getattr(error, "cause", None)
     text = str(cause if isinstance(cause, EngineError) else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     says = [line for line in lines if line.startswith("The actor is dead because")]
     if lines and "error raised in its creation task" in lines[0]:
-        says = lines[-1:]  # after a traceback, such as of a package that a machine lacks
+        says = lines[-1:]  # after a traceback, for example for a missing package
     line = (says or lines or [type(error).__name__])[0]
     return line.partition(" Some common causes")[0]

@@ -1,8 +1,8 @@
 """Rank 0's runner: stages a step, sends its bytes to all ranks, and computes its own part.
 
-A thread computes that part, and alone takes part in collectives. An interrupt (Ctrl-C) reaches the
-main thread: between two collectives of a step it would leave the other ranks waiting for ever. The
-main thread begins a step with one ``put`` in a queue.
+A thread computes that part, and only this thread takes part in collectives. An interrupt (Ctrl-C)
+reaches the main thread. Between two collectives of a step it would leave the other ranks waiting
+forever. The main thread starts a step with one ``put`` to a queue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .workers import Watch, Workers
 
 @dataclass(slots=True)
 class _Launch:
-    """A step on its way through rank 0's thread; without a plan, a mark that is passed on it."""
+    """A step that passes through rank 0's thread. Without a plan, a mark that shows that the thread
+    has reached it."""
 
     number: int
     plan: StepPlan | None
@@ -39,7 +40,7 @@ class _LaunchThread:
         on_close: called once in the thread, at its end, outside any collective.
 
     Attributes:
-        error: of the step that failed; none is computed after it.
+        error: error of the step that failed; no later step is computed.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class _LaunchThread:
     def close(self) -> None:
         """End the workers, then the thread; may be called again."""
         self.launches.put(None)
-        if threading.current_thread() is self._thread:  # which collected the garbage
+        if threading.current_thread() is self._thread:  # it collected the garbage
             self._workers.end()
             return
         self._thread.join(1)
@@ -85,8 +86,8 @@ class _LaunchThread:
 
 
 class LogitsCallback:
-    """The user's ``on_logits``, called in the launch thread. All ranks have computed a step when it
-    is called, so its exception fails the step and not the group."""
+    """The user's ``on_logits``, called in the launch thread. All ranks have computed the step
+    before the call, so its exception fails the step but not the group."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -95,25 +96,25 @@ class LogitsCallback:
     def __call__(self, *arguments: object) -> None:
         try:
             self._function(*arguments)
-        except BaseException as error:  # also SystemExit: no signal comes to the thread
+        except BaseException as error:  # also SystemExit: signals do not reach this thread
             self._error = error
 
     def take_error(self) -> BaseException | None:
-        """Its exception since the last call."""
+        """Return and clear the exception since the last call."""
         error, self._error = self._error, None
         return error
 
 
 class DistributedRunner:
-    """Meets :class:`.engine.runner.Runner` for a group of ranks.
+    """Implements :class:`.engine.runner.Runner` for a group of ranks.
 
     Args:
         local: rank 0's own runner.
-        workers: the others.
-        channel: shared with them, with slots.
+        workers: the other ranks.
+        channel: shared with the workers, with slots.
         communicator: rank 0's own.
         on_close: called once the group has ended.
-        on_logits: as the local runner calls it.
+        on_logits: called by the local runner.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class DistributedRunner:
         self._last: _Launch | None = None
         self._failure: EngineError | None = None
         self._num_steps = 0
-        # Not a method of this object, which would then live for ever.
+        # Not a method of this object: a reference to it would keep the object alive.
         self._close = weakref.finalize(self, self._thread.close)
 
     @property
@@ -153,10 +154,10 @@ class DistributedRunner:
         return self.local.wait_s
 
     def dispatch(self, plan: StepPlan) -> _Launch:
-        """Stage the step and have all ranks compute it.
+        """Stage the step and let all ranks compute it.
 
         Raises:
-            EngineError: a rank has ended or hangs; the group is then at its end.
+            EngineError: a rank has ended or hangs; the group then ends.
         """
         self._wait_for(self._last)
         arrays = self.local.stage(plan)
@@ -182,7 +183,7 @@ class DistributedRunner:
 
     def reset(self) -> None:
         """See :meth:`.engine.runner.Runner.reset`. A group that lost a rank stays lost."""
-        # An interrupt may have come between a step's put and the note of it.
+        # An interrupt may have come between the put of a step and its record.
         mark = _Launch(-1, None)
         self._thread.launches.put(mark)
         self._wait_for(mark)
@@ -219,7 +220,7 @@ class DistributedRunner:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> EngineError:
-        """The group's end: ranks that computed different parts cannot go on together."""
+        """End the group: ranks that computed different parts cannot continue together."""
         if self._failure is None:
             self._failure = EngineError(f"{error}; make a new engine")
             self._communicator.end()

@@ -1,7 +1,7 @@
 """A rank beyond 0: ``python -m pagespec.distributed.worker RANK NUM_RANKS DESCRIPTOR``.
 
-Started by :mod:`.workers` only. It reads its settings, then the numbers of steps. It does not
-schedule or pack, and reports through its cell only.
+Started only by :mod:`.workers`. It reads its settings, then the numbers of steps. It does not
+schedule or pack, and reports only through its cell.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
 
 
 def _no_logits(*_: object) -> None:
-    """Placeholder of ``on_logits``: rank 0 receives whole logits; other ranks send parts."""
+    """Placeholder of ``on_logits``: rank 0 receives the whole logits; other ranks send parts."""
 
 
 if __name__ == "__main__":

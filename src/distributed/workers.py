@@ -36,7 +36,7 @@ class Workers:
     """Ranks 1, 2, ... of a group.
 
     Args:
-        channel: shared with them.
+        channel: shared with the workers.
         num_ranks: of the group, rank 0 included.
     """
 
@@ -52,7 +52,7 @@ class Workers:
                         [sys.executable, "-P", "-m", "pagespec.distributed.worker", *arguments],
                         stdin=subprocess.PIPE,
                         pass_fds=[channel.descriptor],
-                        # Ctrl-C is for rank 0 to handle.
+                        # Ctrl-C is handled by rank 0.
                         start_new_session=True,
                         env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"},
                     )
@@ -72,10 +72,10 @@ class Workers:
         self._send(len(encoded).to_bytes(8, "little") + encoded)
 
     def send_step(self, step: int) -> None:
-        """Start the step that is in its slot.
+        """Start the step whose data is in its slot.
 
         Raises:
-            EngineError: one is gone.
+            EngineError: a worker has ended.
         """
         self._send(step.to_bytes(8, "little"))
 
@@ -90,11 +90,11 @@ class Workers:
                 raise EngineError(f"rank {rank} does not read its input: {error}") from error
 
     def wait_for(self, state: State, timeout_s: float) -> None:
-        """Wait until all have reached a state.
+        """Wait until all workers have reached a state.
 
         Raises:
-            InvalidInputError, UnsupportedModelError: one of them refused a setting or the model.
-            EngineError: one has ended, or needs longer than ``timeout_s``.
+            InvalidInputError, UnsupportedModelError: a worker refused a setting or the model.
+            EngineError: a worker has ended, or needs longer than ``timeout_s``.
         """
         begin = time.monotonic()
         while any(cell.state < state for cell in self._channel.cells[1:]):
@@ -106,7 +106,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Raises the error that ended a rank, if one has ended."""
+        """Raise the error that ended a rank, if one has ended."""
         for rank, cell in enumerate(self._channel.cells):
             if cell.state == State.FAILED:
                 raise _error_of(rank, cell.text)
@@ -154,7 +154,7 @@ class Watch:
         self._seen: list[tuple[int, int, int]] = []
 
     def wait(self, is_done: Callable[[float], bool]) -> None:
-        """Call ``is_done``, with the seconds it may wait, until it returns True.
+        """Call ``is_done``, with the seconds that it may wait, until it returns True.
 
         Raises:
             EngineError: a rank has ended, or hangs; the message names it.
@@ -176,8 +176,8 @@ class Watch:
                 raise EngineError(self._stall(seen))
 
     def _stall(self, seen: Sequence[tuple[int, int, int]]) -> str:
-        """Which ranks hold up the group. A stopped rank may have come as far as those that wait for
-        it, or further: its last message may be lost."""
+        """The ranks that delay the group. A stopped rank may have reached the same point as the
+        waiting ranks, or a later one: its last message may be lost."""
         stopped = dict(self._workers.stopped())
         late = list(stopped) or [rank for rank, far in enumerate(seen) if far == min(seen)]
         names = f"rank {late[0]} has" if len(late) == 1 else f"ranks {late} have"
@@ -189,7 +189,7 @@ class Watch:
 def _is_stopped(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it is gone, or this is no Linux
+    except OSError:  # the process is gone, or this is not Linux
         return False
     return status.rpartition(")")[2].split()[0] in ("T", "t")
 

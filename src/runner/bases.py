@@ -1,5 +1,5 @@
-"""The bases of both kinds of device: of runners (sizes, caches, interfaces) and of a start, which
-makes one."""
+"""Base classes for both kinds of device: of runners (sizes, caches, interfaces), and of platforms,
+which start an engine and create its runner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TimedRunner(Runner, Protocol):
     """A runner over a KV cache.
 
     Attributes:
-        num_blocks: KV blocks. pack_s, mask_s, wait_s: seconds of the host so far.
+        num_blocks: KV blocks. pack_s, mask_s, wait_s: seconds of host time so far.
     """
 
     num_blocks: int
@@ -56,17 +56,16 @@ class LocalRunner(ABC):
     Args:
         captured: may be shared by several runners, each with its own caches.
         block_size: tokens per KV block. num_blocks: blocks besides the null block.
-        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
-        max_num_blocks: most blocks of a request.
+        max_num_tokens: most tokens per step. max_num_rows: most requests per step.
+        max_num_blocks: most blocks per request.
         kv_cache_dtype: "fp8" for caches in e4m3 (:mod:`.kernels.e4m3`).
-        num_state_slots, state_interval: of a model with recurrent layers: slots besides the null
+        num_state_slots, state_interval: for a model with recurrent layers: slots besides the null
             slot, and tokens per interval.
-        overlap: the next step may be dispatched before the tokens of a step are collected.
-        processed_logprobs: log-probabilities of sampled tokens are of the distributions that the
-            tokens are sampled from, not of the model's own.
-        on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
-            its samples, row after row, before sampling. Must not keep the tensor without cloning
-            it.
+        overlap: whether the next step may be dispatched before the tokens of a step are collected.
+        processed_logprobs: whether log-probabilities of sampled tokens are taken from the
+            distributions that the tokens are sampled from, instead of the model's own.
+        on_logits: called in each dispatch, before sampling, with the plan and the logits
+            ``[num_sampled, V]`` of its samples. It must clone the tensor to keep it.
 
     Raises:
         InvalidInputError: a size below 1.
@@ -113,7 +112,7 @@ class LocalRunner(ABC):
 
     @property
     def mask_s(self) -> float:
-        """Seconds that the host has waited for masks of constrained rows so far."""
+        """Seconds that the host has waited so far for bitmasks of constrained rows."""
         return self._matchers.mask_s
 
     @abstractmethod
@@ -122,18 +121,18 @@ class LocalRunner(ABC):
 
     @abstractmethod
     def collect(self, handle: object) -> StepResult:
-        """The results of a dispatched step; waits for it."""
+        """Wait for a dispatched step, and return its results."""
 
     @abstractmethod
     def reset(self) -> None:
         """Wait for the queued steps, and invalidate everything cached about device state."""
 
-    # Over several ranks: rank 0 stages, all launch.
+    # With several ranks, rank 0 stages a step and all ranks launch it.
 
     @property
     @abstractmethod
     def max_staged_bytes(self) -> int:
-        """Most bytes of a staged step."""
+        """The most bytes of a staged step."""
 
     @abstractmethod
     def stage(self, plan: StepPlan) -> Sequence[NDArray[Any]]:
@@ -141,7 +140,7 @@ class LocalRunner(ABC):
 
     @abstractmethod
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> object:
-        """Compute a staged step, or queue it. Rank 0 gives its plan, for edited rows and
+        """Compute a staged step, or queue it. Rank 0 passes its plan, for edited rows and
         ``on_logits``."""
 
     def is_computed(self, _handle: Any, _wait_s: float) -> bool:
@@ -150,11 +149,11 @@ class LocalRunner(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the process group; no step is launched from here on."""
+        """Release the process group. No step may be launched afterwards."""
 
 
 def runner_settings(config: EngineConfig, size: CacheSize) -> dict[str, Any]:
-    """The arguments of :class:`LocalRunner` that follow from the settings of an engine."""
+    """The arguments of :class:`LocalRunner` that follow from the engine's settings."""
     return {
         "block_size": config.block_size,
         "num_blocks": size.num_blocks,
@@ -169,39 +168,39 @@ def runner_settings(config: EngineConfig, size: CacheSize) -> dict[str, Any]:
 
 
 class Platform(ABC):
-    """The kind of device that an engine starts on.
+    """The kind of device that an engine runs on.
 
     Attributes:
-        device: that the model is loaded to.
-        config: with the defaults of the device filled in.
+        device: where the model is loaded.
+        config: the configuration with the device's defaults filled in.
     """
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         self.device, self.config = device, config
 
     def start_record(self, _source: ModelSource | None) -> StartRecord | None:
-        """The record of a model that can be restored here; None otherwise."""
+        """The record of a model that can be restored here, or None."""
         return None
 
     def building(self) -> AbstractContextManager[Callable[[], None] | None]:
-        """A block in which the graph is captured and the runner made. It gives what is called
-        before a model is traced."""
+        """A context in which the graph is captured and the runner is created. It yields the
+        function to call before a model is traced."""
         return nullcontext()
 
     @abstractmethod
     def capture_options(self, attention: AttentionBackend, *, is_own: bool) -> CaptureOptions:
-        """How the graph is captured.
+        """How to capture the graph.
 
         Args:
-            is_own: nothing but this engine holds the weights, so that copies of them stay true.
+            is_own: whether only this engine uses the weights, so that copies of them stay valid.
         """
 
     @abstractmethod
     def make_runner(
         self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
     ) -> tuple[LocalRunner, int]:
-        """The runner, with its KV cache, and the most tokens that a request may have.
+        """The runner with its KV cache, and the most tokens that a request may have.
 
         Raises:
-            InvalidInputError: the memory does not hold them.
+            InvalidInputError: they do not fit into memory.
         """

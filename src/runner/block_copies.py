@@ -1,7 +1,7 @@
 """Copies KV blocks in all caches of a model in one launch, for requests that share a prompt.
 
-A block that a prompt fills in part cannot be shared: each of its continuations writes into it. So
-each gets a copy (``StepPlan.copies``), made before the step that needs it computes anything.
+A block that a prompt fills partly cannot be shared: each continuation writes into it. So each gets
+a copy (``StepPlan.copies``), made before the step that needs it computes anything.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class BlockCopier:
     """Copies blocks of one set of caches.
 
     Args:
-        kv_caches: of each call tensors of ``[blocks, ...]``, contiguous; they stay where they are.
+        kv_caches: per call, tensors of ``[blocks, ...]``, contiguous, whose addresses do not
+            change.
     """
 
     def __init__(self, kv_caches: Sequence[tuple[Tensor, ...]]) -> None:
         caches = [cache for call in kv_caches for cache in call]
         self._num_caches = len(caches)
-        if not caches:  # of a model without attention
+        if not caches:  # in a model without attention
             return
         num_bytes = [cache[0].nbytes for cache in caches]
         self._is_wide = all(count % 8 == 0 for count in num_bytes)

@@ -1,7 +1,7 @@
 """The host's view of the tables on the device: the row of each request, and pending writes.
 
-Block tables live on the device, a row per running request, and after them state tables, if the
-model has recurrent layers; a step sends the changes that its plan has.
+Block tables are on the device, with one row per running request. If the model has recurrent layers,
+state tables follow them. A step sends the changes that its plan contains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Filled:
     """The number of entries in each row of one kind of table.
 
     Args:
-        num_rows: of the store. width: entries of a row. first: flat index of the first entry.
+        num_rows: rows of the store. width: entries per row. first: flat index of the first entry.
     """
 
     def __init__(self, num_rows: int, width: int, first: int) -> None:
@@ -34,14 +34,14 @@ class _Filled:
 
 
 class BlockTableStore:
-    """Which row of the device's table store holds which running request's block table.
+    """The row of the device's table store that contains each running request's block table.
 
     Args:
-        num_rows: rows of the store; at least the requests that can run at a time.
+        num_rows: rows of the store; at least the number of requests that can run at a time.
         width: the most blocks that a row holds.
-        state_width: entries of a row's state table, which lie after all block tables; 0 without,
-            and then state tables of plans are ignored.
-        null_state_slot: in place of a slot that a request does not have.
+        state_width: entries per row of a state table, which is stored after all block tables. With
+            0 there are none, and state tables of plans are ignored.
+        null_state_slot: replaces a slot that a request does not have.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BlockTableStore:
         self.row_array: IntArray = np.empty(0, np.int32)
 
     def place(self, plan: StepPlan) -> None:
-        """Find the store row of each of the plan's rows: ``rows``, and ``row_array`` of int32.
+        """Find the store row for each of the plan's rows: ``rows``, and ``row_array`` as int32.
 
         Raises:
             RuntimeError: the plan releases a request that was not admitted since the last reset.
@@ -80,8 +80,9 @@ class BlockTableStore:
         """Flat indices into the tables on the device, and ids, to send for the plan placed last.
 
         Args:
-            new_blocks: of a decode-only plan, where the block that each row grew by is written instead,
-                ``[>= rows]``: its kernel stores it at the block of the row's position.
+            new_blocks: ``[>= rows]``. For a decode-only plan, the block by which each row grew is
+                written here instead. The kernel of the step stores it at the block of the row's
+                position.
         """
         where: list[int] = []
         ids: list[int] = []

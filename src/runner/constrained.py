@@ -1,4 +1,4 @@
-"""The constrained rows of a runner's steps, which are sampled when their masks are made."""
+"""The constrained rows of a runner's steps. They are sampled once their bitmasks are computed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Handle(Protocol):
     """The handle of a dispatched step.
 
     Attributes:
-        token_ids: int64, of its samples, once these are computed.
-        constrained: rows that are sampled when their masks are made.
-        failures: reasons why requests of the step fail, by their ids.
+        token_ids: int64, tokens of its samples, once these are computed.
+        constrained: rows that are sampled once their bitmasks are computed.
+        failures: reasons why requests of the step fail, by request id.
     """
 
     token_ids: Tensor
@@ -28,14 +28,14 @@ class Handle(Protocol):
 
 
 class LateMatchers(Matchers):
-    """Matchers, and the newest step if its constrained rows are not sampled yet.
+    """Matchers, and the newest step if its constrained rows are not yet sampled.
 
-    A thread computes their masks since their last tokens were collected. The next ``dispatch``
-    calls :meth:`finish` at its beginning, while a GPU computes the step, or ``collect`` of the
-    step: an earlier call would wait.
+    A thread computes the bitmasks of these rows from the time when their last tokens are collected.
+    :meth:`finish` is called at the beginning of the next ``dispatch``, while a GPU computes the
+    step, or by ``collect`` of the step. An earlier call would wait.
 
     Attributes:
-        mask_s: seconds that the host has waited for masks so far.
+        mask_s: seconds that the host has waited for bitmasks so far.
     """
 
     mask_s = 0.0
@@ -45,8 +45,8 @@ class LateMatchers(Matchers):
         self._step: Any = None
 
     def begin(self, step: Any, sample: Callable[[Any, Masks | None], None]) -> None:
-        """Sample the rest of a step, which has a ``handle``; or only keep it, if masks of its rows
-        are to be made before."""
+        """Sample the rest of a step, which has a ``handle``. If bitmasks of its rows must be
+        computed first, only keep the step."""
         if step.handle.constrained is None:
             sample(step, None)
         else:
@@ -57,7 +57,7 @@ class LateMatchers(Matchers):
         return self._step is not None and handle in (None, self._step.handle)
 
     def finish(self, sample: Callable[[Any, Masks | None], None]) -> None:
-        """Sample the rest of the step that waits."""
+        """Sample the rest of the waiting step."""
         step = self._step
         begin = time.perf_counter()
         masks = self.masks(step.handle.constrained)
@@ -66,7 +66,7 @@ class LateMatchers(Matchers):
         self._step = None
 
     def result(self, handle: Handle, logprobs: StepLogprobs | None) -> StepResult:
-        """The result of a step that has been computed; its constrained rows go on."""
+        """The result of a computed step. The matchers of its constrained rows continue."""
         tokens, failures = handle.token_ids.tolist(), handle.failures
         if handle.constrained is not None:
             failures = failures | self.settle(handle.constrained, tokens)

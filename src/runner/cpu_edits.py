@@ -1,4 +1,4 @@
-"""Edited rows on a CPU: their histories, and their tokens, a row at a time."""
+"""Edited rows on a CPU: their histories and tokens, one row at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .edit_batch import EditBatch, EditPacker, has_processors, process
 
 
 class CpuEdits:
-    """Samples the rows of a step that edit their logits.
+    """Samples the rows of a step whose logits are edited.
 
     Args:
         keeps_rows: for :meth:`replaced`.
@@ -29,7 +29,7 @@ class CpuEdits:
         self.reset()
 
     def reset(self) -> None:
-        """A step failed: forget the histories of all requests."""
+        """A step failed: clear the histories of all requests."""
         self._histories: dict[str, list[int]] = {}
 
     def apply(
@@ -41,16 +41,16 @@ class CpuEdits:
         tokens: Tensor,
         masks: Masks | None = None,
     ) -> dict[str, str]:
-        """Write the tokens of edited rows over those of the step.
+        """Replace the tokens of edited rows among the tokens of the step.
 
         Args:
-            input_ids: int64 ``[1, >= tokens of the plan]``, no references to sampled tokens.
+            input_ids: int64 ``[1, >= tokens of the plan]``, without references to sampled tokens.
             sampling: parameters of the sampled rows.
-            logits: ``[S, V]``; stay as they are. tokens: int64 ``[S]``.
+            logits: ``[S, V]``, not modified. tokens: int64 ``[S]``.
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Reasons why requests fail, by their ids.
+            Reasons why requests fail, by request id.
         """
         packer = self._packer
         failures: dict[str, str] = {}
@@ -67,12 +67,12 @@ class CpuEdits:
             for i, request in enumerate(batch.requests):
                 try:
                     self._sample(batch, i, sampling, logits, tokens, failures)
-                except Exception as error:  # its request ends, and no other
+                except Exception as error:  # ends this request only
                     failures[request.request_id] = f"its logits cannot be edited: {error}"
         return failures
 
     def replaced(self, logits: Tensor) -> Tensor:
-        """The logits ``[S, V]`` of the last step with those of edited rows as they were edited."""
+        """The logits ``[S, V]`` of the last step, with the edited logits in edited rows."""
         if not self._rows:
             return logits
         places = torch.tensor(list(self._rows))

@@ -4,8 +4,8 @@
     | t0 t1 t2 t3 | t4    | t5 t6 t7          | t8 ...      T tokens
     ^query_starts[0]      ^query_starts[2]    ^query_starts[B]
 
-Padding, where the graph needs at least two of something, writes into the null block, belongs to
-no row, and is never sampled.
+Padding exists only where the graph needs at least two of something. It writes into the null block,
+belongs to no row, and is never sampled.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Tables:
     """The block tables, or the state tables, of the running requests.
 
     Attributes:
-        tokens_per_entry: positions that an entry covers.
-        filler: the null block or slot, where a row has no entry.
-        what: of the entries, for errors.
+        tokens_per_entry: positions per entry.
+        filler: the null block or slot, for missing entries.
+        what: name of the entries, for errors.
     """
 
     tokens_per_entry: int
@@ -49,7 +49,7 @@ class _Tables:
         """The tables of the plan's rows, updated by the plan: ``[num_rows, longest]``.
 
         Raises:
-            RuntimeError: the plan releases a request that has none.
+            RuntimeError: the plan releases a request that has no table.
             ValueError: a table does not cover the positions of its row.
         """
         known, names = self._known, [request.request_id for request in plan.requests]
@@ -63,7 +63,8 @@ class _Tables:
         rows = [known[name] for name in names]
         for name, ids, start, num in zip(names, rows, plan.starts, plan.num_tokens, strict=True):
             if len(ids) * self.tokens_per_entry < start + num:
-                # Unnoticed, its tokens would go to the null block, or the null slot.
+                # Without this check its tokens would be written to the null block, or the null
+                # slot.
                 lengths = f"{len(ids)} {self.what} for {start + num} tokens"
                 raise ValueError(f"request {name}: {lengths}")
         tables = np.full((num_rows, max([MIN_SIZE, *map(len, rows)])), self.filler, np.int32)
@@ -90,7 +91,7 @@ class PackedStep:
     copies: Sequence[tuple[int, int]] = ()
 
     def to_arrays(self) -> list[NDArray[Any]]:
-        """All of it, for another process."""
+        """All of it as arrays, for another process."""
         names = (*INPUT_NAMES, *self.inputs.more)
         arrays = [self.inputs.tensor(name).numpy() for name in names]
         arrays.append(np.array([self.num_sampled, *chain(*self.copies)], np.int64))
@@ -119,12 +120,13 @@ class PackedStep:
 
 
 class CpuStepPacker:
-    """Turns plans into :class:`PackedStep`; keeps block and state tables as arrays between steps.
+    """Converts plans to :class:`PackedStep`, and keeps block and state tables as arrays between
+    steps.
 
     Args:
-        num_state_slots: 0 of models without recurrent layers, which have no state tables.
-        state_interval: tokens of an entry of a state table.
-        layout: of the steps.
+        num_state_slots: 0 for models without recurrent layers, which have no state tables.
+        state_interval: tokens per entry of a state table.
+        layout: the layout of the steps.
     """
 
     def __init__(
@@ -150,11 +152,12 @@ class CpuStepPacker:
         self._sampled = np.empty(0, np.int64)
 
     def remember(self, token_ids: NDArray[np.int64]) -> None:
-        """The plan packed last sampled ``token_ids``, which the next one may feed."""
+        """Record that the plan packed last sampled ``token_ids``, which may be inputs of the next
+        one."""
         self._sampled = token_ids
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """Takes in the plan's block and state tables, and packs the step.
+        """Apply the plan's changes to block and state tables, and pack the step.
 
         Raises:
             ValueError: a table does not cover the positions of its row.
@@ -194,7 +197,7 @@ class CpuStepPacker:
         inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})
         sampled = step.sampled_requests
         logprobs = LogprobInputs(sampled_fields(sampled), prompt_fields(plan))
-        # A sample will sit one past the position that it is sampled from.
+        # A sample's position is one after the position that it is sampled from.
         kept = packed["logits_to_keep"].numpy()[:num_sampled]
         sampling = self._sampling(sampled, (positions[kept] + 1).tolist())
         return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies)
@@ -202,7 +205,7 @@ class CpuStepPacker:
     def _sampling(
         self, requests: Sequence[RequestInfo], positions: Sequence[int]
     ) -> SamplingInputs | None:
-        """``requests``, ``positions``: of each sample its request and its own position."""
+        """``requests``, ``positions``: per sample, its request and its own position."""
         params = [request.sampling_params for request in requests]
         if all(p.temperature == 0.0 for p in params):
             return None

@@ -1,4 +1,4 @@
-"""A start on a CPU: threads, packed weights, and the KV cache in the memory available."""
+"""Startup on a CPU: threads, packed weights, and the KV cache in the available memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .cpu_threads import StepThreads, step_threads
 from .host_memory import available_bytes
 from .kv_budget import size_cpu_cache
 
-_PACKING_PART = 4  # of the memory available, one part is for packed weights
+_PACKING_PART = 4  # 1 / 4 of the available memory may hold packed weights
 _ROWS_OF_STEP = (1, 2, 5)
 _INDEX_HEADS = 16
 
 
 class CpuPlatform(Platform):
-    """A CPU. Making one sets torch's number of threads."""
+    """A CPU. The constructor sets torch's number of threads."""
 
     def __init__(self, device: torch.device, config: EngineConfig, shard: Shard) -> None:
         super().__init__(device, config)
@@ -40,7 +40,7 @@ class CpuPlatform(Platform):
         self._threads.apply()
 
     def start_record(self, source: ModelSource | None) -> StartRecord | None:
-        """The record of a whole model from local files, whose graph is traced."""
+        """The record of a whole model from local files whose graph is traced."""
         config = self.config
         if source is None or self._shard.num_ranks > 1 or not os.path.isdir(source.files):
             return None
@@ -74,7 +74,7 @@ class CpuPlatform(Platform):
     def make_runner(
         self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
     ) -> tuple[LocalRunner, int]:
-        """The KV cache takes its part of the memory available."""
+        """The KV cache uses its part of the available memory."""
         config, threads = self.config, self._threads
         with stats.timed("kv_cache"):
             size = size_cpu_cache(config, captured)
@@ -95,8 +95,8 @@ def _packing_bytes(*, is_own: bool) -> int:
 
 
 def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
-    """``threads``, or one number for every step where bits of the matmuls of recurrent states
-    or of an indexer follow the number. These have no recipes to choose from."""
+    """``threads``, or one fixed number for all steps if the bits of recurrent states' or an
+    indexer's matmuls depend on it. No recipes exist for these."""
     if all(keeps_batched_bits(*shape, threads.numbers) for shape in sorted(_shapes(captured))):
         return threads
     return threads.fixed("this model follow")
@@ -104,8 +104,8 @@ def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
 
 def _shapes(captured: CapturedModel) -> set[tuple[int, int, int, tuple[int, ...]]]:
     """(rows, inputs, outputs, batches) of the matmuls of :mod:`..kernels.recurrent`, and of those
-    of :mod:`..kernels.attention.indexer`: scores of some queries' heads, then their weighted sum
-    over the heads."""
+    of :mod:`..kernels.sparse.indexer`: scores of some queries' heads, then their weighted sum over
+    the heads."""
     found = set()
     for spec in captured.loaded.recurrent:
         if spec.kind in ("delta_rule", "ssd_scan"):

@@ -30,8 +30,8 @@ from .logprob_rows import step_logprobs
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
-    rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do.
-    ``failures``: reasons why requests of the step fail, by their ids."""
+    rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do. ``failures``:
+    reasons why requests of the step fail, by request id."""
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
@@ -50,11 +50,11 @@ class _Step(NamedTuple):
 
 
 class ModelRunner(LocalRunner):
-    """The runner on a CPU. ``overlap`` gains nothing here.
+    """The runner on a CPU. ``overlap`` has no effect on speed here.
 
     Args:
-        threads: of its steps; None leaves torch's number as it is.
-        settings: as in :class:`.LocalRunner`.
+        threads: number of threads for its steps; None keeps torch's number.
+        settings: see :class:`.LocalRunner`.
     """
 
     max_draft_tokens = MAX_DRAFT_TOKENS
@@ -134,8 +134,8 @@ class ModelRunner(LocalRunner):
         )
 
     def _sample_constrained(self, handle: StepHandle | None = None) -> None:
-        """Finish the step dispatched last if it has constrained rows, and is of ``handle`` if
-        given: when a runner on a GPU does."""
+        """Finish the step dispatched last if it has constrained rows (and belongs to ``handle``, if
+        given). A runner on a GPU does this at the same time."""
         if self._matchers.is_waiting(handle):
             with torch.inference_mode():
                 self._matchers.finish(self._finish)
@@ -159,7 +159,7 @@ class ModelRunner(LocalRunner):
         return self._compute(PackedStep.from_arrays(arrays, self._layout), plan)
 
     def close(self) -> None:
-        """Nothing holds the process group."""
+        """There is no process group to release."""
 
     def collect(self, handle: object) -> StepResult:
         if not isinstance(handle, StepHandle):
@@ -168,7 +168,7 @@ class ModelRunner(LocalRunner):
         return self._matchers.result(handle, handle.logprobs)
 
     def reset(self) -> None:
-        """Nothing is ever queued here: a step is computed in its dispatch."""
+        """There is no queue: a step is computed in its dispatch."""
         self._packer.reset()
         self._edits.reset()
         self._matchers.reset()

@@ -1,13 +1,13 @@
-"""The number of threads of an engine on a CPU: measured at start and while it serves.
+"""The number of threads of an engine on a CPU: measured at startup and while it serves.
 
-OpenMP's threads wait for one another at the end of every matmul. Where another process holds the
-core of one of them, all wait: two threads on two shared cores took six times the time of one. So
-each number of threads is measured, and more threads are used only where they are quicker. Other
-processes come and go, so the engine measures again between steps. No bits follow the number: every
-trial of a matmul compares all numbers that :func:`halvings` gives (:mod:`..kernels.row_trial`).
+OpenMP threads wait for one another at the end of every matmul. If another process occupies the core
+of one thread, all threads wait: two threads on two shared cores took six times as long as one. So
+each number of threads is measured, and more threads are used only if they are faster. The load of
+other processes changes, so the engine measures again between steps. No bits depend on the number:
+every matmul trial compares all numbers that :func:`halvings` returns (:mod:`..kernels.row_trial`).
 
-Torch's number belongs to the calling thread, once that thread has computed something. Engines of
-one process may step in several threads, each with a number of its own, so each step sets it.
+torch's number of threads belongs to the calling thread, once that thread has computed something.
+Engines of one process may step in several threads, each with its own number, so each step sets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("pagespec")
 
 _NUM_CALLS = 15
 _FEWEST_CALLS = 3
-_TRIAL_S = 0.1  # for one number of threads
+_TRIAL_S = 0.1  # per number of threads
 _ROWS, _WIDTH = 64, 576
 # While serving: a few calls, which cost some hundredths of a second.
 _NUM_CALLS_AGAIN = 7
@@ -43,18 +43,19 @@ _SAY_INTERVAL_S = 60.0
 
 
 class StepThreads:
-    """The number of threads of an engine's steps: that whose matmuls were the quickest of late.
-    Engines of one process share the object.
+    """The number of threads of an engine's steps: the one with the fastest matmuls in recent
+    measurements. Engines of one process share the object.
 
-    After every 10 s of steps, the number in use and its two neighbours are measured. Another number
-    is used if it takes less than 0.8 times the time, in two measurements 1 s apart. If measuring
-    would take more than 0.5% of the time, it is done less often.
+    After every 10 s of steps, the current number and its two neighbours are measured. Another
+    number is used if it takes less than 0.8 times as long, in two measurements 1 s apart. If
+    measuring would take more than 0.5% of the time, it is done less often.
 
     Args:
-        numbers: all that may be used, the most first; a single one is never measured.
-        number: the first in use; None: the most.
-        measure: seconds of a matmul with so many threads; may leave torch's number changed.
-        clock: seconds.
+        numbers: all numbers that may be used, largest first. A single one is never measured.
+        number: the initial number; None: the largest.
+        measure: returns the seconds of a matmul with a number of threads. It may leave torch's
+            number changed.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class StepThreads:
         self.numbers = tuple(numbers)
         self.number = number or self.numbers[0]
         self._measure, self._clock = measure or measured_again, clock
-        self._lock = threading.Lock()  # of one measurement at a time
+        self._lock = threading.Lock()  # serialises measurements
         self._step_s = self._cost_s = 0.0
         self._wait_s = _INTERVAL_S
         self._rival: int | None = None
         self._said, self._said_at = self.number, float("-inf")
 
     def apply(self) -> None:
-        """Set torch's number for a step of the calling thread."""
+        """Set torch's number of threads for a step of the calling thread."""
         is_due = len(self.numbers) > 1 and self._step_s >= self._wait_s
         if is_due and self._lock.acquire(blocking=False):
             try:
@@ -84,15 +85,15 @@ class StepThreads:
         _use(self.number)
 
     def add(self, step_s: float) -> None:
-        """Count the seconds that a step took."""
+        """Count the seconds of a step."""
         self._step_s += step_s
 
     def fixed(self, reason: str) -> StepThreads:
-        """One number for every step of an engine that starts now: the quickest as the machine is.
-        The number in use may have fallen while another engine served.
+        """One fixed number for all steps of an engine that starts now: the fastest under the
+        present load. The current number may have fallen while another engine served.
 
         Args:
-            reason: whose bits follow the number, for the log.
+            reason: what depends on the number, for the log.
         """
         if len(self.numbers) == 1:
             return self
@@ -133,14 +134,13 @@ class StepThreads:
 
 
 def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = False) -> StepThreads:
-    """For the steps of an engine of this process.
+    """The number of threads for the steps of an engine of this process.
 
     Args:
-        threads: the number; None: as measured.
-        num_ranks: of the group; ranks compute with the number that torch has, see
-            :func:`rank_threads`.
-        is_eager: whether the module itself runs: the bits of torch's own matmuls may follow the
-            number, so that it is kept from the start.
+        threads: the number; None: measured.
+        num_ranks: size of the group. Ranks compute with torch's number, see :func:`rank_threads`.
+        is_eager: whether the module itself runs. The bits of torch's own matmuls may depend on the
+            number, so it stays fixed from the start.
     """
     torchs_number()
     if threads is not None or num_ranks > 1:
@@ -150,10 +150,11 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
 
 
 def rank_threads(threads: int | None, num_ranks: int) -> int:
-    """The number for all ranks of a group that starts now on the CPU: rank 0 chooses it.
+    """The number for all ranks of a group that starts now on the CPU. Rank 0 chooses it.
 
     Args:
-        threads: the number; None: the quickest now, of those for which each rank has cores.
+        threads: the number; None: the fastest at present among those for which every rank has
+            cores.
     """
     given = torchs_number()
     if threads is not None:
@@ -164,20 +165,20 @@ def rank_threads(threads: int | None, num_ranks: int) -> int:
 
 @cache
 def torchs_number() -> int:
-    """Torch's number of threads before the first engine of the process."""
+    """torch's number of threads before the first engine of the process."""
     return torch.get_num_threads()
 
 
 @cache
 def shared_threads() -> StepThreads:
-    """The threads of all engines of the process whose number is measured."""
+    """The shared object for all engines of the process whose number is measured."""
     numbers = halvings(min(torchs_number(), usable_cores()))
     number = quickest(numbers, torchs_number(), measured)
     return StepThreads(numbers, number, measured_again)
 
 
 def halvings(most: int) -> tuple[int, ...]:
-    """The numbers of threads that may be used: ``most``, its halves downwards, and 1."""
+    """The numbers of threads that may be used: ``most``, its successive halves, and 1."""
     numbers = []
     while most > 1:
         numbers.append(most)
@@ -186,8 +187,8 @@ def halvings(most: int) -> tuple[int, ...]:
 
 
 def quickest(numbers: Sequence[int], given: int, measure: Callable[[int], float]) -> int:
-    """The number of threads with the quickest matmuls. The log names it if it is below ``given``,
-    which torch would use."""
+    """The number of threads with the fastest matmuls. The log states it if it is below ``given``,
+    the number that torch would use."""
     best, seconds = _quickest(numbers, measure)
     if best < given:
         logger.warning(
@@ -201,7 +202,8 @@ def quickest(numbers: Sequence[int], given: int, measure: Callable[[int], float]
 def _quickest(
     numbers: Sequence[int], measure: Callable[[int], float]
 ) -> tuple[int, dict[int, float]]:
-    """The quickest number, the most of equals, and the seconds of each; torch keeps its own."""
+    """The fastest number (of equal ones the largest), and the seconds of each. torch's number is
+    unchanged."""
     before = torch.get_num_threads()
     try:
         seconds = {n: measure(n) for n in numbers}
@@ -220,14 +222,14 @@ def _use(number: int) -> None:
 
 
 def measured(threads: int, num_calls: int = _NUM_CALLS, trial_s: float = _TRIAL_S) -> float:
-    """Median seconds of a matmul with so many threads, which torch has afterwards.
+    """Median seconds of a matmul with this number of threads, which torch has afterwards.
 
     Args:
-        num_calls: how many are measured; after ``trial_s`` seconds, 3 are enough.
+        num_calls: calls to measure; after ``trial_s`` seconds, 3 are enough.
     """
     _use(threads)
     rows, weight = torch.ones(_ROWS, _WIDTH), torch.ones(_WIDTH, _WIDTH)
-    torch.nn.functional.linear(rows, weight)  # threads are started here
+    torch.nn.functional.linear(rows, weight)  # starts the threads
     found: list[float] = []
     begin = time.perf_counter()
     while len(found) < num_calls:
@@ -244,10 +246,10 @@ measured_again = partial(measured, num_calls=_NUM_CALLS_AGAIN, trial_s=_TRIAL_AG
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that affinity allows and that quotas of control groups pay for; at least 1.
+    """Number of cores that the affinity mask and the quotas of control groups allow; at least 1.
 
     Args:
-        root: of the file system (tests give one of their own).
+        root: root of the file system (tests pass another).
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -259,7 +261,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _quota(folder: Path, is_v2: bool) -> float | None:
-    """Cores that a group may use at a time, in version 2 or 1; None for no limit."""
+    """Cores that a control group, version 2 or 1, may use at a time; None for no limit."""
     try:
         if is_v2:
             quota, period = (folder / "cpu.max").read_text().split()

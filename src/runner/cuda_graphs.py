@@ -14,16 +14,17 @@ from .layout import StepShape
 
 _FEW_ROWS = 8
 _MAX_TOKENS_OF_FEW_ROWS = 2048
-_MANY_ROWS = 256  # from here on a matmul takes longer for more tokens
+_MANY_ROWS = 256  # from here on a matmul's time grows with the number of tokens
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes of decode steps to capture: powers of two and the sizes halfway from 64 on.
 
-    Rows of padding cost next to nothing below 256 (a matmul reads its whole weight for any number
-    of rows, attention reads nothing for them, and they go to no expert). Each graph costs memory
-    and start-up time, most of it for loading the library's kernels for one more number of rows.
-    One request runs in the bucket of 2, the smallest batch the captured graph is valid for.
+    Padding rows cost almost nothing below 256: a matmul reads its whole weight for any number of
+    rows, attention reads nothing for padding, and padding goes to no expert. Each graph costs
+    memory and startup time, mostly for loading the library's kernels for one more number of rows. A
+    single request runs in the bucket of 2, the smallest batch size for which the captured graph is
+    valid.
     """
     sizes = [2, 4, 8, 16, 32, *(n * 2**k for k in range(5, 16) for n in (2, 3))]
     buckets = [size for size in sizes if size < max_num_seqs]
@@ -31,11 +32,11 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def mixed_shapes(max_num_tokens: int, max_num_rows: int) -> tuple[StepShape, ...]:
-    """Shapes to capture for steps that are not pure decode: up to the token budget, for all rows,
-    and for few of them where that matters to the time to a first token.
+    """Shapes to capture for steps that are not pure decode: up to the token budget, for all rows;
+    and for few rows where that affects the time to first token.
 
-    Under a steady load of many requests, most steps are a token of every row and a prompt or two:
-    sizes are close to one another there, since padding is computed like any token.
+    Under a steady load of many requests, most steps have one token of every row and one or two
+    prompts. Sizes are close together there, because padding is computed like any token.
     """
     far = {64, 256, 512, *(1024 * 2**k for k in range(16)), 12288}
     near = {n * max_num_rows // 2 for n in (3, 4, 5, 6)} if max_num_rows >= _MANY_ROWS else set()
@@ -52,7 +53,7 @@ def mixed_shapes(max_num_tokens: int, max_num_rows: int) -> tuple[StepShape, ...
 
 
 class _Memory:
-    """Device memory of a tensor, for others to look at without keeping it allocated."""
+    """Device memory of a tensor, which other code can read without keeping it allocated."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -65,18 +66,18 @@ class _Memory:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A tensor over the same memory that does not own it; ``tensor`` must be contiguous."""
+    """A non-owning view: a tensor over the same memory; ``tensor`` must be contiguous."""
     raw = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
 class StepGraphs:
-    """Captures ``run(shape)`` for each shape, largest first: the smaller ones then reuse the
+    """Captures ``run(shape)`` for each shape, largest first, so that smaller graphs reuse the
     memory of the largest.
 
     Args:
-        run: queues one step of that shape and returns its results, contiguous. It must read and
-            write tensors at fixed addresses only, and wait for nothing.
+        run: queues one step of that shape and returns its results, contiguous. It must access
+            tensors only at fixed addresses, and must not wait.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StepGraphs:
         shapes: Sequence[StepShape],
     ) -> None:
         self._decode = sorted(shape for shape in shapes if shape.is_decode)
-        # Rows first: the fewest that do, then the fewest tokens.
+        # Fewest sufficient rows first, then fewest tokens.
         self._mixed = sorted(
             (shape for shape in shapes if not shape.is_decode),
             key=lambda shape: (shape.num_rows, shape.num_tokens),
@@ -94,13 +95,14 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         bar = tqdm(sorted(set(shapes), reverse=True), desc="capture CUDA graphs", disable=None)
         for shape in bar:
-            # Kernels that are compiled or loaded at their first call must be there before.
+            # Kernels that are compiled or loaded at their first call must exist before the capture.
             run(shape)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 results = run(shape)
-            # Owned, the results of every shape would stay allocated beside one another; the pool
-            # lives as long as its graphs, so an alias is enough to read the outputs of a replay.
+            # If owned, the results of all shapes would stay allocated at the same time. The pool
+            # lives as long as its graphs, so a non-owning view suffices to read the results of a
+            # replay.
             logits, hidden = results
             aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
             self._graphs[shape] = (graph, aliases)
@@ -111,7 +113,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
-        """The smallest captured shape that holds such a step, None if there is none."""
+        """The smallest captured shape that fits such a step, or None."""
         for shape in self._decode if is_decode else ():
             if shape.num_rows >= num_rows:
                 return shape
@@ -121,7 +123,7 @@ class StepGraphs:
         return None
 
     def replay(self, shape: StepShape) -> StepOutputs:
-        """Queue the step; its results are overwritten by the next replay."""
+        """Queue the step. The next replay overwrites its results."""
         graph, results = self._graphs[shape]
         graph.replay()
         return results

@@ -1,7 +1,7 @@
-"""Static device buffers of a step: its input and output tensors, at addresses that never change.
+"""Static device buffers of a step: its input and output tensors, at fixed addresses.
 
-CUDA graphs bake addresses in, and steps run one after the other on one stream, so one set serves
-every step: a step's inputs are written only after the step before has read its own.
+CUDA graphs contain addresses, and steps run one after the other on one stream. So all steps share
+one set: a step's inputs are written only after the preceding step has read its own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class StepBuffers:
     """The device tensors that every step reads and writes, allocated once.
 
     Args:
-        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
-        max_num_blocks: most blocks of a request.
-        max_num_intervals: most entries of a request's state table; 0 of a model without states.
-        staging_elements: int32 elements a step may stage.
-        layout: of the steps.
+        max_num_tokens: most tokens per step. max_num_rows: most requests per step.
+        max_num_blocks: most blocks per request.
+        max_num_intervals: most entries of a request's state table; 0 for a model without states.
+        staging_elements: int32 elements that a step may stage.
+        layout: the layout of the steps.
 
     Attributes:
-        num_tokens, num_rows: most of a step, at least ``MIN_SIZE``.
+        num_tokens, num_rows: the largest per step, at least ``MIN_SIZE``.
         derived: the fields that kernels derive, by name (:meth:`.Layout.allocate`).
-        table_store: int32 ``[rows, M]``, the block table of a running request per row.
-        state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
-        stored_tables: int32, flat: the one, then the other.
-        sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
+        table_store: int32 ``[rows, M]``, one row per running request: its block table.
+        state_store: int32 ``[rows, N]``, their state tables; None for a model without states.
+        stored_tables: int32, flat: ``table_store``, then ``state_store``.
+        sampled: int64 ``[rows]``, the tokens of the preceding step, then of this one.
         staged: int32, sent by the host for this step.
-        result_row: int32 ``[1]``, where this step's tokens are to go on the host.
+        result_row: int32 ``[1]``, the destination of this step's tokens on the host.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StepBuffers:
         return self.temperatures, self.seeds, self.sample_positions, self.sampled
 
     def packed(self, shape: StepShape) -> dict[str, Tensor]:
-        """The fields that the host sent of a step of this shape, by name."""
+        """The fields that the host sent for a step of this shape, by name."""
         return self._views_of(shape)[0]
 
     def inputs(self, shape: StepShape) -> StepInputs:
@@ -90,7 +90,7 @@ class StepBuffers:
         return self._views_of(shape)[1]
 
     def _views_of(self, shape: StepShape) -> tuple[dict[str, Tensor], StepInputs]:
-        """Made once for each of the shapes that came last."""
+        """Created once for each of the most recent shapes."""
         found = self._views.get(shape)
         if found is not None:
             return found
@@ -106,7 +106,7 @@ class StepBuffers:
 
     @staticmethod
     def elements_to_stage(max_num_tokens: int, max_num_rows: int, layout: Layout = LAYOUT) -> int:
-        """int32 elements that any step of these sizes stages, besides writes and copies."""
+        """int32 elements that any step of these sizes stages, without writes and copies."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         shapes = StepShape.mixed(num_tokens, num_rows), StepShape.decode(num_rows)
         fields = max(map(layout.num_words, shapes))

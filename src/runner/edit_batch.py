@@ -25,7 +25,7 @@ NUM_FIELDS = 12
 _MAX_REASON = 300
 _NOTHING = LogitEdits()
 _NO_MASKS = np.empty((0, 0), np.int32)
-# A request, whether ``min_tokens`` still bans its end tokens, and the number of its mask, if any
+# A request, whether ``min_tokens`` still bans its end tokens, and the index of its mask, if any
 _Edited = tuple[RequestInfo, bool, int | None]
 
 
@@ -34,7 +34,7 @@ class EditBatch:
     """Edited rows. ``kernels.sampling.edit_kernels`` defines the arrays.
 
     Attributes:
-        requests: of the rows.
+        requests: the requests of the rows.
         fields: int32 ``[NUM_FIELDS, n]``. bias: int32 ``[2, m]``. words: int32 ``[w + 1]``.
         word_ids: int32. masks: int32 ``[k, ceil(V / 32)]``.
         constrained: masks of constrained rows: int32 ``[m, ceil(V / 32)]``.
@@ -68,7 +68,8 @@ class EditBatch:
 
 @dataclass(frozen=True, slots=True)
 class _RowLists:
-    """The arrays of a request: equal for each token, but that ``min_tokens`` bans end tokens."""
+    """The arrays of a request. They are the same for each token, except that ``min_tokens`` bans
+    end tokens."""
 
     penalties: IntArray
     bias: IntArray
@@ -105,10 +106,10 @@ def mask_of_ids(token_ids: Sequence[int], vocab_size: int) -> IntArray:
 
 
 class EditPacker:
-    """Finds the edited rows of plans. A plan without such requests costs one comparison.
+    """Finds the edited rows of plans. For a plan without such requests it costs one comparison.
 
     Attributes:
-        failures: reasons why requests of the batch packed last cannot be edited, by their ids.
+        failures: reasons why requests of the batch packed last cannot be edited, by request id.
     """
 
     def __init__(self) -> None:
@@ -139,9 +140,9 @@ class EditPacker:
         """The edited rows, in the order of the logits; None if there are none.
 
         Args:
-            history_rows: where the history of each row of the plan is.
-            masks: of rows of the plan: the ids that they may sample. Ids beyond
-                ``allowed_token_ids`` are removed from them here.
+            history_rows: index of the history of each row of the plan.
+            masks: for rows of the plan, the ids that they may sample. Ids outside
+                ``allowed_token_ids`` are removed from the masks here.
         """
         numbers = {} if masks is None else masks.numbers
         rows: list[tuple[int, int, int, int]] = []
@@ -173,7 +174,7 @@ class EditPacker:
         return replace(batch, fields=fields, constrained=masks.bits)
 
     def _candidates(self, plan: StepPlan, masks: Masks | None) -> Iterable[tuple[int, int]]:
-        """Rows of the plan that may be edited, each with the place of its first sample among those
+        """Rows of the plan that may be edited, each with the index of its first sample among those
         of the step."""
         if masks is not None and not self.any_edited:
             return zip(masks.numbers, masks.places, strict=True)
@@ -184,7 +185,7 @@ class EditPacker:
     def _lists_of(self, request: RequestInfo, vocab_size: int) -> _RowLists:
         try:
             return _RowLists.of(request.edits or _NOTHING, vocab_size)
-        except Exception as error:  # its request ends, and no other
+        except Exception as error:  # ends this request only
             self.failures[request.request_id] = f"its logits cannot be edited: {error}"
             return _RowLists.of(_NOTHING, vocab_size)
 
@@ -232,18 +233,18 @@ def has_processors(request: RequestInfo) -> bool:
 def process(
     request: RequestInfo, row: Tensor, output_token_ids: list[int], failures: dict[str, str]
 ) -> Tensor:
-    """A row of logits after the functions of its request.
+    """A row of logits after the logits processors of its request.
 
     Args:
         row: float32 ``[V]`` on the CPU.
-        failures: if one raises, or leaves nothing to sample, the reason is added here by the
-            request's id, and the row is returned as it was.
+        failures: if a processor raises, or no token is left to sample, the reason is added here
+            under the request's id, and the row is returned unchanged.
     """
     functions = request.edits.processors if request.edits is not None else ()
     try:
         return processed(row, output_token_ids, functions)
     except BaseException as error:
-        # The main thread gets signals: there, a KeyboardInterrupt ends the step, as anywhere.
+        # The main thread receives signals. There, a KeyboardInterrupt ends the step, as usual.
         if not isinstance(error, Exception) and current_thread() is main_thread():
             raise
         if request.request_id not in failures:

@@ -1,14 +1,13 @@
-"""Rows of a step that are sampled anew on a GPU, by eager kernels after the graph.
+"""Rows of a step that eager kernels sample again on a GPU, after the graph.
 
-A row with a mask and no edits is sampled from the step's own logits: the kernels read its mask
-beside them. While a batch stays as it is, nothing is sent but masks. Other edited rows are copied
-in chunks, edited, and sampled from the copies. Both take parameters from the step, and store
-tokens over its own.
+A row with a mask and no edits is sampled from the step's own logits: the kernels also read its
+mask. While a batch does not change, only masks are sent. Other edited rows are copied in chunks,
+edited, and sampled from the copies. Both take parameters from the step, and replace its tokens.
 
-The tokens so far of each row that needs them are on the device, a row for each row of the block
-table store: the ids that a step computes are copied there from its own inputs, so that tokens in
-flight are there, too. Only tokens that another request computed (a prefix hit) are sent. Nothing
-here waits for the device but Python functions, which read the logits.
+The tokens so far of each row that needs them are on the device, with one row per row of the block
+table store. The ids that a step computes are copied there from its own inputs, so that tokens in
+flight are included. Only tokens that another request computed (a prefix hit) are sent. Nothing here
+waits for the device except Python functions, which read the logits.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ CHUNK = 32
 
 
 def _truncated(places: IntArray, numbers: IntArray, params: Sequence[SamplingParams]) -> IntArray:
-    """int32 ``[TRUNCATED_FIELDS + 1, n]`` of the rows that use top_k, top_p or min_p: their fields,
-    then numbers, those of masks or of copies."""
+    """int32 ``[TRUNCATED_FIELDS + 1, n]`` for the rows that use top_k, top_p or min_p: their
+    fields, then the indices of their masks or copies."""
     fields = truncated_fields(params)
     at = fields[0].copy()
     fields[0] = places[at]
@@ -55,10 +54,10 @@ def _truncated(places: IntArray, numbers: IntArray, params: Sequence[SamplingPar
 
 
 class _MaskedRows(NamedTuple):
-    """The constrained rows of a batch: ``numbers`` and ``places`` of all of them, as in
-    :class:`.structured.matchers.Masks`; those that have ``edits`` as well; and of the others, on
-    the device, places and numbers of ``simple`` ones, ``[2, n]``, and the ``truncated`` ones as of
-    :func:`_truncated`."""
+    """The constrained rows of a batch: ``numbers`` and ``places`` of all of them, see
+    :class:`.structured.matchers.Masks`; those that also have ``edits``; and of the others, on the
+    device, places and numbers of the ``simple`` ones, ``[2, n]``, and the ``truncated`` ones in the
+    form of :func:`_truncated`."""
 
     numbers: dict[int, int]
     places: list[int]
@@ -72,9 +71,9 @@ class GpuEdits:
 
     Args:
         buffers: of the runner's steps. results: of the runner.
-        max_model_len: most tokens of a request, or a little more.
-        logprobs: gets the distributions that rows are sampled from, if it is given; then rows
-            with masks are copied, too.
+        max_model_len: most tokens per request, or slightly more.
+        logprobs: if given, receives the distributions that rows are sampled from. Then rows with
+            masks are copied, too.
 
     Attributes:
         masks: of constrained rows.
@@ -98,12 +97,12 @@ class GpuEdits:
         self.history = torch.zeros(size, dtype=torch.int32, device=self._device)
 
     def look(self, plan: StepPlan) -> bool:
-        """Whether rows of a plan may be edited. Called before anything else is done for it."""
+        """Whether rows of a plan may be edited. Called before any other method for the plan."""
         self._packer.look(plan)
         return self._packer.any_edited
 
     def keep_history(self, plan: StepPlan, shape: StepShape, history_rows: Sequence[int]) -> None:
-        """Append the tokens of the running step to the histories, once its inputs are unpacked."""
+        """Append the tokens of the current step to the histories, after its inputs are unpacked."""
         if not self._packer.any_history:
             return
         b = self._buffers
@@ -134,13 +133,13 @@ class GpuEdits:
         history_rows: Sequence[int],
         masks: Masks | None = None,
     ) -> dict[str, str]:
-        """Sample the edited rows of a step from its logits ``[S, V]``, which stay as they are.
+        """Sample the edited rows of a step from its logits ``[S, V]``, which are not modified.
 
         Args:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Reasons why requests fail, by their ids.
+            Reasons why requests fail, by request id.
         """
         batch = masked = None
         failures: dict[str, str] = {}
@@ -184,7 +183,7 @@ class GpuEdits:
     def _draw_masked(
         self, logits: Tensor, simple: Tensor, truncated: Tensor, masks: Tensor
     ) -> None:
-        """Sample rows from the step's logits after masks; arguments as in :class:`_MaskedRows`."""
+        """Sample rows from the masked logits of the step. Arguments: see :class:`_MaskedRows`."""
         if simple.numel():
             self._draw(logits, Rows(simple[0], None, simple[1], masks))
         if truncated.numel():
@@ -259,8 +258,8 @@ class GpuEdits:
 
 
 class _Chunk(NamedTuple):
-    """Edited rows ``[first, end)``: the most of each edit that one has, what :func:`_truncated`
-    gives of them, and whether there are others."""
+    """Edited rows ``[first, end)``: the largest number of each edit per row, the result of
+    :func:`_truncated` for them, and whether there are others."""
 
     first: int
     end: int
@@ -288,5 +287,5 @@ def _chunks(batch: EditBatch) -> list[_Chunk]:
 
 
 def _has_penalties(fields: IntArray) -> NDArray[np.bool_]:
-    # Bits, of which those of 0 are 0.
+    # Compares bits: those of 0 are 0.
     return (fields[4] != np.float32(1).view(np.int32)) | (fields[5] != 0) | (fields[6] != 0)

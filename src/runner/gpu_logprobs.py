@@ -1,7 +1,7 @@
-"""Log-probabilities of a step on a GPU: queued after it, and copied to the host's memory.
+"""Log-probabilities of a step on a GPU: queued after the step, and copied to host memory.
 
-Prompt positions go through the head in chunks of one fixed number of rows, so that no more logits
-exist at a time, and the same kernels run whatever the prompts' lengths.
+Prompt positions go through the LM head in chunks with a fixed number of rows. This bounds the
+logits that exist at a time, and the same kernels run whatever the prompts' lengths.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ _PROCESSED_ROWS = 64
 
 
 def pad_positions(fields: IntArray) -> IntArray:
-    """``[LOGPROB_FIELDS, P]`` to whole chunks, by rows that ask for token 0 of position 0."""
+    """``[LOGPROB_FIELDS, P]`` padded to whole chunks, with rows that request token 0 of position
+    0."""
     num_missing = -fields.shape[1] % CHUNK_ROWS
     return np.pad(fields, ((0, 0), (0, num_missing))) if num_missing else fields
 
 
 def max_logprob_rows(max_num_tokens: int, max_num_rows: int) -> int:
-    """Most rows that a step gives, whole chunks of prompt positions included."""
+    """The most rows that a step returns, including whole chunks of prompt positions."""
     return max_num_rows + -(-max_num_tokens // CHUNK_ROWS) * CHUNK_ROWS
 
 
 class GpuLogprobs:
-    """Computes rows and stores them in pinned memory of the host.
+    """Computes rows and stores them in pinned host memory.
 
     Args:
-        num_steps: whose rows are kept: the ring of results has so many.
-        max_num_rows: of a step, as in :func:`max_logprob_rows`.
+        num_steps: number of steps whose rows are kept; equals the size of the ring of results.
+        max_num_rows: most rows per step, from :func:`max_logprob_rows`.
         temperatures: of the sampled rows, for the distributions that they are sampled from; None
             for the model's own.
     """
@@ -63,16 +64,16 @@ class GpuLogprobs:
         self._edited: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:
-        """A step begins: forget the edited rows of the step before."""
+        """A step begins: discard the edited rows of the preceding step."""
         self._edited.clear()
 
     def add_edited(
         self, logits: Tensor, places: Tensor, truncated: Tensor, sampled: Tensor
     ) -> None:
-        """Queue the rows of edited copies ``[n, V]``, which take the place of the step's own.
+        """Queue the rows of edited copies ``[n, V]``, which replace the step's own.
 
         Args:
-            places: int32 ``[n]``, their rows of the step. truncated, sampled: as in :meth:`queue`.
+            places: int32 ``[n]``, their rows in the step. truncated, sampled: see :meth:`queue`.
         """
         rows = torch.empty(len(places), ROW_WORDS, dtype=torch.int32, device=logits.device)
         num_top = torch.full_like(places, MAX_TOP)
@@ -90,15 +91,16 @@ class GpuLogprobs:
         prompt_fields: Tensor,
         hidden: Tensor | None,
     ) -> Tensor:
-        """Queue a step's rows; returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
+        """Queue a step's rows. Returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
 
         Args:
-            step: number in the ring.
+            step: index in the ring.
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
-            truncated: of those that use top_k, top_p or min_p, as in :func:`.sample_truncated`.
-            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprobs` says.
-            prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
-                ``hidden [T, H]``, the hidden states in front of the head.
+            truncated: fields of the rows that use top_k, top_p or min_p, see
+                :func:`.sample_truncated`.
+            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, see :mod:`.logprobs`.
+            prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of ``hidden
+                [T, H]``, the hidden states before the LM head.
         """
         fields = sampled_fields.view(LOGPROB_FIELDS, -1)
         positions = prompt_fields.view(LOGPROB_FIELDS, -1)
@@ -137,7 +139,7 @@ class GpuLogprobs:
         rows: Tensor,
         sources: Tensor | None = None,
     ) -> None:
-        """The rows of the distributions that some rows are sampled from. Arguments as of
+        """The rows of the distributions that some rows are sampled from. Arguments: see
         :func:`.processed_scores` and :func:`.write_logprobs`."""
         assert self._temperatures is not None
         scores = processed_scores(logits, places, truncated, self._temperatures, sources)
@@ -145,7 +147,7 @@ class GpuLogprobs:
         write_logprobs(scores, fields, sampled, rows)
 
     def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> Tensor:
-        """The rows of a chunk; returns its logits."""
+        """Compute the rows of a chunk; returns its logits."""
         captured = self._captured
         if captured.head is None:
             raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
@@ -155,7 +157,7 @@ class GpuLogprobs:
         return logits
 
     def run_chunk(self, hidden: Tensor, sampled: Tensor) -> None:
-        """Compute a chunk of nothing: its kernels are there then, and its memory is counted."""
+        """Compute an empty chunk, so that its kernels are loaded and its memory is counted."""
         if self._captured.head is not None:
             blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=hidden.device)
             rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=hidden.device)
@@ -167,6 +169,6 @@ class GpuLogprobs:
 
 
 def read_logprobs(words: Tensor, num_sampled: int) -> StepLogprobs:
-    """The rows of a step that has been computed, copied from the ring."""
+    """The rows of a computed step, copied from the ring."""
     own = words.numpy().copy()
     return StepLogprobs(HostLogprobRows(own[:num_sampled]), HostLogprobRows(own[num_sampled:]))

@@ -23,16 +23,16 @@ _NONE = np.empty(0, np.int32)
 
 
 class StagedStep(NamedTuple):
-    """The integers that the host sends of a step: in this order ``num_step`` that the kernels
-    unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, ``num_logprobs`` of sampled
-    rows and ``num_prompt_logprobs`` of prompt positions with requested log-probabilities
-    (:mod:`.logprobs`), and two for each of ``num_writes`` to the table store and of
-    ``num_copies`` of blocks.
+    """The integers that the host sends for a step. They are, in this order: ``num_step`` that the
+    kernels unpack; ``num_truncated`` for rows that use top_k, top_p or min_p; ``num_logprobs`` for
+    sampled rows and ``num_prompt_logprobs`` for prompt positions with requested log-probabilities
+    (:mod:`.logprobs`); and two for each of ``num_writes`` to the table store and of ``num_copies``
+    of blocks.
 
     Attributes:
-        shape: of the step. is_captured: whether there is a graph of that shape.
-        result_row: where its tokens go. num_sampled: how many.
-        is_edited: whether rows may be sampled from edited logits: then all ranks gather them.
+        shape: shape of the step. is_captured: whether there is a graph of that shape.
+        result_row: destination of its tokens. num_sampled: number of tokens.
+        is_edited: whether rows may be sampled from edited logits. Then all ranks gather the logits.
     """
 
     shape: StepShape
@@ -61,7 +61,7 @@ class StagedStep(NamedTuple):
         return sent[middle - self.num_logprobs : middle], sent[middle : self.num_before_writes]
 
     def to_array(self) -> IntArray:
-        """All of it, for another process."""
+        """All of it as an array, for another process."""
         return np.array([*self.shape[:2], self.shape.is_decode, *self[1:]], np.int32)
 
     @classmethod
@@ -73,12 +73,12 @@ class StagedStep(NamedTuple):
 
 
 class GpuStepPacker:
-    """Tracks the tables on the device, and packs what changed.
+    """Tracks the tables on the device, and packs their changes.
 
     Args:
-        num_rows: most requests of a step. width: most blocks of a request.
-        state_width, null_state_slot: as in :class:`.BlockTableStore`.
-        layout: of the steps.
+        num_rows: most requests per step. width: most blocks per request.
+        state_width, null_state_slot: see :class:`.BlockTableStore`.
+        layout: the layout of the steps.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GpuStepPacker:
 
     @property
     def store_rows(self) -> list[int]:
-        """Rows of the table store of the rows of the plan packed last."""
+        """Rows of the table store for the rows of the plan packed last."""
         return self._tables.rows
 
     def pack(
@@ -111,10 +111,10 @@ class GpuStepPacker:
         *,
         is_edited: bool = False,
     ) -> tuple[StagedStep, IntArray]:
-        """Write a plan into ``array``, padded to ``shape``, or to the smallest sizes there can be.
+        """Write a plan into ``array``, padded to ``shape``, or to the smallest possible sizes.
 
         Returns:
-            What was written, and where: ``array``, or a longer one that did not fit.
+            The staged step, and its array: ``array``, or a longer one if it did not fit.
         """
         self._tables.place(plan)
         num_rows, is_decode_only = len(plan.requests), plan.is_decode_only
@@ -133,7 +133,7 @@ class GpuStepPacker:
         )
         step.params = params = self._row_params(step)
         num_step = self._layout.pack(step, packed_shape, array)
-        # No position of a decode step comes before a token of a prompt.
+        # A decode-only step has no prompt positions.
         prompt = _NONE if is_decode_only else pad_positions(prompt_fields(plan)).reshape(-1)
         truncated, logprobs, copies = params.truncated.reshape(-1), params.logprobs, plan.copies
         staged = StagedStep(
@@ -171,15 +171,15 @@ class GpuStepPacker:
 def send(
     b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray
 ) -> tuple[Tensor, Tensor]:
-    """Copy a step to the device from buffer ``index`` of a ring, and do its writes to the store.
+    """Copy a step to the device from buffer ``index`` of a ring, and apply its writes to the store.
 
     Args:
-        array: the step; that buffer, or one of its own that is longer.
+        array: the step; either that buffer, or a separate longer array.
 
     Returns:
-        On the device, valid until the next step is sent: the fields of the rows that use top_k,
-        top_p or min_p, int32 ``[TRUNCATED_FIELDS * n]``, and the blocks to be copied, sources, then
-        destinations, int32 ``[2 * n]``.
+        Tensors on the device, valid until the next step is sent: the fields of the rows that use
+        top_k, top_p or min_p, int32 ``[TRUNCATED_FIELDS * n]``; and the blocks to copy, sources,
+        then destinations, int32 ``[2 * n]``.
     """
     begin, end = staged.num_step, staged.num_before_writes
     pinned = ring.tensor[index]
@@ -187,7 +187,7 @@ def send(
         b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
         writes = b.staged[end : staged.num_elements]
     else:
-        # The writes and copies from pageable memory.
+        # Writes and copies are sent from pageable memory.
         pinned[:end].copy_(torch.from_numpy(array[:end]))
         b.staged[:end].copy_(pinned[:end], non_blocking=True)
         writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)

@@ -1,4 +1,5 @@
-"""A start on a GPU. Imported without its kernels, which need Triton and take time to import."""
+"""Startup on a GPU. The module is imported without its kernels, which need Triton and take time to
+import."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from .bases import LocalRunner, OnLogits, Platform
 
 
 class GpuPlatform(Platform):
-    """No start is restored on a GPU: that has not been tried. A thread imports Triton from here
-    on."""
+    """Starts are not restored from a record on a GPU: this is untested. From here on a thread
+    imports Triton."""
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config.for_gpu())
         self._reading = read_triton_early()
-        # A process that used the GPU may have computed matmuls already, and cuBLAS keeps the
-        # settings of that time: what other processes measured need not hold.
+        # A process that used the GPU may already have computed matmuls, and cuBLAS keeps the
+        # settings of that time. Then the measurements of other processes may not apply.
         is_used = torch.cuda.is_initialized()
         self._matmul_plan_dir = None if is_used else cache_root() / "linear"
         if config.transparent:
-            forbid_split_k()  # before the probe, whose matmuls would take 32 MiB of workspace
+            forbid_split_k()  # before the probe, whose matmuls would allocate 32 MiB of workspace
 
     @contextmanager
     def building(self) -> Iterator[Callable[[], None]]:
-        """The device is current, and processes that compile kernels run beside."""
+        """The device is current, and processes that compile kernels run in parallel."""
         from ..kernels.jit.compile_pool import compilers
         from ..kernels.jit.parallel_build import pin_triton_cache_dir
 
@@ -41,7 +42,7 @@ class GpuPlatform(Platform):
         with torch.cuda.device(self.device), pinned:
             pin_triton_cache_dir()
             with compilers() as pool:
-                # A model that was never traced here has no kernels here, either.
+                # A model that was never traced here has no cached kernels here, either.
                 yield pool.start
 
     def capture_options(
@@ -50,7 +51,7 @@ class GpuPlatform(Platform):
         *,
         is_own: bool,  # noqa: ARG002 (no weights are copied)
     ) -> CaptureOptions:
-        """Latent vectors are cached where the cache is not in e4m3, which no kernel reads."""
+        """Latent vectors are cached unless the cache is in e4m3: no kernel reads those."""
         config = self.config
         return CaptureOptions(
             "inductor" if config.compile == "auto" else config.compile,

@@ -1,9 +1,9 @@
-"""The model runner on a GPU, asynchronous: nothing but ``collect`` waits for the device.
+"""The model runner on a GPU. It is asynchronous: only ``collect`` waits for the device.
 
-A step is one copy of staged integers to the device and the replay of a CUDA graph (the next larger
-one of those captured), whose last kernel stores the sampled tokens in the host's memory. With
-overlap the next step is planned, packed and queued while this one computes; the tokens it needs
-are on the device, too.
+A step is one copy of staged integers to the device, and the replay of a CUDA graph (of the next
+larger captured shape), whose last kernel stores the sampled tokens in host memory. With overlap the
+next step is planned, packed and queued while this one computes; the tokens that it needs are also
+on the device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class GpuRunner(LocalRunner):
     """The runner on a GPU, with CUDA graphs once captured.
 
     Args:
-        transparent: keep float32 sums in matmuls.
-        settings: as in :class:`.LocalRunner`, all sizes. A model with recurrent layers takes
-            requests of at most ``max_num_blocks * block_size`` tokens.
+        transparent: whether matmuls keep float32 accumulators.
+        settings: see :class:`.LocalRunner`, all sizes. With recurrent layers, requests have at most
+            ``max_num_blocks * block_size`` tokens.
 
     Raises:
-        InvalidInputError: an interval shorter than the window of a convolution, or as of
+        InvalidInputError: an interval is shorter than the window of a convolution, or see
             :class:`.LocalRunner`.
     """
 
@@ -59,7 +59,8 @@ class GpuRunner(LocalRunner):
         self._device, self._transparent = captured.loaded.device, transparent
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
         num_staged = StepBuffers.elements_to_stage(num_tokens, num_rows, self._layout)
-        # Ids of new and copied blocks follow in the same buffer, which nearly always has room.
+        # Ids of new and copied blocks follow in the same buffer, which nearly always has space for
+        # them.
         num_staged += 2 * (num_tokens // self.block_size + 3 * num_rows)
         max_length = self._max_num_blocks * self.block_size
         self.buffers = b = StepBuffers(
@@ -90,9 +91,9 @@ class GpuRunner(LocalRunner):
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """The context of every step: inference mode, float32 sums, the runner's device."""
+        """The context of every step: inference mode, float32 accumulators, the runner's device."""
         precision = fp32_accumulation() if self._transparent else nullcontext()
-        # Triton launches on the current device, whatever its tensors say.
+        # Triton launches on the current device, whatever the device of its tensors.
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with torch.inference_mode(), precision, device:
             yield
@@ -130,8 +131,8 @@ class GpuRunner(LocalRunner):
         return self._sampler.sample_behind(step)
 
     def run_staged(self, shape: StepShape) -> StepOutputs:
-        """Queue the step that is staged in this shape, zeros at first; returns its results, of
-        ``num_rows`` rows. This is what a graph captures."""
+        """Queue the step that is staged in this shape (initially zeros), and return its results for
+        ``num_rows`` rows. A graph captures this call."""
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
@@ -140,7 +141,8 @@ class GpuRunner(LocalRunner):
         return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 
     def _sample_constrained(self, handle: GpuStepHandle | None = None) -> None:
-        """Finish the step queued last if it has constrained rows, and is of ``handle`` if given."""
+        """Finish the step queued last if it has constrained rows (and belongs to ``handle``, if
+        given)."""
         if self._matchers.is_waiting(handle):
             with self.step_context():
                 self._matchers.finish(self._sampler.finish)
@@ -196,8 +198,8 @@ class GpuRunner(LocalRunner):
     # Warm-up ----------------------------------------------------------------------------------
 
     def run_blank(self, shape: StepShape) -> None:
-        """Run an empty step, of which any kernel may be missing: no other may then find positions
-        and lengths of another shape in the inputs."""
+        """Run an empty step, some of whose kernels may be missing. The inputs are zeroed first, so
+        that no kernel reads positions and lengths of another shape."""
         b = self.buffers
         b.staged.zero_()
         b.stored_tables.zero_()
@@ -207,7 +209,7 @@ class GpuRunner(LocalRunner):
         self.run_staged(shape)
 
     def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
-        """Capture steps of these shapes; those that fit none run uncaptured."""
+        """Capture steps of these shapes. Steps that fit none of them run uncaptured."""
         with self.step_context():
             self._graphs = StepGraphs(self.run_staged, shapes)
 
@@ -216,7 +218,7 @@ class GpuRunner(LocalRunner):
         return len(self._graphs) if self._graphs is not None else 0
 
     def run_worst_case(self) -> None:
-        """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
+        """Compute a step with the most tokens and rows, all padding, and sample."""
         b = self.buffers
         num_tokens, num_rows = b.num_tokens, b.num_rows
         shape = StepShape.mixed(num_tokens, num_rows)
@@ -228,8 +230,8 @@ class GpuRunner(LocalRunner):
                 tensor.zero_()
             inputs = b.inputs(shape)
             inputs.slot_mapping.fill_(self.num_blocks * self.block_size)
-            # Every row has tokens, so that each attention kernel has its work space; but not more
-            # than a request can have. What is left over belongs to no row, like padding.
+            # Every row has tokens, so that each attention kernel has its work space, but at most as
+            # many as a request can have. The remaining tokens belong to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
             inputs.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             inputs.context_lens.fill_(length)
@@ -242,8 +244,8 @@ class GpuRunner(LocalRunner):
             torch.cuda.synchronize()
 
     def run_prompt_chunk(self) -> None:
-        """Compute log-probabilities of a chunk of prompt positions, after a worst case. Captured
-        steps have their memory in the graphs' pool, these have theirs beside it."""
+        """Compute log-probabilities of a chunk of prompt positions, after a worst case. The memory
+        of captured steps is in the graphs' pool; this memory is separate."""
         with self.step_context():
             self._sampler.run_prompt_chunk()
             torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """Samples the steps of a GPU runner: in the graph, and after it.
 
-Greedy rows and rows of plain temperature are sampled by the graph's last kernel. After the graph
-follow, in steps that have them: rows that use top-k, top-p or min-p, edited rows,
-constrained rows, log-probabilities. Only constrained rows wait, for masks that the host makes.
+The graph's last kernel samples greedy rows and rows with only a temperature. After the graph
+follow, in steps that have them: rows that use top-k, top-p or min-p, edited rows, constrained rows,
+and log-probabilities. Only constrained rows wait, for bitmasks that the host computes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _POLL_S = 20e-6
 
 @dataclass(slots=True, eq=False)
 class GpuStepHandle:
-    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed, and so are
-    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
+    """A step queued on the device. Once ``event`` has passed, ``token_ids`` and ``logprobs`` are
+    filled. The first ``num_logprobs`` log-probabilities belong to sampled rows.
 
     Attributes:
-        constrained: rows that are sampled when their masks are made; until then there is no
-            ``event``, and no ``logprobs``.
-        failures: reasons why requests of the step fail, by their ids.
+        constrained: rows that are sampled once their bitmasks are computed. Until then there is no
+            ``event`` and no ``logprobs``.
+        failures: reasons why requests of the step fail, by request id.
     """
 
     token_ids: Tensor
@@ -67,10 +67,10 @@ class GpuStep(NamedTuple):
     """A step whose graph is queued, with whole logits where these are needed.
 
     Attributes:
-        plan: None on ranks that have none; they have nothing to edit.
-        truncated: of the rows that use top_k, top_p or min_p, as staged.
-        store_rows: as in :attr:`.gpu_pack.GpuStepPacker.store_rows`.
-        handle: made by :meth:`GpuStepSampler.sample_behind`.
+        plan: None on ranks without a plan; they have nothing to edit.
+        truncated: fields of the rows that use top_k, top_p or min_p, as staged.
+        store_rows: see :attr:`.gpu_pack.GpuStepPacker.store_rows`.
+        handle: created by :meth:`GpuStepSampler.sample_behind`.
     """
 
     plan: StepPlan | None
@@ -82,17 +82,18 @@ class GpuStep(NamedTuple):
 
 
 class GpuStepSampler:
-    """Samples steps, and stores tokens and log-probabilities in the host's memory.
+    """Samples steps, and stores tokens and log-probabilities in host memory.
 
     Args:
         captured: the model.
         buffers: of the runner's steps.
-        num_results: steps whose results are kept: at least one more than can be in flight.
-        max_model_len: most tokens of a request, or a little more.
-        processed_logprobs, on_logits: as in :class:`.LocalRunner`.
+        num_results: number of steps whose results are kept: at least one more than can be in
+            flight.
+        max_model_len: most tokens per request, or slightly more.
+        processed_logprobs, on_logits: see :class:`.LocalRunner`.
 
     Attributes:
-        edits: of edited rows. matchers: of constrained rows.
+        edits: for edited rows. matchers: for constrained rows.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class GpuStepSampler:
     # A step, in this order --------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> tuple[int, bool]:
-        """The place of a plan's tokens in the ring, and whether rows of it may be edited."""
+        """The place of a plan's tokens in the ring, and whether rows of the plan may be edited."""
         self._logprobs.begin()
         is_edited = self.edits.look(plan)
         return self._ring.take()[0], is_edited
@@ -135,11 +136,11 @@ class GpuStepSampler:
         self._ring.wait_for(result_row)
 
     def sample(self, logits: Tensor) -> None:
-        """Sample all rows, greedily or with their temperature; graphs capture this."""
+        """Sample all rows, greedily or with their temperature. Graphs capture this call."""
         sample_simple(logits, *self._buffers.draws, self._results, self._captured.vocab_shard)
 
     def sample_behind(self, step: GpuStep) -> GpuStepHandle:
-        """Queue the work after the graph. Constrained rows are left to :meth:`finish`."""
+        """Queue the work after the graph. :meth:`finish` samples constrained rows later."""
         plan, staged, (logits, hidden), truncated, store_rows, _ = step
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
@@ -160,7 +161,7 @@ class GpuStepSampler:
         return handle
 
     def results(self, handle: GpuStepHandle) -> StepResult:
-        """The results of a step that has been computed."""
+        """The results of a computed step."""
         found = handle.logprobs
         logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
         return self.matchers.result(handle, logprobs)
@@ -168,7 +169,7 @@ class GpuStepSampler:
     # Its parts --------------------------------------------------------------------------------
 
     def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
-        """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
+        """Sample rows that use top_k, top_p or min_p again; ``truncated`` as staged."""
         sample_truncated(logits, truncated, *self._buffers.draws, self._results)
 
     def finish(self, step: GpuStep, masks: Masks | None = None) -> None:
@@ -192,18 +193,19 @@ class GpuStepSampler:
         handle.event = self._ring.release(staged.result_row)
 
     def _take_rank_0_tokens(self, num_rows: int) -> None:
-        """Over several ranks, the tokens of rows that rank 0 has edited; it alone has the plan."""
+        """With several ranks, take the tokens of rows that rank 0 has edited; only rank 0 has the
+        plan."""
         communicator, sampled = self._captured.communicator, self._buffers.sampled[:num_rows]
         if communicator.num_ranks > 1:
             own = sampled.to(torch.int32).unsqueeze(1)
             tokens = communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0]
-            # If a rank was lost they may be any number, and the next step embeds them.
+            # If a rank was lost they may have any value, and the next step embeds them.
             sampled.copy_(tokens.clamp(0, self._captured.loaded.vocab_size - 1))
 
     # Warm-up ----------------------------------------------------------------------------------
 
     def run_worst_case(self, outputs: StepOutputs, shape: StepShape) -> None:
-        """Launch every sampling kernel on a blank step, so that no step waits for the compiler."""
+        """Launch every sampling kernel on an empty step, so that no step waits for the compiler."""
         logits, hidden = outputs
         b = self._buffers
         self.sample(logits)

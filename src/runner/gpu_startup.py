@@ -1,4 +1,4 @@
-"""Makes the runner on a GPU: profiles memory, sizes the KV cache and captures graphs."""
+"""Creates the runner on a GPU: profiles memory, sizes the KV cache and captures graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_gpu_runner(
         The runner, and the most tokens per request.
 
     Raises:
-        InvalidInputError: the memory allowed does not hold it.
+        InvalidInputError: the allowed memory is too small.
     """
     device = captured.loaded.device
     shapes = _shapes(config, captured)
@@ -94,11 +94,11 @@ def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[Ste
     decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
     others = current_compilers()
     if others is not None and others.is_running:
-        # They compile the first kernels while other missing ones are found.
+        # They compile the first kernels while other missing kernels are found.
         first = [*decode, *mixed]
     else:
-        # These launch nearly all kernels that compile slowly. Few are missing then in other shapes:
-        # a launch that is left out takes ten times as long as one that is not.
+        # These steps launch nearly all kernels that compile slowly. Few are then missing in other
+        # shapes: a skipped launch takes ten times as long as a real one.
         some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
         first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
     with runner.step_context():
@@ -114,7 +114,7 @@ def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[Ste
 
 
 def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[int, int]]:
-    """(rows, bytes of a row) of the largest collectives of a step: sums, and whole logits."""
+    """(rows, bytes per row) of the largest collectives of a step: sums, and whole logits."""
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
     num_rows = max(config.max_num_seqs, CHUNK_ROWS)
@@ -133,7 +133,7 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
 def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, ...]:
     """The shapes of steps to capture."""
     attention = captured.attention
-    # The reference waits for the device, and the module itself may: neither can be captured.
+    # The reference waits for the device, and the module itself may wait: neither can be captured.
     if captured.compile == "eager" or attention is None or not attention.capturable:
         return ()
     sizes = config.graph_batch_sizes

@@ -1,7 +1,7 @@
 """Available host memory, within the machine and the limits of a container.
 
-``/proc/meminfo`` describes the whole machine. A container is limited to the limits of its control
-group (cgroup, versions 1 and 2) and of every group around it, and is killed beyond one.
+``/proc/meminfo`` describes the whole machine. The control group of a container (cgroup, versions 1
+and 2), and every group around it, has its own limits. Beyond a limit the container is killed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# (limits, usage, what of the usage is file cache that the kernel drops first) of the two versions.
-# Beyond "high" a group is slowed down until it is of no use.
+# (limits, usage, part of the usage that is file cache and dropped first) of the two versions.
+# Beyond "high", a group is slowed down until it is unusable.
 _FILES_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 _FILES_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """The least that is available in the machine and in any control group around this process.
+    """The minimum of the available memory of the machine and of every control group around this
+    process.
 
     Args:
-        root: of the file system (tests give one of their own).
+        root: root of the file system (tests pass another).
     """
     available = _machine_bytes(root)
     for folder, is_v2 in control_groups(root, "memory"):
@@ -44,8 +45,8 @@ def _machine_bytes(root: Path) -> int:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folders of this process's groups with such a controller, from its own to the outermost
-    that can be seen; and whether they are of version 2."""
+    """The folders of this process's groups with this controller, from its own to the outermost
+    visible one; and whether they are of version 2."""
     own: dict[str, str] = {}  # by version
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -60,7 +61,7 @@ def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         mounted, place = mount.split(" ")[3:5]
         top = root / place.lstrip("/")
-        # A container may see its own group as the top one, under its path on the host.
+        # A container may see its own group as the root, under its path on the host.
         inside = Path(own[kind]).relative_to("/")
         if Path(own[kind]).is_relative_to(mounted):
             inside = Path(own[kind]).relative_to(mounted)
@@ -76,7 +77,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _number(file: Path) -> int | None:
-    """None if there is no such file, or "max" in it."""
+    """None if there is no such file, or if it contains "max"."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdigit() else None
 

@@ -1,5 +1,5 @@
-"""Sizes the KV cache and the state slots: how many fit into memory, and the longest request they
-hold."""
+"""Sizes of the KV cache and of the state slots: how many fit into memory, and the longest request
+that they hold."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CPU_CACHE_LIMIT_BYTES = 4 * GIB
 
 
 def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
-    """The longest request, prompt and output together, that ``num_blocks`` blocks hold.
+    """The longest request, prompt and output together, that fits into ``num_blocks`` blocks.
 
     Raises:
         InvalidInputError: it is less than ``config.max_model_len``.
     """
-    # The last token of a request is sampled but never fed back, so it needs no slot.
+    # The last token of a request is sampled but never an input, so it needs no slot.
     num_tokens_max = num_blocks * config.block_size + 1
     if config.max_model_len is not None and config.max_model_len > num_tokens_max:
         raise InvalidInputError(
@@ -34,9 +34,8 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 
 class CacheSize(NamedTuple):
-    """Attributes:
-    max_model_len: the longest request that the blocks hold.
-    kv_bytes, state_bytes: of all blocks and slots, null ones included.
+    """Attributes: max_model_len: the longest request that fits into the blocks. kv_bytes,
+    state_bytes: size of all blocks and slots, including null ones.
     """
 
     num_blocks: int
@@ -52,8 +51,9 @@ def size_cache(
     """The KV cache and the state slots of a rank.
 
     Args:
-        usual_bytes: they take if ``num_blocks`` is not set. most_bytes: they may take if it is.
-        place: of the latter, for errors.
+        usual_bytes: their size if ``num_blocks`` is not set. most_bytes: their largest size if it
+            is set.
+        place: name of the memory of ``most_bytes``, for errors.
 
     Raises:
         InvalidInputError: they do not fit, or hold less than ``max_model_len``.
@@ -76,7 +76,7 @@ def size_cache(
 
 
 def size_cpu_cache(config: EngineConfig, captured: CapturedModel) -> CacheSize:
-    """:func:`size_cache` in a share of the memory available: ``memory_utilization``, or half of it
+    """:func:`size_cache` in a share of the available memory: ``memory_utilization``, or half of it
     and at most 4 GiB."""
     num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
     share = config.memory_utilization
@@ -86,11 +86,11 @@ def size_cpu_cache(config: EngineConfig, captured: CapturedModel) -> CacheSize:
 
 
 def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel) -> int:
-    """State slots: ``num_state_slots`` if set, or two per request that can run and one more, if
-    half of ``num_bytes`` holds them; 0 of a model without recurrent layers.
+    """State slots: ``num_state_slots`` if set. Otherwise two per request that can run, plus one, if
+    half of ``num_bytes`` holds them. 0 for a model without recurrent layers.
 
     Raises:
-        InvalidInputError: there is no room for one per request and one more.
+        InvalidInputError: the memory does not hold one per request, plus one.
     """
     slot_bytes = bytes_per_slot(captured.loaded.recurrent, captured.loaded.device)
     if not slot_bytes:
@@ -108,7 +108,7 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
         raise InvalidInputError("max_num_seqs", config.max_num_seqs, limit)
     if config.num_state_slots:
         return config.num_state_slots
-    # Those beyond the fewest hold checkpoints, which only prefix hits read.
+    # Slots beyond the minimum hold checkpoints, which only prefix hits read.
     most = fewest + config.max_num_seqs * config.enable_prefix_caching
     return max(fewest, min(most, num_fitting // 2))
 
@@ -116,10 +116,10 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
 def blocks_in(
     num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
 ) -> int:
-    """Blocks that fit ``num_bytes``, and no more than all running requests could fill.
+    """Blocks that fit into ``num_bytes``, at most as many as all running requests could fill.
 
     Raises:
-        InvalidInputError: not even one fits.
+        InvalidInputError: not even one block fits.
     """
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     block_bytes = _bytes_per_block(config, captured)

@@ -1,9 +1,9 @@
 """The step layout: how the fields of a step (:mod:`.step_fields`) are stored in its int32 words.
 
 The host packs the fields of a plan one after the other, padded to the sizes of the step. Device
-code reads them where they lie, as views whose addresses depend on the sizes alone, so that CUDA
-graphs can hold them. A field without a source is derived from others: by the kernels in
-:mod:`.unpack_kernels`, or by :mod:`.cpu_pack`.
+code reads them in place, as views whose addresses depend only on the sizes, so that CUDA graphs can
+contain them. A field without a source is derived from others, by the kernels in
+:mod:`.unpack_kernels` or by :mod:`.cpu_pack`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _NONE = np.empty(0, np.int32)
 
 
 class StepShape(NamedTuple):
-    """The sizes that a step is padded to, and its form: those of a captured graph, on a GPU."""
+    """The padded sizes of a step, and its form. On a GPU these are the shapes of captured
+    graphs."""
 
     num_tokens: int
     num_rows: int
@@ -55,7 +56,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def mixed(cls, num_tokens: int, num_rows: int) -> StepShape:
-        """On a GPU, with room for one sample per row."""
+        """On a GPU, with at most one sample per row."""
         return cls(num_tokens, num_rows, num_rows, "mixed")
 
     @property
@@ -64,25 +65,25 @@ class StepShape(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        """Entries of a field, by what it has them per."""
+        """The number of entries of a field, by what it is stored per (token, row, sample, step)."""
         return counts_of(self.num_tokens, self.num_rows, self.num_samples)
 
 
 class PlanArrays:
-    """The input of the sources of fields: a plan, and arrays computed from it.
+    """The input of the fields' sources: a plan, and arrays computed from it.
 
     Args:
         params: sampling parameters of the sampled rows.
         table_rows: int32 ``[rows]``, the row of the table store of each row.
-        new_blocks: int32 ``[rows]`` of a decode step: the block that each row grew by, or -1; one
-            -1 if none grew.
-        result_row: where the tokens of the step are to go on the host.
-        num_padding_rows: rows that the step is padded with.
+        new_blocks: int32 ``[rows]`` for a decode step: the block by which each row grew, or -1; a
+            single -1 if none grew.
+        result_row: destination of the step's tokens on the host.
+        num_padding_rows: number of padding rows of the step.
 
     Attributes:
-        counts: as in :attr:`StepShape.counts`, without padding.
-        lengths, starts: int32 ``[rows]``. These and the following are computed when a source first
-            reads one; fields of the form "decode" read none.
+        counts: see :attr:`StepShape.counts`, without padding.
+        lengths, starts: int32 ``[rows]``. These and the following arrays are computed when a source
+            first reads one. Fields of the form "decode" read none.
         query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
         sampled_rows: the row of each sample.
     """
@@ -129,7 +130,7 @@ class PlanArrays:
     @property
     def token_ids(self) -> Sequence[int] | IntArray:
         ids = self.plan.token_ids
-        if isinstance(ids, range):  # an array is quicker to copy
+        if isinstance(ids, range):  # an array is faster to copy
             return np.arange(ids.start, ids.stop, ids.step, dtype=np.int32)
         return ids
 
@@ -150,7 +151,7 @@ class PlanArrays:
 
     @property
     def logits_to_keep(self) -> NDArray[Any]:
-        """The token that each sample follows: the last ones of its row."""
+        """The token after which each sample follows: the last tokens of its row."""
         rows = self.sampled_rows
         last = self.query_starts[1:][rows] - 1
         if not self.plan.has_drafts:  # one sample per row
@@ -160,8 +161,8 @@ class PlanArrays:
 
 
 class Place(NamedTuple):
-    """The place of a field: words ``[begin, end)``, ``num_words`` per entry, of each of its arrays.
-    ``dtype`` is None of plain words, which need no view."""
+    """The place of a field: words ``[begin, end)``, with ``num_words`` per entry of each of its
+    arrays. ``dtype`` is None for plain words, which need no view."""
 
     source: Source
     per: Per
@@ -173,13 +174,13 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of the fields of a step of some sizes.
+    """The places of the fields in a step of given sizes.
 
     Attributes:
-        counts: of the sizes. num_words: of all fields.
-        scalars: of each plain field per step, its source and its word.
+        counts: from the sizes. num_words: of all fields.
+        scalars: source and word of each plain field per step.
         arrays: all other fields. repeated: those of them that are padded with their last entry.
-        all: each field.
+        all: the place of each field.
     """
 
     counts: Counts
@@ -191,10 +192,10 @@ class Places(NamedTuple):
 
 
 class Layout:
-    """A list of fields, and what follows from it.
+    """A list of fields, and everything derived from it.
 
     Raises:
-        ValueError: two fields of a form have one name, or as in :func:`.graph_inputs`.
+        ValueError: two fields of a form have the same name, or see :func:`.graph_inputs`.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -220,7 +221,7 @@ class Layout:
         self._padding = functools.lru_cache(maxsize=64)(self._lay_out_padding)
 
     def _lay_out(self, shape: StepShape) -> Places:
-        # Steps that replay no graph are of new sizes all the time.
+        # Steps without a graph have new sizes all the time.
         counts, at = shape.counts, 0
         scalars, arrays, repeated, places = [], [], [], []
         for field, source, per, num_words, dtype in self._packed[shape.form]:
@@ -237,7 +238,7 @@ class Layout:
         return Places(counts, at, tuple(scalars), tuple(arrays), tuple(repeated), tuple(places))
 
     def _lay_out_padding(self, shape: StepShape) -> IntArray:
-        """The words of a step of padding alone; 0 where the last entry is to be repeated."""
+        """The words of a step with only padding; 0 where the last entry is to be repeated."""
         places = self._places(shape)
         words = np.zeros(places.num_words, np.int32)
         for place in places.arrays:
@@ -253,10 +254,10 @@ class Layout:
         """Write the fields of a step, padded, into the first words of ``array``.
 
         Returns:
-            How many words those are.
+            The number of words written.
 
         Raises:
-            ValueError: the step has more of something than the sizes have room for.
+            ValueError: the step has more of something than its sizes allow.
         """
         padded_counts, num_words, scalars, arrays, repeated = self._places(shape)[:5]
         counts = step.counts
@@ -266,7 +267,7 @@ class Layout:
                 if counts[per] > room:
                     raise ValueError(f"a step has {counts[per]} {per}s, and is packed for {room}")
             array[:num_words] = self._padding(shape)
-        # These loops run in front of every step, and each operation of numpy counts.
+        # These loops run before every step, and each numpy operation costs time.
         for source, at in scalars:
             array[at] = source(step)
         for source, per, begin, end, entry_words, dtype, field in arrays:
@@ -288,11 +289,12 @@ class Layout:
         return num_words
 
     def __reduce__(self) -> Any:
-        """The layout of all steps by its name: sources of fields have none."""
+        """The layout of all steps is pickled by name, because the sources of fields cannot be
+        pickled."""
         return "LAYOUT" if self is LAYOUT else super().__reduce__()
 
     def views(self, words: Tensor, shape: StepShape) -> dict[str, Tensor]:
-        """The packed fields of a step by name, where they are stored in ``words``."""
+        """The packed fields of a step by name, as views of ``words``."""
         found = {}
         for _, _, begin, end, _, dtype, field in self._places(shape).all:
             view = words[begin:end]
@@ -318,7 +320,7 @@ class Layout:
         """The inputs of the graph by name, without tables.
 
         Args:
-            packed: as :meth:`views` returns them. derived: at least as long as the sizes say.
+            packed: from :meth:`views`. derived: at least as long as the sizes require.
         """
         counts, found = shape.counts, {}
         for field in self._inputs[shape.form]:
@@ -340,7 +342,7 @@ class Layout:
 
 
 def _words(field: Field) -> tuple[int, type | None]:
-    """Words per entry, and the dtype that these are viewed as, None of plain ones."""
+    """Words per entry, and the dtype of their view; None for plain words."""
     return np.dtype(field.dtype).itemsize // 4, None if field.is_plain else field.dtype
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of a step: its requested rows as integers, the computed rows, and their
+"""Log-probabilities of a step: the requested rows as integers, the computed rows, and their
 computation on a CPU."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SAMPLED_TOKEN = -1
 
 
 def sampled_fields(requests: Sequence[RequestInfo]) -> IntArray:
-    """``[LOGPROB_FIELDS, n]`` of the sampled rows of a plan, whose requests these are; the places
-    are those among them."""
+    """``[LOGPROB_FIELDS, n]`` for the sampled rows of a plan with these requests; places are
+    indices of sampled rows."""
     found = [
         (place, _SAMPLED_TOKEN, request.sampling_params.logprobs)
         for place, request in enumerate(requests)
@@ -38,7 +38,7 @@ def sampled_fields(requests: Sequence[RequestInfo]) -> IntArray:
 
 
 def prompt_fields(plan: StepPlan) -> IntArray:
-    """``[LOGPROB_FIELDS, P]`` of a plan, in the order of ``StepLogprobs.prompt``; the places are
+    """``[LOGPROB_FIELDS, P]`` for a plan, in the order of ``StepLogprobs.prompt``; places are
     tokens of the step."""
     scored = [row for row, info in enumerate(plan.requests) if info.prompt_token_ids is not None]
     if not scored:
@@ -58,17 +58,17 @@ def prompt_fields(plan: StepPlan) -> IntArray:
 
 
 class HostLogprobRows:
-    """Meets :class:`.engine.logprobs.LogprobRows`.
+    """Implements :class:`.engine.logprobs.LogprobRows`.
 
     Args:
-        words: int32 ``[n, ROW_WORDS]``, of its own memory.
+        words: int32 ``[n, ROW_WORDS]``, which owns its memory.
     """
 
     __slots__ = ("_logprobs", "_ranks", "_words")
 
     def __init__(self, words: NDArray[Any]) -> None:
         self._words = words
-        # Whole columns at once: row by row this would take longer than the step.
+        # Whole columns at once: one row at a time would take longer than the step.
         self._logprobs: list[float] = words.view(np.float32)[:, 0].tolist()
         self._ranks: list[int] = words[:, 1].tolist()
 
@@ -86,7 +86,7 @@ class HostLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class LogprobInputs:
-    """``sampled``, ``prompt``: as in :func:`sampled_fields` and :func:`prompt_fields`."""
+    """``sampled``, ``prompt``: from :func:`sampled_fields` and :func:`prompt_fields`."""
 
     sampled: IntArray
     prompt: IntArray
@@ -103,7 +103,7 @@ def step_logprobs(
 
     Args:
         sampled_logits: logits ``[n, V]`` of some of the sampled rows, by place.
-        tokens: int64 ``[S]``, sampled. hidden: ``[T, H]``, in front of the head.
+        tokens: int64 ``[S]``, sampled. hidden: ``[T, H]``, before the LM head.
     """
     if not (inputs.sampled.size or inputs.prompt.size):
         return None

@@ -1,4 +1,4 @@
-"""Profiles GPU memory: runs the largest step to find out how much is left for KV blocks."""
+"""GPU memory profiling: runs the largest step to measure how much memory is left for KV blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 
 _DEFAULT_SHARE = 0.9
-# A captured graph holds its launches on the device, some hundred KB each; and allocations are
+# A captured graph keeps its launches on the device, a few hundred KB each. Allocations are also
 # rounded up and fragment.
 _BYTES_PER_GRAPH = 2 << 20
 _SLACK_BYTES = 192 << 20
@@ -24,14 +24,14 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes on a GPU before there are KV blocks.
+    """GPU memory, in bytes, before KV blocks are allocated.
 
     Attributes:
         total: of the device. budget: for this process and all others on the device together.
         taken: in use before the profile, by this process (weights) and by others.
-        weights: of them, the model's.
-        activations: most a step takes beyond that, outside of captured graphs. graphs: estimate for
-            those.
+        weights: the model's part of ``taken``.
+        activations: the most that a step allocates in addition, outside captured graphs. graphs:
+            estimate for captured graphs.
     """
 
     total: int
@@ -48,7 +48,7 @@ class MemoryProfile:
 
     @property
     def left_on_device(self) -> int:
-        """Bytes left on the device: ``num_blocks``, if set, may exceed the budget."""
+        """Bytes left on the device. ``num_blocks``, if set, may exceed the budget."""
         return self.total - self.taken - self.activations - self.graphs
 
 
@@ -59,8 +59,9 @@ def profile_memory(
     run_beside: Callable[[], object],
     num_graphs: int,
 ) -> MemoryProfile:
-    """Measure the memory of ``run_worst_case``: activations if there are no graphs, else a part of
-    the graphs' pool, which every step then runs in; ``run_beside`` runs outside of that pool.
+    """Measure the memory of ``run_worst_case``. Without graphs these are activations. With graphs
+    they are a part of the graphs' pool, in which every step then runs. ``run_beside`` runs outside
+    that pool.
 
     Raises:
         InvalidInputError: the step alone does not fit.
@@ -70,8 +71,8 @@ def profile_memory(
     num_free, num_total = torch.cuda.mem_get_info(device)
     before = torch.cuda.memory_allocated(device)
     with oom_as_input_error(config):
-        # The first run loads and compiles kernels and makes the libraries' work spaces, which
-        # stay; the second shows the bytes that a step takes and gives back.
+        # The first run loads and compiles kernels and creates the libraries' work spaces, which
+        # stay. The second run shows the bytes that a step allocates and frees.
         run_worst_case()
         peak = _peak_of(run_worst_case, device)
         beside = _growth_of(run_beside, device) if num_graphs else 0
@@ -89,15 +90,16 @@ def profile_memory(
 
 
 def _peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that a run takes. A graph's pool uses nothing of what lies free between others'
-    allocations, so what the run found there counts; but what it left there is of ``taken``."""
+    """The most bytes that a run allocates. A graph's pool cannot use free memory between other
+    allocations, so memory that the run found there counts. Memory that the run left there belongs
+    to ``taken``."""
     before = torch.cuda.memory_allocated(device)
     grown = _growth_of(run, device)
     return max(grown, torch.cuda.max_memory_allocated(device) - before)
 
 
 def _growth_of(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes by which a run grows the reserved memory."""
+    """Bytes by which a run increases the reserved memory."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
@@ -107,10 +109,10 @@ def _growth_of(run: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def oom_as_input_error(config: EngineConfig) -> Iterator[None]:
-    """Turns the device's running out of memory into an error that names the settings to change.
+    """Convert an out-of-memory error of the device to an error that names the settings to change.
 
     Raises:
-        InvalidInputError: in place of ``torch.OutOfMemoryError``.
+        InvalidInputError: replaces ``torch.OutOfMemoryError``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Pinned host memory, which the device copies from and writes results to."""
+"""Pinned host memory, from which the device copies and to which it writes results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALIGNMENT = 4
 
 
 def to_device(array: IntArray, device: torch.device) -> Tensor:
-    """A copy of an array that the host does not wait for. torch keeps the pinned memory until the
-    copy is done, and gives it out again."""
+    """An asynchronous copy of an array. torch keeps the pinned memory until the copy is complete,
+    and then reuses it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def parts_to_device(arrays: Sequence[IntArray], device: torch.device) -> list[Tensor]:
-    """Arrays in one copy, each of them aligned."""
+    """Copy several arrays at once, each aligned."""
     starts = np.cumsum([0, *(-(-a.size // ALIGNMENT) * ALIGNMENT for a in arrays)]).tolist()
     whole = np.zeros(starts[-1], np.int32)
     places = [slice(at, at + a.size) for a, at in zip(arrays, starts, strict=False)]
@@ -34,11 +34,11 @@ def parts_to_device(arrays: Sequence[IntArray], device: torch.device) -> list[Te
 
 
 class PinnedRing:
-    """Pinned host buffers, each free again once the copy that last read or wrote it is done.
+    """Pinned host buffers. Each is free again once the last copy that uses it is complete.
 
     Args:
-        num_buffers: at least one more than the steps that can be in flight.
-        num_elements: of each buffer.
+        num_buffers: at least one more than the number of steps that can be in flight.
+        num_elements: per buffer.
 
     Attributes:
         tensor: all of them, ``[num_buffers, num_elements]``.
@@ -54,20 +54,20 @@ class PinnedRing:
         self._next = 0
 
     def take(self) -> tuple[int, Tensor, NDArray[Any]]:
-        """(number, tensor, the same memory as an array) of the next buffer, waited for."""
+        """(index, tensor, the same memory as an array) of the next buffer, after waiting for it."""
         index = self._next
         self._next = (index + 1) % len(self._tensors)
         self.wait_for(index)
         return index, self._tensors[index], self._arrays[index]
 
     def wait_for(self, index: int) -> None:
-        """Until nothing that is queued uses buffer ``index``."""
+        """Wait until no queued work uses buffer ``index``."""
         event = self._events[index]
         if event is not None:
             event.synchronize()
 
     def release(self, index: int) -> torch.cuda.Event:
-        """The work queued so far is the last to use buffer ``index``; returns its event."""
+        """Mark the work queued so far as the last that uses buffer ``index``; returns its event."""
         event = self._events[index]
         if event is None:
             event = self._events[index] = torch.cuda.Event()
@@ -76,7 +76,7 @@ class PinnedRing:
 
 
 class MaskMemory:
-    """Masks on the host and on the device, by number; they are copied beside the steps.
+    """Bitmasks on the host and on the device, by index. They are copied in parallel to the steps.
 
     Attributes:
         on_device: int32 ``[masks, words]``.
@@ -88,8 +88,8 @@ class MaskMemory:
         self.on_device = self._host = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def make_space(self, num_masks: int, num_words: int) -> IntArray:
-        """The host's side, zeros. Only queued copies and kernels still read the memory before it,
-        which torch keeps for them."""
+        """Allocate the host side, zeros. Only queued copies and kernels still read the previous
+        memory, which torch keeps for them."""
         shape, dtype = (num_masks, num_words), torch.int32
         self._host = torch.zeros(shape, dtype=dtype, pin_memory=self._stream is not None)
         self.on_device = torch.zeros(shape, dtype=dtype, device=self._device)
@@ -98,8 +98,8 @@ class MaskMemory:
         return self._host.numpy()
 
     def send(self, numbers: Collection[int]) -> None:
-        """Copy these masks while the step before them computes; kernels queued later read them.
-        No queued kernel reads masks: each earlier step with masks was collected."""
+        """Copy these masks while the preceding step computes. Kernels queued later read them. No
+        queued kernel reads masks, because each earlier step with masks was collected."""
         if not numbers:
             return
         first, end = min(numbers), max(numbers) + 1  # masks between them are unchanged

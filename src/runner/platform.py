@@ -11,7 +11,7 @@ from .bases import Platform
 
 
 def find_platform(config: EngineConfig, shard: Shard) -> Platform:
-    """Raises InvalidInputError if there is no such device here."""
+    """Raise InvalidInputError if there is no such device here."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         from .gpu_platform import GpuPlatform
@@ -23,7 +23,7 @@ def find_platform(config: EngineConfig, shard: Shard) -> Platform:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Raises InvalidInputError if there is no such device here."""
+    """Raise InvalidInputError if there is no such device here."""
     check_device(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,5 @@
-"""Sampling parameters of the sampled rows of a step, in the form they are sent to a GPU."""
+"""Sampling parameters of the sampled rows of a step, in the form in which they are sent to a
+GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of the sampled rows of a plan, in the form they are sent.
+    """Sampling parameters of the sampled rows of a plan, as sent.
 
     Attributes:
         seeds: int64 ``[S]``. temperatures: float32 ``[S]``.
-        truncated: int32 ``[TRUNCATED_FIELDS, n]``, of the n rows that use a parameter declared with
-            the stage "cut": the place, then these parameters in their order, as sent.
-        logprobs: what :func:`.sampled_fields` makes of them, flat.
+        truncated: int32 ``[TRUNCATED_FIELDS, n]``, for the n rows that use a parameter declared
+            with the stage "cut": the place, then these parameters in order, as sent.
+        logprobs: the result of :func:`.sampled_fields`, flat.
     """
 
     seeds: NDArray[np.int64]
@@ -47,14 +48,15 @@ class RowParams:
 
 
 def _params_in_step(request: RequestInfo) -> SamplingParams | None:
-    """None of a row that is always edited, or has a mask, and is sampled after its step."""
+    """None for a row that is always edited, or has a mask, and is sampled after its step."""
     params, edits = request.sampling_params, request.edits
     is_lasting = edits is not None and edits.is_lasting
     return None if is_lasting or params.structured_outputs is not None else params
 
 
 def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
-    """:attr:`RowParams.truncated` of rows with these parameters; None: no fields here."""
+    """:attr:`RowParams.truncated` of rows with these parameters; None for rows without fields
+    here."""
     rows: list[tuple[float, ...]] = []
     for place, p in enumerate(params):
         if p is None or p.temperature == 0 or _values(p) == _OFF:
@@ -67,7 +69,7 @@ def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
 
 
 def _sent(values: Sequence[float]) -> tuple[float, ...]:
-    # One by one: the bits of a logarithm of an array may depend on the place in it.
+    # One at a time: in an array, the bits of a logarithm may depend on the place of the element.
     cuts = zip(_CUTS.values(), values, strict=True)
     return tuple(value if cut.sent is None else cut.sent(value) for cut, value in cuts)
 

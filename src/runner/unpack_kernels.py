@@ -1,9 +1,9 @@
 """Kernels that unpack the staged integers of a step into the inputs of the graph.
 
 The block tables of running requests stay on the device, one row of ``table_store`` per request, and
-only what changed is sent. Attention reads them there: ``table_rows`` names the row of each row of
-the step. Token ids that the previous step sampled are read where it left them: the host sends
-``-(j + 1)`` for the j-th token that step sampled, and need not have seen it.
+only changes are sent. Attention reads them there: ``table_rows`` gives the store row of each row of
+the step. Token ids that the preceding step sampled are read on the device: the host sends ``-(j +
+1)`` for the j-th token that step sampled, and need not have received it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     num_padding_rows, packed_result_row,
     sampled, table_store, input_ids, position_ids, slot_mapping,
     temperatures, seeds, sample_positions, result_row, null_slot,
-    width,  # blocks of a row of table_store
+    width,  # blocks per row of table_store
     query_starts, context_lens,
     BUCKET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The first two lines are fields as the host packed them. Grid: ``(BUCKET,)``."""
+    """The first two lines of arguments are fields as packed by the host. Grid: ``(BUCKET,)``."""
     row = tl.program_id(0)
     token_id = tl.load(token_ids + row)
     position = tl.load(positions + row)
@@ -93,7 +93,7 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The first two lines are fields as the host packed them.
+    """The first two lines of arguments are fields as packed by the host.
 
     Grid: chunks of the longest of these, by 2.
     """
@@ -134,7 +134,7 @@ def unpack(b: StepBuffers, shape: StepShape, block_size: int, null_slot: int) ->
     ``b.table_store`` gets the new blocks of a decode step.
 
     Args:
-        null_slot: the slot padding writes its KV to.
+        null_slot: the slot to which padding writes its KV.
     """
     packed, inputs = b.packed(shape), b.inputs(shape)
     targets = (

@@ -1,4 +1,4 @@
-"""The memory that ranks push into, and how a call is cut into programs."""
+"""The memory that ranks push into, and the division of a call into programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How a call is cut into programs.
+    """How a call is divided into programs.
 
     Attributes:
-        chunk_bytes: of a program's part of a row: of bytes, so that calls of several dtypes share
-            boxes.
-        num_warps: of a program.
-        norm_warps: of one with a norm; None as the norm alone, whose bits it then has.
-        few_rows, few_row_bytes: with a norm, calls of up to so many rows, of up to so many bytes
-            each, go without flags.
+        chunk_bytes: size of a program's part of a row. It is in bytes, so that calls of several
+            dtypes share boxes.
+        num_warps: warps of a program.
+        norm_warps: warps of a program with a norm; None for the number of the separate norm, and so
+            its bits.
+        few_rows, few_row_bytes: with a norm, calls of up to this many rows, of up to this many
+            bytes each, use no flags.
     """
 
     chunk_bytes: int = 4096
@@ -36,15 +37,16 @@ class Boxes:
     """The memory that the ranks push into.
 
     Attributes:
-        max_chunks: of a call.
-        boxes, flags: of each rank, addresses that this device may write to. Arguments of a launch:
-            to load them first would take the time of a load, once more after what is pushed.
+        max_chunks: the most chunks of a call.
+        boxes, flags: addresses, per rank, that this device may write to. They are launch arguments:
+            loading them first would take the latency of a load, which adds to the time after the
+            push.
         row_boxes: the same, for few rows.
         numbers, row_numbers: int32 ``[max_chunks]`` and ``[few_rows]``, zeros.
-        own_rows, own_flags, ended: parts of ``memory``: uint8, its box of few rows; int32, its
-            flags, and what ends all waiting for few rows.
-        memory: this rank's own, which lives as long as this: its box, that of few rows, its flags,
-            and ``ended``.
+        own_rows, own_flags, ended: parts of ``memory``: uint8, its box for few rows; int32, its
+            flags; and the word that ends all waiting for few rows.
+        memory: this rank's own memory, which lives as long as this object: its box, the box for few
+            rows, its flags, and ``ended``.
     """
 
     max_chunks: int
@@ -60,7 +62,7 @@ class Boxes:
 
     @staticmethod
     def num_bytes(max_chunks: int, shape: LaunchShape, num_ranks: int) -> tuple[int, ...]:
-        """Of the parts of a rank's memory, in their order."""
+        """Sizes of the parts of a rank's memory, in order."""
         return (
             2 * num_ranks * max_chunks * shape.chunk_bytes,
             2 * num_ranks * shape.few_rows * shape.few_row_bytes,
@@ -72,7 +74,7 @@ class Boxes:
     def over(
         cls, memory: Tensor, addresses: Sequence[int], max_chunks: int, shape: LaunchShape
     ) -> Boxes:
-        """In ``memory``, uint8, of :meth:`num_bytes`, which each rank has at one of
+        """Boxes in ``memory``, uint8, of :meth:`num_bytes`. Each rank has its memory at one of
         ``addresses``."""
         sizes = cls.num_bytes(max_chunks, shape, len(addresses))
         begins = [sum(sizes[:part]) for part in range(3)]
@@ -93,7 +95,7 @@ class Boxes:
         )
 
     def clear(self) -> None:
-        """What this rank's memory holds at first. No peer may have pushed before."""
+        """Initialise this rank's memory. No peer may have pushed before."""
         self.own_rows.fill_(0xFF)
         self.own_flags.zero_()
         self.ended.zero_()
@@ -104,12 +106,12 @@ _has_met = threading.Event()
 
 def has_met() -> bool:
     """Whether this process was in a group with boxes before. torch then keeps that group's store
-    and counts on, which processes that have just begun do not: they would never meet."""
+    and counters. New processes lack these, so the ranks would never meet."""
     return _has_met.is_set()
 
 
 def make_boxes(max_chunks: int, shape: LaunchShape, num_ranks: int, device: torch.device) -> Boxes:
-    """Boxes in symmetric memory. All ranks make theirs at a time, and once in a process."""
+    """Create boxes in symmetric memory. All ranks call it at the same time, once per process."""
     import torch.distributed._symmetric_memory as symmetric
 
     _has_met.set()
@@ -119,5 +121,5 @@ def make_boxes(max_chunks: int, shape: LaunchShape, num_ranks: int, device: torc
     boxes = Boxes.over(memory, handle.buffer_ptrs, max_chunks, shape)
     boxes.clear()
     torch.cuda.synchronize(device)
-    handle.barrier()  # no rank writes what another has still to clear
+    handle.barrier()  # no rank writes memory that another has yet to clear
     return boxes

@@ -1,8 +1,8 @@
-"""The collectives a sharded model calls, and which communicator a process calls them on.
+"""The collectives that a sharded model calls, and the communicator that a process calls them on.
 
-The order of a sum is part of its bits. Libraries choose an algorithm by the size of the message, so
-that a row's sum depends on how many rows it travels with. Here each element is
-``((x_0 + x_1) + x_2) + ...`` in float32, over the ranks in their order, at every size.
+The order of a sum determines its bits. Libraries choose an algorithm by message size, so a row's
+sum depends on the number of rows in the message. Here each element is ``((x_0 + x_1) + x_2) + ...``
+in float32, over the ranks in their order, at every size.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..fused.dispatch import NormForm
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where a matmul of few rows may push what it computes, in place of the all-reduce after it.
+    """Where a matmul of few rows may push its results, which replaces the all-reduce after it.
 
     Attributes:
-        row_boxes, row_numbers: as in :class:`.boxes.Boxes`.
+        row_boxes, row_numbers: see :class:`.boxes.Boxes`.
         constants: RANK, NUM_RANKS, MAX_ROWS and ROW_BYTES of a kernel.
-        is_connected: False allows no launch, only compilation.
-        all_reduce_norm: :meth:`Communicator.all_reduce_norm` of what was pushed; it reads its first
-            argument's shape alone.
+        is_connected: False allows compilation, but no launch.
+        all_reduce_norm: :meth:`Communicator.all_reduce_norm` of the pushed results. It reads only
+            the shape of its first argument.
     """
 
     row_boxes: tuple[int, ...]
@@ -51,21 +51,21 @@ class Communicator(ABC):
         self.rank, self.num_ranks, self.is_connected = rank, num_ranks, is_connected
 
     def reserve(self, *calls: tuple[int, int]) -> None:  # noqa: B027 - few need memory
-        """Take the memory for calls of so many rows, each of so many bytes."""
+        """Allocate the memory for calls of up to this many rows, of up to this many bytes each."""
 
     def connect(self) -> None:
-        """From here on the ranks compute together; before, each may do so by itself."""
+        """From here on the ranks compute together. Before, each may compute by itself."""
         self.is_connected = True
 
     @abstractmethod
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' ``partial``, of its dtype, in memory of its own."""
+        """The sum of all ranks' ``partial``, in its dtype, in new memory."""
 
     def all_reduce_norm(
         self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
     ) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of h, h), h being the sum, added to ``residual`` if there is one: the bits of
-        these two calls. Without a residual only the first result has a meaning."""
+        """(RMSNorm of h, h), where h is the sum, added to ``residual`` if there is one: the bits of
+        these two calls. Without a residual only the first result is defined."""
         total = self.all_reduce(partial)
         if residual is None:
             normed = fused.rms_norm(total, weight, eps, form)
@@ -80,21 +80,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
+        """The ranks' parts concatenated along the last dimension; rank r's has ``sizes[r]``
+        elements."""
 
     @abstractmethod
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
 
     def end(self) -> None:  # noqa: B027 - few have kernels that wait
-        """A rank is lost: what waits for it on this rank's device stops waiting."""
+        """A rank is lost: everything that waits for it on this rank's device stops waiting."""
 
 
 class LoneRank(Communicator):
-    """A communicator without a group, with results of the right shapes.
+    """A communicator without a group, whose results have the right shapes.
 
-    For what a rank finds out by itself, at its own pace, and whatever the others find in their
-    caches: the probe, traces, and kernels that are compiled.
+    For work that each rank does at its own pace, whatever the other ranks find in their caches: the
+    probe, traces, and the compilation of kernels.
     """
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def current_communicator() -> Communicator:
     """The communicator of the scope.
 
     Raises:
-        RuntimeError: outside of any: a sharded model was called by hand.
+        RuntimeError: called outside of any scope: a sharded model was called directly.
     """
     communicator = _CURRENT.get()
     if communicator is None:

@@ -14,12 +14,12 @@ from .communicator import Communicator, LoneRank
 
 
 class GatherCommunicator(Communicator):
-    """Makes one library call, which moves bytes alone: the library's own sum has an order that
-    follows the size of the message.
+    """Each operation makes one library call, which only moves bytes: the order of the library's own
+    sum depends on the message size.
 
     Args:
-        transparent: False takes the library's sum, for an engine that is not transparent either.
-        is_connected: False computes by itself until it is connected, as
+        transparent: False uses the library's sum, for an engine that is not transparent either.
+        is_connected: with False it computes by itself until it is connected, as
             :class:`.communicator.LoneRank`: ranks on GPUs warm up at their own pace.
     """
 
@@ -44,7 +44,7 @@ class GatherCommunicator(Communicator):
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if not self.is_connected:
             return self._alone.all_gather(part, sizes)
-        # The library takes parts of one size.
+        # The library requires parts of one size.
         padded = torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]))
         parts = self._gather(padded.contiguous())
         return torch.cat([whole[..., :n] for whole, n in zip(parts, sizes, strict=True)], -1)
@@ -55,10 +55,10 @@ class GatherCommunicator(Communicator):
         return int(value)
 
     def end(self) -> None:
-        """Of gloo, a connection that closes is an error by itself.
+        """Abort NCCL. With gloo there is nothing to do: a closed connection is an error by itself.
 
-        NCCL has its kernels give up at once, but returns when no CUDA graph calls it any more, and
-        the caller lets go of those next; so it is called from a thread of its own."""
+        NCCL makes its kernels give up at once, but the call returns only when no CUDA graph uses it
+        any more. The caller releases the graphs afterwards, so a separate thread makes the call."""
         if not dist.is_nccl_available():
             return
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))

@@ -1,18 +1,19 @@
-"""All-reduce, alone or with the norm after it, and all-gather, each in one launch, by writing into
+"""All-reduce, alone or with the norm after it, and all-gather, each in one launch, by writes into
 the memory of the other GPUs.
 
 Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(rows,)``. Program
 (i, j) of every rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
-    flag     at each peer: a number, one more than at the last call (release, system scope)
+    flag     at each peer: a number, one more than in the last call (release, system scope)
     wait     for that number from each peer, or one beyond (acquire)
-    combine  the parts in rank order, in float32 (all-reduce), or side by side (all-gather)
+    combine  the parts in rank order, in float32 (all-reduce), or concatenated (all-gather)
 
-One shot, as the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but at every size: an
-element's sum has one order whatever the batch. A box has two halves, used in turn: a peer that
-writes call n + 2 has seen the flags of call n + 1, which the reader of call n set after it. Numbers
-are kept per chunk, so they need no reset, and calls may differ in size.
+This is a one-shot algorithm, like the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but
+for every size: an element's sum has one order whatever the batch. A box has two halves, used
+alternately: a peer that writes call n + 2 has seen the flags of call n + 1, which the reader of
+call n set after it. Numbers are kept per chunk, so they need no reset, and calls may differ in
+size.
 
 The all-reduce of few rows with the norm after it (``few_rows_norm_kernel``) has no flags: a rank
 waits for the data itself. Grid: ``(rows,)``. Program i of every rank has row i::
@@ -22,14 +23,14 @@ waits for the data itself. Grid: ``(rows,)``. Program i of every rank has row i:
     clear    what was read, to the sentinel
     combine  the parts in rank order, in float32; residual and norm
 
-As the "Lamport" kernels of TensorRT-LLM, but with two halves of a box, used in turn. A flag costs a
-way to the peer and back: it may leave only when the data pushed before it has arrived. Here each
-element is its own flag. The sentinel is the NaN whose bits are all ones; a part that has it sends
-another NaN, and the sum is a NaN all the same.
+This resembles the "Lamport" kernels of TensorRT-LLM, but with two halves of a box, used
+alternately. A flag costs a round trip to the peer: it may leave only when the data pushed before it
+has arrived. Here each element is its own flag. The sentinel is the NaN whose bits are all ones. If
+a part contains it, another NaN is sent instead, and the sum is a NaN all the same.
 
-A row's half is cleared by its reader, in the launch that reads it, before that rank pushes the next
-call; the peer pushes into this half again only when it has read that (``spec/sentinel.py``). Calls
-may differ in width and dtype.
+The reader of a row's half clears it, in the launch that reads it, before that rank pushes the next
+call. The peer pushes into this half again only after it has read that call (``spec/sentinel.py``).
+Calls may differ in width and dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _bits_of(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _is_missing(bits):  # type: ignore[no-untyped-def]
-    """1 if some element has not come yet, else 0."""
+    """1 if some element has not arrived yet, else 0."""
     return tl.max((bits == -1).to(tl.int32), axis=0)
 
 
@@ -70,14 +71,13 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The results of :func:`.peer_memory.all_reduce_norm_kernel`, and their bits.
 
-    Shapes: as there, but that boxes are a tuple, the address of each rank's
-    ``[2, NUM_RANKS, MAX_ROWS, ROW_BYTES]``. ended: int32 ``[1]``, this rank's own, not 0 once
-    nothing is waited for. numbers: int32 ``[MAX_ROWS]``, this rank's own: how often each row was
-    sent.
+    Shapes: as for that kernel, but ``boxes`` is a tuple with the address of each rank's ``[2,
+    NUM_RANKS, MAX_ROWS, ROW_BYTES]``. ended: int32 ``[1]``, this rank's own; not 0 ends all
+    waiting. numbers: int32 ``[MAX_ROWS]``, this rank's own: how often each row was sent.
 
-    IS_PUSHED: the kernel before has pushed this rank's part, into its own box as well
-    (:mod:`..linear.matmul_sm90`), and let this one start after its own wait. Then the data is all
-    that is waited for, and ``partial`` is not read.
+    IS_PUSHED: the preceding kernel has pushed this rank's part, also into its own box
+    (:mod:`..matmul.sm90.matmul_sm90`), and let this kernel start after its own wait. Then this
+    kernel waits only for the data, and does not read ``partial``.
     """
     DTYPE: tl.constexpr = partial.dtype.element_ty
     i = tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
         if IS_PUSHED or not LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    # What is read without a wait for the kernels before, past a cache that may be older than they.
+    # Loads without a wait for the preceding kernels bypass a cache that may be older than these.
     CACHE: tl.constexpr = ".cg" if IS_PUSHED else ""
     number = tl.load(numbers + row, cache_modifier=CACHE)
     if not IS_PUSHED:
@@ -105,7 +105,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
             if peer != RANK:
                 at = boxes[peer] + ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
                 tl.store(tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i, bits, mask=mask)
-    # The next kernel's weights would be in the way of what is pushed.
+    # The loads of the next kernel's weights would delay the pushes.
     if PDL and LATE_TRIGGER and not IS_PUSHED:
         tl.extra.cuda.gdc_launch_dependents()
     h = tl.zeros((BLOCK,), tl.float32)
@@ -123,9 +123,9 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
             term = found.to(DTYPE, bitcast=True).to(tl.float32)
         else:
             term = part.to(tl.float32)
-        # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
+        # x_0 itself, not 0 + x_0, which would lose the sign of a zero.
         h = term if peer == 0 else h + term
-    tl.store(numbers + row, number + 1)  # all threads have read it: they have met since
+    tl.store(numbers + row, number + 1)  # all threads have read it: they synchronised since
     h = rounded(h, DTYPE)
     base = row.to(tl.int64) * N
     if HAS_RESIDUAL:
@@ -133,13 +133,13 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(hidden + base + i, h.to(DTYPE), mask=mask)
     y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, DTYPE)
     tl.store(out + base + i, y.to(DTYPE), mask=mask)
-    if PDL and IS_PUSHED:  # a kernel that waits for this one waits for those before, too
+    if PDL and IS_PUSHED:  # a kernel that waits for this one also waits for those before
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where ``owner`` reads what ``sender`` has pushed of a chunk."""
+    """The flag by which ``owner`` sees that ``sender`` has pushed a chunk."""
     return flags[owner].to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
 
 
@@ -147,7 +147,8 @@ def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ig
 def _part_of(  # type: ignore[no-untyped-def]
     box, dtype: tl.constexpr, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Where a box has what ``sender`` pushes of a chunk; or of several, if those are blocks."""
+    """The place in a box for what ``sender`` pushes of a chunk, or of several, if these are
+    blocks."""
     place = ((half + sender).to(tl.int64) * MAX_CHUNKS + chunk) * CHUNK
     return tl.multiple_of(box.to(tl.pointer_type(dtype)) + place, 16)
 
@@ -157,7 +158,7 @@ def _push(  # type: ignore[no-untyped-def]
     values, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's part into each peer's box, then ``number`` into the flag of one chunk."""
+    """Write this rank's part into each peer's box, then ``number`` to the flag of one chunk."""
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
             there = _part_of(boxes[peer], values.dtype, half, RANK, chunk, MAX_CHUNKS, CHUNK)
@@ -171,8 +172,8 @@ def _push(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wait_for(flag, number):  # type: ignore[no-untyped-def]
-    """Until ``flag`` is ``number``, or beyond: a peer that has what it waited for may be a call
-    ahead. What was pushed before is then there to read. Numbers may wrap around."""
+    """Wait until ``flag`` is ``number`` or one beyond: a peer whose wait has ended may be a call
+    ahead. Then everything pushed before can be read. Numbers may wrap around."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     while number - seen > 0:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -183,7 +184,8 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Push ``part``, wait for the peers', and add: float32, rounded to the dtype of ``part``."""
+    """Push ``part``, wait for the peers', and add them: float32, rounded to the dtype of
+    ``part``."""
     _push(
         part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
         RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
@@ -194,10 +196,10 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
         if peer != RANK:
             _wait_for(_flag_of(flags, RANK, peer, flag_chunk, MAX_CHUNKS), number)
             here = _part_of(boxes[RANK], part.dtype, half, peer, chunk, MAX_CHUNKS, CHUNK)
-            # Past the first cache, which may hold what lay there two calls ago.
+            # Bypass the L1 cache, which may contain the data of two calls ago.
             term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
             term = term.to(tl.float32)
-        # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
+        # x_0 itself, not 0 + x_0, which would lose the sign of a zero.
         total = term if peer == 0 else total + term
     return rounded(total, part.dtype)
 
@@ -208,11 +210,11 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out = `` the sum of the ranks' ``partial``.
+    """``out`` = the sum of the ranks' ``partial``.
 
-    Shapes: partial and out ``[rows, columns]``, out contiguous. boxes: a tuple, the address of each
-    rank's ``[2, NUM_RANKS, MAX_CHUNKS, CHUNK]``; flags: alike, int32 ``[NUM_RANKS, MAX_CHUNKS]``.
-    numbers: int32 ``[MAX_CHUNKS]``, this rank's own: how often each chunk was sent.
+    Shapes: partial and out ``[rows, columns]``, out contiguous. boxes: a tuple with the address of
+    each rank's ``[2, NUM_RANKS, MAX_CHUNKS, CHUNK]``; flags: likewise, int32 ``[NUM_RANKS,
+    MAX_CHUNKS]``. numbers: int32 ``[MAX_CHUNKS]``, this rank's own: how often each chunk was sent.
     """
     # The next kernel loads its weights while this one waits for its peers.
     overlap(PDL, LATE_TRIGGER=True)
@@ -241,17 +243,19 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``hidden = residual + sum of the ranks' partial`` and ``out`` its RMSNorm; or, without a
-    residual, that of the sum. The bits are those of :func:`all_reduce_kernel` and of ``rms_norm``.
+    """``hidden = residual + sum of the ranks' partial``, and ``out`` is its RMSNorm; without a
+    residual, ``out`` is the RMSNorm of the sum. The bits are those of :func:`all_reduce_kernel` and
+    of ``rms_norm``.
 
-    Grid: ``(rows,)``. A row is sent after one flag, that of its first chunk; its other chunks are
-    counted as well, for calls that are cut otherwise. Shapes: partial, residual, out and hidden
-    ``[rows, N]``, the last two contiguous, weight ``[N]``; others as in :func:`all_reduce_kernel`.
+    Grid: ``(rows,)``. A row is sent with one flag, that of its first chunk. Its other chunks are
+    counted as well, for calls that are divided differently. Shapes: partial, residual, out and
+    hidden ``[rows, N]``, the last two contiguous, weight ``[N]``; others as in
+    :func:`all_reduce_kernel`.
     """
     NUM_CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     i = tl.arange(0, BLOCK)
     mask = i < N
-    # A parameter: it is read before the kernels queued before have ended.
+    # A parameter: it is read before the preceding kernels have ended.
     w = tl.load(weight + i, mask=mask, other=0.0)
     overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
@@ -262,7 +266,7 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
     for other in tl.static_range(1, NUM_CHUNKS):
         parity = (tl.load(numbers + first + other) + 1) & 1
         half = tl.where(i // CHUNK == other, parity * NUM_RANKS, half)
-    # Loaded here: after the norm, the launch would end that much later.
+    # Loaded here: loaded after the norm, it would delay the end of the launch.
     counted = tl.arange(0, BLOCK // CHUNK if BLOCK > CHUNK else 1)
     is_chunk = counted < NUM_CHUNKS
     counts = tl.load(numbers + first + counted, mask=is_chunk, other=0) + 1
@@ -289,8 +293,8 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``. Shapes: part ``[rows, columns of this
-    rank]``, out ``[rows, columns of all]``, begins int32 ``[NUM_RANKS + 1]``: where each rank's
-    columns begin in out; others as in :func:`all_reduce_kernel`."""
+    rank]``, out ``[rows, columns of all]``, begins int32 ``[NUM_RANKS + 1]``: the first column of
+    each rank in out; others as in :func:`all_reduce_kernel`."""
     overlap(PDL, LATE_TRIGGER=True)
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)

@@ -1,7 +1,8 @@
-"""The communicator of GPUs that reach each other's memory (NVLink): kernels of :mod:`.peer_memory`.
+"""The communicator of GPUs that can access each other's memory (NVLink), with the kernels of
+:mod:`.peer_memory`.
 
-The boxes are symmetric memory of torch, by plain peer-to-peer addresses; NVLink multicast is not
-used. Everything runs inside CUDA graphs.
+The boxes are torch's symmetric memory, accessed by plain peer-to-peer addresses. NVLink multicast
+is not used. Everything runs inside CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class PeerCommunicator(Communicator):
     """Pushes into the memory of the other ranks.
 
     Until it is connected it computes by itself, as :class:`.communicator.LoneRank`, so that ranks
-    warm up at their own pace. Given boxes it compiles meanwhile what it will launch.
+    warm up at their own pace. With boxes it meanwhile compiles the kernels that it will launch.
 
     Args:
-        host: the same ranks, for numbers of the host.
+        host: the same ranks, for values of the host.
         device: of this rank.
-        make: makes the boxes.
-        shape: the same for all ranks.
+        make: creates the boxes.
+        shape: equal on all ranks.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PeerCommunicator(Communicator):
         self._begins: dict[tuple[int, ...], Tensor] = {}
 
     def reserve(self, *calls: tuple[int, int]) -> None:
-        """Make boxes. All ranks do it at a time."""
+        """Create boxes. All ranks call it at the same time."""
         size = self._shape.chunk_bytes
         most = max(num_rows * -(-num_bytes // size) for num_rows, num_bytes in calls)
         self._boxes = self._make(most, self._shape, self.num_ranks, self._device)
@@ -155,11 +156,11 @@ class PeerCommunicator(Communicator):
         whole_rows: bool = False,
         **constants: Any,
     ) -> None:
-        """Launch a kernel over chunks of ``num_columns`` of each row, a program each, or one for
-        all of a row; until connected, only compile it.
+        """Launch a kernel over chunks of ``num_columns`` of each row, with one program per chunk,
+        or one per row. Until connected, only compile it.
 
         Raises:
-            ValueError: there are more of them than room was made for.
+            ValueError: there are more chunks than memory was allocated for.
         """
         chunk = self._shape.chunk_bytes // rows.element_size()
         num_rows, num_chunks = rows.shape[0], -(-num_columns // chunk)
@@ -174,7 +175,7 @@ class PeerCommunicator(Communicator):
         )  # fmt: skip
 
     def _are_few(self, num_rows: int, row_bytes: int) -> bool:
-        """Whether ``few_rows_norm_kernel`` serves them."""
+        """Whether ``few_rows_norm_kernel`` supports these rows."""
         return num_rows <= self._shape.few_rows and row_bytes <= self._shape.few_row_bytes
 
     def _few_rows_sizes(self) -> dict[str, int]:
@@ -193,8 +194,8 @@ class PeerCommunicator(Communicator):
         return self._host.least(number)
 
     def end(self) -> None:
-        """Set this rank's flags far ahead, by copies alone: kernels that wait may leave no room for
-        another."""
+        """Advance this rank's flags far, using only copies: waiting kernels may leave no
+        multiprocessor for another kernel."""
         if self._boxes is None:
             return
         b = self._boxes

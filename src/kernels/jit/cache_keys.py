@@ -1,10 +1,10 @@
-"""Makes Triton's cache keys independent of compile order (works around a bug of Triton <= 3.6).
+"""Make Triton's cache keys independent of the compile order (a workaround for a bug of Triton <=
+3.6).
 
-A kernel's name is a digest of its source, of the functions it calls, and of the constants that all
-of them read. Triton up to 3.6 looks for a function's constants before it has read the function: so
-they are missing, unless another kernel that calls it was compiled before. Kernels that are compiled
-in parallel come in any order, and the next start would then look for half of them under other
-names.
+A kernel's name is a digest of its source, of the functions that it calls, and of the constants that
+all of them read. Triton up to 3.6 looks for a function's constants before it has read the function.
+So they are missing, unless another kernel that calls it was compiled before. Parallel compilation
+has no fixed order, and the next start would look for half of the kernels under other names.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def read_triton_early() -> threading.Thread:
 
 
 def precompute_cache_key(kernel: Any) -> None:
-    """Let Triton read all that ``kernel`` calls before ``kernel`` itself.
+    """Let Triton read everything that ``kernel`` calls before ``kernel`` itself.
 
     Args:
-        kernel: a function of Triton or Gluon.
+        kernel: a Triton or Gluon function.
     """
     _settle(kernel, set())
 
@@ -45,7 +45,7 @@ def _settle(function: Any, seen: set[int]) -> None:
 
 
 def _called(fn: Any) -> Iterator[Any]:
-    """Triton's functions that the code of ``fn`` names, and perhaps some that only share a name."""
+    """Triton functions named in the code of ``fn``, and perhaps some that only share a name."""
     names = fn.__code__.co_names
     for name in names:
         value = fn.__globals__.get(name)

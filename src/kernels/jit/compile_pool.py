@@ -1,9 +1,9 @@
-"""Client of the compile worker: compiles Triton kernels in another process.
+"""Client of the compile worker, which compiles Triton kernels in another process.
 
-A fifth of a compilation holds Python's lock, so threads do not get far beyond five kernels at a
-time, and not even there while the main thread has work of its own. A process costs imports, which
-take seconds, and so there is one (:mod:`.compile_worker`), started before it is needed, whose
-forks compile. It has never seen the GPU; what it makes is found in Triton's cache on disk.
+A fifth of a compilation holds the GIL, so threads scale to about five kernels at a time, and to
+fewer while the main thread works. A process costs imports, which take seconds. So there is one
+worker process (:mod:`.compile_worker`), started in advance, whose forks compile. It does not use
+the GPU. Its results are found in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 logger = logging.getLogger("pagespec")
 
-# A kernel takes seconds; a worker silent for so long has failed.
+# A kernel takes seconds; a worker that is silent for this long has failed.
 _PATIENCE_S = 120.0
 
 
@@ -40,20 +40,20 @@ class Compilers:
         return self._process is not None
 
     def start(self) -> None:
-        """Let it import what it needs, while this process goes on."""
+        """Start the worker, which imports its modules while this process continues."""
         if self._process is not None or sys.platform == "win32":
             return
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            # It only computes on a CPU, one thread a process.
+            # It computes only on a CPU, one thread per process.
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
         try:
             self._answers, theirs = multiprocessing.Pipe()
             with theirs:
-                # Not by multiprocessing: that would run the user's main module again.
+                # Not with multiprocessing, which would run the user's main module again.
                 self._process = subprocess.Popen(
                     [
                         *(sys.executable, "-P", "-m", "pagespec.kernels.jit.compile_worker"),
@@ -69,10 +69,10 @@ class Compilers:
             logger.info("kernels are compiled in this process: %s", error)
 
     def ask(self, kernel: Any, form: str) -> None:
-        """Let a kernel be compiled to the disk for the current GPU, while this process goes on.
+        """Request the compilation of a kernel to disk for the current GPU, and continue.
 
         Args:
-            kernel: Triton's function. form: as Triton's hooks name it.
+            kernel: a Triton function. form: its signature in the format of Triton's hooks.
         """
         if self._process is None:
             return
@@ -84,10 +84,11 @@ class Compilers:
             self._give_up(error)
 
     def wait(self) -> int:
-        """Wait until all requested kernels are compiled, as far as that works.
+        """Wait until all requested kernels are compiled, if possible.
 
         Returns:
-            How many were compiled since the last call; others were there, or are still not.
+            The number of kernels compiled since the last call. Others were already cached, or
+            failed.
         """
         answers: list[bool | None] = []
         try:
@@ -108,7 +109,7 @@ class Compilers:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, at once, and with it what it still compiles."""
+        """End the process and its running compilations at once."""
         process, self._process = self._process, None
         self._num_requested = 0
         if process is not None:
@@ -122,7 +123,8 @@ _CURRENT: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 @contextmanager
 def compilers() -> Iterator[Compilers]:
-    """In this block :func:`current_compilers` returns what it yields, which is not started yet."""
+    """Within the context :func:`current_compilers` returns the yielded object, which is not started
+    yet."""
     made = Compilers()
     token = _CURRENT.set(made)
     try:
@@ -133,5 +135,5 @@ def compilers() -> Iterator[Compilers]:
 
 
 def current_compilers() -> Compilers | None:
-    """Those of the block this is called in."""
+    """The object of the context in which this is called."""
     return _CURRENT.get()

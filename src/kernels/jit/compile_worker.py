@@ -1,8 +1,8 @@
-"""Compile worker: a process that fills Triton's cache on disk, one task of a pool per kernel.
+"""Compile worker: a process that fills Triton's cache on disk, with one pool task per kernel.
 
-Started by :mod:`.compile_pool` with the number of an open socket; not meant for people. It receives
-``(target, module, name, form)`` per kernel, with forms as Triton's hooks name them, and sends what
-:func:`_compile` returns, in any order. It uses no GPU and has one thread when the pool forks.
+Started only by :mod:`.compile_pool`, with the number of an open socket. It receives ``(target,
+module, name, form)`` per kernel, with forms in the format of Triton's hooks, and sends the results
+of :func:`_compile`, in any order. It uses no GPU and has one thread when the pool forks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from triton.runtime.cache import triton_key
 
 from .cache_keys import precompute_cache_key
 
-_MAX_PROCESSES = 32  # all of them are forked at once; a start has some dozen kernels
+_MAX_PROCESSES = 32  # all of them are forked at once; a start has a few dozen kernels
 
 
 class _NoGpu:
-    """The part of Triton's driver that compiling calls."""
+    """The part of Triton's driver that compilation calls."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -46,9 +46,10 @@ class _NoGpu:
 
 
 def main() -> None:
-    # All kernels' names in the cache hold this digest of Triton itself, its largest library too.
+    # All names of cached kernels contain this digest of Triton itself, its largest library
+    # included.
     triton_key()
-    gc.freeze()  # what a fork looks at, it copies
+    gc.freeze()  # a fork copies the pages that it touches
     requests = Connection(int(sys.argv[1]))
     pool = ProcessPoolExecutor(
         min(len(os.sched_getaffinity(0)), _MAX_PROCESSES),
@@ -64,13 +65,14 @@ def main() -> None:
         while True:
             target, *kernel = requests.recv()
             driver.set_active(_NoGpu(target))  # type: ignore[arg-type]
-            make_backend(target).hash()  # queries the assembler's version, once for all
+            make_backend(target).hash()  # queries the version of ptxas, once for all forks
             pool.submit(_compile, *kernel).add_done_callback(answer)
     os._exit(0)  # waits for no child
 
 
 def _end_with_parent() -> None:
-    """End this child with the worker: one that waits for tasks would not notice, and stay."""
+    """End this child with the worker: a child that waits for tasks would not notice the end, and
+    stay."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()  # type: ignore[union-attr]
@@ -87,14 +89,14 @@ def _compile(module: str, name: str, form: str) -> bool | None:
         was_found.append(cache_hit)
 
     knobs.compilation.listener = listen
-    # The launch of a kernel that is not there compiles it, and says what fails.
+    # The launch of a kernel that is not cached compiles it, and raises if that fails.
     try:
         kernel = getattr(importlib.import_module(module), name)
         precompute_cache_key(kernel)
         built = kernel.preload(form)
     except BaseException:
         return None
-    with suppress(BaseException):  # a small library in C that older Tritons build
+    with suppress(BaseException):  # a small C library that older Tritons build
         CudaLauncher(built.src, built.metadata)
     return not all(was_found)
 

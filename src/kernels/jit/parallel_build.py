@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels of a start in parallel.
+"""Parallel compilation of the Triton kernels of a start.
 
-The first launch of a kernel blocks while it compiles. Inside the block such launches are recorded
-and skipped. Then another process compiles what is missing (:mod:`.compile_pool`), if there
-is one, and threads of this process load it, or compile it, too: most of a compilation is LLVM and
-the assembler, which leave Python alone. What runs later finds the kernels made.
+The first launch of a kernel blocks while it compiles. Within the context, such launches are
+recorded and skipped. Then another process compiles what is missing (:mod:`.compile_pool`), if there
+is one. Threads of this process load the kernels, or compile them, too: LLVM and ptxas take most of
+a compilation and release the GIL. Later launches find the kernels compiled.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .compile_pool import current_compilers
 
 logger = logging.getLogger("pagespec")
 
-# Every core, but not hundreds of assemblers at a time; a start has some dozen kernels.
+# All cores, but not hundreds of ptxas processes at a time; a start has a few dozen kernels.
 _MAX_THREADS = 16
-# Triton 3.6 loads a launcher per kernel, and all as modules of one name. CPython has one module
-# object for those that it has loaded before, so that two threads could take each other's launcher.
+# Triton 3.6 loads a launcher module per kernel, all with one module name. CPython has one module
+# object for those that it has loaded before, so two threads could get each other's launcher.
 _LOADING = threading.Lock()
 
 
@@ -36,7 +36,7 @@ class _Missing:
     """A hook that records the kernels that one thread launches uncompiled, once each.
 
     Attributes:
-        found: what makes it, then the form, as Triton names it.
+        found: the function, then its signature in Triton's format.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Missing:
         self.found: dict[tuple[int, str], tuple[Any, str]] = {}
 
     def __call__(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton's ``jit_cache_hook``: whether to leave out this compilation and its launch."""
+        """Triton's ``jit_cache_hook``: whether to skip this compilation and its launch."""
         if threading.get_ident() != self._asking:
             return False
         kernel, form = fn.jit_function, compile["specialization_data"]
@@ -57,41 +57,42 @@ class _Missing:
 
 
 def may_skip_launches() -> bool:
-    """Whether launches made now may be left out, as in a block of :func:`parallel_build`: then what
-    is to be used as an index has to be made one by other means."""
+    """Whether launches may be skipped now, because the call is within :func:`parallel_build`. Then
+    other code must initialise results that serve as indices."""
     return isinstance(knobs.runtime.jit_cache_hook, _Missing)
 
 
 def pin_triton_cache_dir() -> None:
     """Set TRITON_CACHE_DIR to the folder in use, unless it is set.
 
-    Inductor sets it to another folder when it first compiles a kernel. A start that finds all of
-    Inductor's kernels in the cache would then read Triton's from another folder than the start
-    before wrote them to.
+    Inductor sets it to another folder when it first compiles a kernel. A start that finds all
+    Inductor kernels in the cache would then read Triton's kernels from another folder than the
+    previous start wrote them to.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 @dataclass
 class BuildReport:
-    """What became of a block. ``num_compiled``: kernels that were not in Triton's cache on disk;
-    known at its end."""
+    """The outcome of a context. ``num_compiled``: kernels that were not in Triton's cache on disk;
+    available at its end."""
 
     num_compiled: int = 0
 
 
 @contextmanager
 def parallel_build(device: torch.device) -> Iterator[BuildReport]:
-    """In this block, launches by this thread of kernels that are not there yet do nothing. At its
-    end those kernels are compiled and loaded, as far as that works: the next launch tries again.
+    """Within the context, this thread's launches of missing kernels do nothing. At its end those
+    kernels are compiled and loaded, if possible; otherwise the next launch tries again.
 
-    Not before its end, for Triton shows a kernel to other threads before it is loaded.
+    They are not compiled before the end, because Triton exposes a kernel to other threads before it
+    is loaded.
 
-    The block must cope with results that were not written. If something else has its hook in
-    Triton's cache already, launches compile as ever.
+    The code in the context must cope with results that were not written. If other code has set
+    Triton's cache hook, launches compile as usual.
 
     Args:
-        device: of the launches, a GPU.
+        device: of the launches; a GPU.
     """
     built = BuildReport()
     if knobs.runtime.jit_cache_hook is not None:
@@ -107,7 +108,8 @@ def parallel_build(device: torch.device) -> Iterator[BuildReport]:
 
 
 def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
-    """Returns how many were compiled; all of them, if something else listens to that already."""
+    """Return the number of compiled kernels; all of them, if other code has set the hook that
+    counts them."""
     was_found: list[bool] = []
     for kernel, _ in kernels:
         precompute_cache_key(kernel)
@@ -118,7 +120,7 @@ def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
         was_found.append(cache_hit)
 
     def build(kernel: Any, form: str) -> None:
-        # Both look for the thread's current device.
+        # Both use the thread's current device.
         with torch.cuda.device(device):
             built = kernel.preload(form)
             with _LOADING:

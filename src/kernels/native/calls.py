@@ -1,6 +1,6 @@
-"""The native kernels over tensors: what lowered graphs call. All tensors are float32 on the CPU.
+"""The native kernels on tensors, as called by lowered graphs. All tensors are float32 on the CPU.
 
-Each gives a row the same bits whatever rows stand beside it (see ``common.h``).
+Each kernel computes the same bits for a row whatever the other rows are (see ``common.h``).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ DIM_UNIT = 16
 Format = Literal["int4", "int4_float32", "int8"]
 _FORMATS: dict[Format, int] = {"int4": 0, "int4_float32": 1, "int8": 2}
 _ALIGNMENT = 64
-# Of a row rounded to 8 bits: its values, and three float32 per group.
+# Bytes of a row rounded to 8 bits: its values, and three float32 per group.
 _BYTES_PER_GROUP = GROUP + 12
 
 
 class TableWidth(int):
-    """The width of a step's block tables, which differs between steps of one shape."""
+    """The width of a step's block tables, which varies between steps of one shape."""
 
 
 class Recorder(Protocol):
-    """Receives the calls of a thread while they are recorded (:mod:`.replay`)."""
+    """Receives the calls of a thread while a recording is made (:mod:`.replay`)."""
 
     def add(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """A call was made."""
+        """Record a call."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result."""
 
     def refuse(self) -> None:
-        """A tensor had to be copied by torch, which a recording does not contain."""
+        """torch had to copy a tensor, which a recording does not contain."""
 
 
 class _Recording(threading.local):
@@ -54,7 +54,7 @@ recording = _Recording()
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a kernel with these arguments and, after them, the number of threads."""
+    """Call a kernel with these arguments followed by the number of threads."""
     arguments = *arguments, torch.get_num_threads()
     kernels = library()
     if kernels is None:
@@ -81,9 +81,9 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def pack_values(values: Tensor, is_int4: bool) -> Tensor:
-    """uint8 ``[N, K]`` in the order that :func:`linear` reads; 4-bit ones two in a byte.
+    """uint8 ``[N, K]`` in the order that :func:`linear` reads; two 4-bit values per byte.
 
-    For 16 outputs and 32 inputs: 8 (or, in 4 bits, 4) vectors of 16 outputs by 4 inputs.
+    For 16 outputs and 32 inputs: 8 vectors (4 bits: 4) of 16 outputs by 4 inputs.
     """
     num_inputs = values.shape[1]
     values = _filled(values).view(-1, OUTPUT_UNIT, num_inputs // GROUP, GROUP // 4, 4)
@@ -107,7 +107,7 @@ def _filled(rows: Tensor) -> Tensor:
 
 
 def _aligned(flat: Tensor) -> Tensor:
-    """A copy whose memory begins where a vector may."""
+    """A copy whose memory is aligned for vectors."""
     size = flat.numel()
     room = flat.new_empty(size + _ALIGNMENT // flat.element_size())
     offset = -room.data_ptr() % _ALIGNMENT // flat.element_size()
@@ -123,13 +123,13 @@ def linear(
     format: Format,
     query_starts: Tensor | None,
 ) -> Tensor:
-    """``F.linear`` with a packed weight; rows are rounded to 8 bits, sums are float32.
+    """``F.linear`` with a packed weight. Rows are rounded to 8 bits, and sums are float32.
 
     Args:
-        x: ``[..., K]``. values, numbers: as :func:`pack_values` and :func:`pack_numbers` give them.
+        x: ``[..., K]``. values, numbers: from :func:`pack_values` and :func:`pack_numbers`.
         bias: ``[N]`` or None.
-        query_starts: int32 ``[B + 1]`` where the rows are the tokens of a step: those from the last
-            number on are padding, and get zeros.
+        query_starts: int32 ``[B + 1]`` if the rows are the tokens of a step. Rows from its last
+            entry on are padding and get zeros.
 
     Returns:
         ``[..., num_outputs]``.
@@ -162,7 +162,7 @@ def attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """:func:`.ops.paged_attention`, with heads of a multiple of :data:`DIM_UNIT` elements."""
+    """:func:`.ops.paged_attention`, for head sizes that are multiples of :data:`DIM_UNIT`."""
     query = _contiguous(query)
     num_tokens, q_heads, dim = query.shape
     _, block_size, kv_heads, value_dim = v_cache.shape
@@ -220,7 +220,7 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """``x [..., M, N]`` with one stride between all of its rows, and none within them."""
+    """``x [..., M, N]`` with a single stride between all of its rows, and contiguous rows."""
     is_one = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return x if is_one and x.stride(-1) == 1 else _contiguous(x)
 

@@ -1,7 +1,9 @@
-"""The compiled kernels: built by the machine's C++ compiler on first use, then read from the disk.
+"""The compiled kernels: the machine's C++ compiler builds them at first use; then they are read
+from disk.
 
-A plain C interface, so that nothing of torch or Python is compiled: that takes 5 s, not a minute.
-The functions use the OpenMP threads that torch uses; a second pool would fight it for the cores.
+The interface is plain C, so no torch or Python headers are compiled: compilation takes 5 s instead
+of a minute. The functions use the OpenMP threads that torch uses; a second pool would compete for
+the cores.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ _REPLAY = (_P, _L, _P, _L, _P)
 
 @functools.cache
 def reason_against() -> str | None:
-    """Why this machine cannot have the kernels, as far as is known without compiling them."""
+    """The reason why this machine cannot have the kernels, as far as known without compiling
+    them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "needs Linux on x86-64"
     if _processor_flags() is None:
@@ -71,9 +74,9 @@ def reason_against() -> str | None:
 
 
 def _processor_flags() -> tuple[str, ...] | None:
-    """The compiler's, for the instructions that this processor has and torch uses.
+    """Compiler flags for the instruction sets that this processor has and torch uses.
 
-    Bits of a result do not depend on which: see ``vectors.h``.
+    The choice does not affect the bits of a result: see ``vectors.h``.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
@@ -85,7 +88,7 @@ def _processor_flags() -> tuple[str, ...] | None:
 
 
 def _processor_features() -> set[str]:
-    """As Linux names them; none where it lists none."""
+    """CPU features by Linux's names; empty where Linux lists none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -94,13 +97,13 @@ def _processor_features() -> set[str]:
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, None where they cannot be had. Waits for the compiler if need be."""
+    """The kernels; None if they are not available. Waits for the compiler if necessary."""
     return begin_build().result()
 
 
 @functools.cache
 def begin_build() -> Future[ctypes.CDLL | None]:
-    """Start to compile or load the kernels in a thread, once in a process."""
+    """Start to compile or load the kernels in a thread, once per process."""
     future: Future[ctypes.CDLL | None] = Future()
 
     def build() -> None:
@@ -131,7 +134,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _key() -> str:
-    """Of all that the result depends on."""
+    """A digest of everything that the result depends on."""
     compiler = _compiler()
     assert compiler is not None
     status = os.stat(compiler)
@@ -166,7 +169,7 @@ def _compiled() -> bytes:
     with tempfile.TemporaryDirectory(prefix="pagespec-native-") as folder:
         made = Path(folder) / "kernels.so"
         sources = [str(_FOLDER / name) for name in _SOURCES]
-        # The library by its path, in place of the one that -fopenmp would find.
+        # The library by its path, instead of the one that -fopenmp would find.
         command = [compiler, *_flags(), *sources, "-o", str(made), openmp]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         if done.returncode:

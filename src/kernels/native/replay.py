@@ -1,9 +1,9 @@
 """A stretch of a graph that calls native kernels and takes views: recorded once, then replayed.
 
-Each call from Python costs about as much as it computes for one row. So the first step of a shape
-runs node by node while the calls are written down with their arguments; later steps of that shape
-make the same calls in one call into C, on the same buffers. Only addresses of what belongs to the
-step are exchanged: its inputs, its results, and the width of its block tables.
+A call from Python costs about as much as its computation for one row. So the first step of a shape
+runs node by node while the calls are recorded with their arguments. Later steps of that shape make
+the same calls in one call into C, on the same buffers. Only the addresses that belong to the step
+are replaced: its inputs, its results, and the width of its block tables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Call(ctypes.Structure):
 
 
 class _Refused(Exception):
-    """What was recorded would not be all that happens."""
+    """The recording would not contain everything that happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Recording:
     Attributes:
         changes: (call, argument, value, offset) each, flat.
         shapes: of the results.
-        kept: all that the calls point to, and that the key names by its identity.
+        kept: objects that the calls point to, and objects that the key identifies by identity.
     """
 
     calls: Any
@@ -63,8 +63,8 @@ class Stretch:
 
     Args:
         graph: returns a tuple of tensors.
-        is_step: of each placeholder, whether it stands for a tensor of the step; others are
-            constants, caches and sizes.
+        is_step: per placeholder, whether its value is a tensor of the step. Others are constants,
+            caches and sizes.
         name: for the code of the graph that calls it.
     """
 
@@ -91,7 +91,7 @@ class Stretch:
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """The results for values of the placeholders."""
+        """The results for these values of the placeholders."""
         step = [inputs[i] for i in self._step]
         if step[0].numel() // step[0].shape[-1] > _MOST_TOKENS:
             return self._run(inputs)
@@ -133,7 +133,7 @@ class Stretch:
         addresses = [x.data_ptr() for x in (*step, *results)]
         values = (ctypes.c_int64 * (len(addresses) + 1))(*addresses, self._width(inputs))
         kernels = library()
-        assert kernels is not None  # they were recorded
+        assert kernels is not None  # the calls were recorded
         kernels.replay(
             recording.calls, recording.num_calls, recording.changes, recording.num_changes, values
         )
@@ -167,7 +167,7 @@ def _evaluated(node: Node, value_of: Callable[[Node], Any]) -> Any:
 
 
 def _check_view(result: Any, source: Tensor) -> None:
-    """Raises _Refused if the method copied."""
+    """Raise _Refused if the method copied."""
     memory = source.untyped_storage().data_ptr()
     for part in tree_leaves(result):
         if isinstance(part, Tensor) and part.untyped_storage().data_ptr() != memory:
@@ -178,18 +178,18 @@ class _Recorder:
     """Implements :class:`.calls.Recorder`.
 
     Args:
-        pool: buffers of all recordings of a stretch, which is one step at a time.
+        pool: buffers shared by all recordings of a stretch, which runs one step at a time.
     """
 
     def __init__(self, pool: list[Tensor]) -> None:
         self._pool = pool
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
-        self._used: set[int] = set()  # addresses of buffers that hold something
+        self._used: set[int] = set()  # addresses of buffers in use
         self._kept: list[Tensor] = []
         self._is_result = False
 
     def begin(self, values: dict[Node, Any], *, is_result: bool) -> None:
-        """Before a node, of which are left ``values``."""
+        """Called before a node; ``values`` are still needed."""
         tensors = [leaf for leaf in tree_leaves(list(values.values())) if isinstance(leaf, Tensor)]
         self._used = {t.untyped_storage().data_ptr() for t in tensors if not t.is_mkldnn}
         self._is_result = is_result
@@ -222,7 +222,7 @@ class _Recorder:
     def finish(
         self, step: Sequence[Tensor], width: int, results: Sequence[Tensor], fixed: Sequence[Any]
     ) -> _Recording:
-        """What was recorded, with these tensors of the step in it.
+        """The recording, with these tensors of the step in it.
 
         Raises:
             _Refused: a tensor of the step is not stored in memory as replays expect it.
@@ -254,7 +254,8 @@ class _Recorder:
 
 
 def _memory(value: object) -> object:
-    """What a tensor points to: whoever gives it other data must not free what the calls read."""
+    """The memory of a tensor. Code that gives the tensor other memory must not free memory that the
+    calls read."""
     is_plain = isinstance(value, Tensor) and not value.is_mkldnn
     return value.untyped_storage() if is_plain else None  # type: ignore[attr-defined]
 
