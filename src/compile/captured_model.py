@@ -1,8 +1,8 @@
-"""Captures a Hugging Face module into one graph and runs that graph without guards.
+"""Capture a Hugging Face module into one graph, and run that graph without guards.
 
-The graph comes from Dynamo (:mod:`.dynamo`), or from the disk if it was traced before; then the
-passes run. From then on it is called with one flat list of arguments: parameters bound once,
-per-step tensors filled in by name, sizes read off the tensors.
+The graph comes from Dynamo (:mod:`.dynamo`), or from disk if it was traced before. Then the passes
+run. From then on it is called with one flat list of arguments: parameters are bound once, per-step
+tensors are filled in by name, and sizes are read from the tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 from .weights import ModuleNames, WeightMap, WeightRecord
 
-# What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
-# that restores a model needs neither.
+# Modules that Dynamo or transformers' modeling code import are imported at first use: a start that
+# restores a model needs neither.
 if TYPE_CHECKING:
     from .capture.graph_cache import GraphCache
 
@@ -46,24 +46,25 @@ COMPILE_MODES = ("graph", "inductor", "eager")
 
 @dataclass(slots=True, eq=False)
 class CapturedModel:
-    """A model and how to run it; independent of the number and size of KV blocks.
+    """A model and how to run it. Independent of the number and size of KV blocks.
 
     Attributes:
-        specs: of the attention calls, as the passes left them.
+        specs: of the attention calls, after the passes.
         graph: the graph module after all passes, None for "eager".
-        sources: where each argument of the graph comes from, as in :meth:`.Traced.arguments`.
-        num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
-            was read from the cache.
-        num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
-        rewrites: how many rewrites each pass made.
-        weight_formats, float32_matrices: as in :class:`.passes.context.PassContext`.
-        library_matmuls: of a transparent model on a GPU, matmuls with weights that are not ours, by
-            operation: their order of summation is the library's.
-        communicator: what the collectives of a sharded model are called on.
-        head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
-            logits, by the same calls; None if the graph could not be cut there.
-        fields: of the steps that it takes.
-        weights: where the tensors of the checkpoint are.
+        sources: the source of each argument of the graph, see :meth:`.Traced.arguments`.
+        num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph from
+            the cache.
+        num_compiled: distinct regions that Inductor compiled. compile_s: seconds of compilation.
+        rewrites: number of rewrites per pass.
+        weight_formats, float32_matrices: see :class:`.passes.context.PassContext`.
+        library_matmuls: in a transparent model on a GPU, the matmuls with weights that use the
+            library instead of the project's kernels, by operation. Their order of summation is the
+            library's.
+        communicator: executes the collectives of a sharded model.
+        head: maps hidden states ``[R, H]``, R at least ``MIN_SIZE``, to this rank's logits, with
+            the same calls as a step; None if the graph could not be cut there.
+        fields: fields of the steps that it takes.
+        weights: the places of the checkpoint's tensors.
     """
 
     loaded: LoadedModel
@@ -90,7 +91,7 @@ class CapturedModel:
     def bind(
         self, kv_caches: KVCaches, states: RecurrentStates
     ) -> Callable[[StepInputs], StepOutputs]:
-        """A function from a step's inputs to its results, over these caches and states."""
+        """A function from a step's inputs to its results, bound to these caches and states."""
         if self.graph is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches, states)
         return BoundGraph(self.graph.forward, self.sources, kv_caches, states)
@@ -115,12 +116,12 @@ class CapturedModel:
 
     @property
     def vocab_shard(self) -> VocabShard | None:
-        """Which tokens' logits this rank's head gives; None for all."""
+        """The tokens whose logits this rank's head computes; None for all."""
         sizes = self.loaded.vocab_sizes
         return None if sizes is None else VocabShard(tuple(sizes), self.communicator)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits ``[S, V]`` of what this rank's head gave."""
+        """Logits ``[S, V]`` from the result of this rank's head."""
         sizes = self.loaded.vocab_sizes
         return logits if sizes is None else self.communicator.all_gather(logits, sizes)
 
@@ -135,21 +136,22 @@ class CaptureOptions:
     """How a graph is captured.
 
     Attributes:
-        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
-            between its matmuls and kernels (:mod:`.regions`); "eager" runs the
-            module itself with our attention.
-        transparent: make a row's bits independent of the rest of the batch.
-        attention: the implementation to call; None leaves it to the ops.
-        packing_bytes: memory that copies of weights may take, in a layout that few rows are
-            multiplied with at half the cost. Later changes of the weights do not reach them.
-        matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
-            none.
-        threads: as in :class:`.passes.PassContext`; no bits of a row follow which of them is used.
+        compile: "graph" runs the captured graph after the passes. "inductor" also compiles the
+            regions between its matmuls and kernels (:mod:`.regions`). "eager" runs the module
+            itself with the project's attention.
+        transparent: whether a row's bits are independent of the rest of the batch.
+        attention: the implementation to call; None keeps the ops.
+        packing_bytes: memory for copies of weights in a layout with which a matmul of few rows
+            takes half the time. Later changes of the weights do not reach the copies.
+        matmul_plan_dir: folder for the results of matmul sweeps on a GPU, and of trials on a CPU;
+            None keeps none.
+        threads: see :class:`.passes.PassContext`. The number in use does not change a row's bits.
         is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
             caches and rounds rows to 8 bits.
-        mla_latent_cache: cache latent vectors in place of keys and values, where the graph is that
-            of multi-head latent attention (:mod:`.passes.cache_latents`).
-        fields: of a step; the inputs among them are traced, and can be read by passes.
+        mla_latent_cache: whether to cache latent vectors instead of keys and values, if the graph
+            has multi-head latent attention (:mod:`.passes.cache_latents`).
+        fields: fields of a step. The graph is traced with those that are inputs, and passes can
+            read them.
     """
 
     compile: str = "graph"
@@ -175,10 +177,10 @@ def capture_model(
     """Capture a probed model.
 
     Args:
-        specs: what :func:`.probe.probe_model` returned for it.
-        graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
-            hold, which may have been changed in ways that no key covers.
-        traced: the graph, of a model that was restored.
+        specs: from :func:`.probe.probe_model` for this model.
+        graph_cache: folder of traced graphs; None traces again. Not for a module that other code
+            uses, which may have been changed in ways that no key covers.
+        traced: the graph, for a restored model.
         communicator: of this rank, for a sharded model.
 
     Raises:
@@ -228,13 +230,13 @@ def capture_model(
         is_native=options.is_native and bool(loaded.quantized) and library() is not None,
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
-        # Attention over latent vectors: on a GPU, of Triton alone.
+        # Attention over latent vectors: on a GPU, only Triton supports it.
         caches_latents=options.mla_latent_cache
         and (is_on_cpu or (attention is not None and attention.name == "triton")),
         sources=traced.sources,
         fields=fields,
     )
-    loaded.quantized.clear()  # the passes let go of what they have packed
+    loaded.quantized.clear()  # the passes release what they have packed
     with torch.inference_mode():
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)

@@ -1,5 +1,5 @@
 """Memory of requests: the paged KV cache, one to three tensors per attention call, and recurrent
-states, one tensor of slots per recurrent call; the bytes of a block and of a slot.
+states, one tensor of slots per recurrent call. Also the bytes per block and per slot.
 
 A *slot* holds the recurrent state of one request in all recurrent layers: the last inputs of short
 convolutions, and the states of scans (docs/recurrent.md).
@@ -25,8 +25,8 @@ from .step_inputs import RecurrentStates
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy gets zeroed pages from the system, which take memory only once they are written;
-    # torch.zeros would write them all now.
+    # numpy gets zeroed pages from the operating system, which use memory only once they are
+    # written. torch.zeros would write all of them now.
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)
 
@@ -38,11 +38,11 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[tuple[Tensor, ...]]:
-    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, per attention call; keys
-    alone of one that is latent; and last the index keys of one with an indexer.
+    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, per attention call. A latent
+    call has only keys. A call with an indexer has index keys as the last tensor.
 
-    Zeroed, and with the null block as the last one. Of uint8 they hold rows, of float8_e4m3fn
-    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes a vector. Index keys have a dtype of their own.
+    Zeroed, with the null block as the last one. uint8 caches contain rows and float8_e4m3fn caches
+    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes per vector. Index keys have their own dtype.
     """
     num_more = _num_scale_bytes(dtype)
 
@@ -59,7 +59,7 @@ def allocate_kv_caches(
 
 
 def _dims(spec: AttentionSpec) -> tuple[int, ...]:
-    """The head size of each tensor of a call, but for index keys."""
+    """The head size of each tensor of a call, except index keys."""
     return (spec.k_dim,) if spec.is_latent else (spec.k_dim, spec.v_dim)
 
 
@@ -69,8 +69,8 @@ def _index_dtype(spec: AttentionSpec) -> torch.dtype:
 
 
 def kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> torch.dtype:
-    """Of the caches' tensors: the model's, or for "fp8" uint8 on a CPU and float8_e4m3fn on a
-    GPU."""
+    """The dtype of the cache tensors: the model's, or for "fp8" uint8 on a CPU and float8_e4m3fn on
+    a GPU."""
     if kv_cache_dtype != "fp8":
         return loaded.dtype
     return torch.uint8 if loaded.device.type == "cpu" else torch.float8_e4m3fn
@@ -81,8 +81,8 @@ def _num_scale_bytes(dtype: torch.dtype) -> int:
 
 
 def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int) -> int:
-    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls, of the
-    dtype that :func:`kv_dtype` gave."""
+    """Bytes per block of ``block_size`` tokens in the caches of all attention calls, with the dtype
+    from :func:`kv_dtype`."""
     num_bytes = sum(spec.num_kv_elements for spec in specs) * dtype.itemsize
     num_scales = sum(len(_dims(spec)) * spec.num_kv_heads for spec in specs)
     num_bytes += num_scales * _num_scale_bytes(dtype)
@@ -93,9 +93,10 @@ def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block
 def allocate_states(
     specs: Sequence[RecurrentSpec], num_slots: int, interval: int, device: torch.device | str
 ) -> RecurrentStates:
-    """One tensor ``[num_slots + 1, *slot_shape]`` per recurrent call, the null slot as the last.
+    """One tensor ``[num_slots + 1, *slot_shape]`` per recurrent call, with the null slot as the
+    last one.
 
-    Nothing reads a slot that was not written, but the null slot.
+    Only the null slot is read before it is written.
     """
     num = num_slots + 1
     states = [_zeros((num, *spec.slot_shape(device)), spec.dtype, device) for spec in specs]
@@ -103,7 +104,7 @@ def allocate_states(
 
 
 def check_interval(specs: Iterable[RecurrentSpec], interval: int) -> None:
-    """Refuse intervals shorter than the inputs that a convolution keeps: its kernel would read the
+    """Refuse intervals shorter than the inputs that a convolution keeps: its kernel would read a
     part of a state that it has just written.
 
     Raises:
@@ -116,5 +117,5 @@ def check_interval(specs: Iterable[RecurrentSpec], interval: int) -> None:
 
 
 def bytes_per_slot(specs: Iterable[RecurrentSpec], device: torch.device | str) -> int:
-    """Bytes that one state slot takes in the tensors of all recurrent calls."""
+    """Bytes per state slot in the tensors of all recurrent calls."""
     return sum(spec.num_bytes(device) for spec in specs)

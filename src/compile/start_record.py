@@ -1,14 +1,14 @@
-"""Start records: what one start finds out about a model, kept on the disk for the next.
+"""Start records: the results of a start for a model, stored on disk for the next start.
 
-A start builds a model's module, probes it and traces it. All that depends on the model's files, the
-code of its classes and the settings of the process. Where these are as they were, the next start
-*restores* the model: it reads the tensors by name, and the graph, and does without the module and
-without transformers' modeling code, whose imports take longer than all the rest.
+A start builds a model's module, probes it and traces it. The results depend only on the model's
+files, the code of its classes and the settings of the process. If these are unchanged, the next
+start *restores* the model: it reads the tensors by name, and the graph. It needs neither the module
+nor transformers' modeling code, whose imports take longer than everything else.
 
-A record is written for a folder (or a GGUF file's conversion) whose module holds exactly the
-tensors in its files: each is compared, bit by bit, before (:mod:`.start_tensors`), and so are the
-weights that are held quantised. What the module has computed, such as the frequencies of a rotary
-embedding, is in the record.
+A record is written for a folder (or a GGUF file's conversion) if the module has exactly the tensors
+in its files. Each tensor is first compared bit by bit (:mod:`.start_tensors`), and so are the
+quantised weights. Values that the module has computed, such as the frequencies of a rotary
+embedding, are stored in the record.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ logger = logging.getLogger("pagespec")
 
 _VERSION = 6
 _MAX_RECORDS = 64
-# Where a program registers classes of its own for a type of model.
+# Where a program registers its own classes for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"
 # Attributes of a loaded model that are plain data.
 _PLAIN = (
@@ -66,7 +66,7 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A model without its module, and the graph that was traced of it."""
+    """A model without its module, and its traced graph."""
 
     loaded: LoadedModel
     specs: list[AttentionSpec]
@@ -79,9 +79,9 @@ class StartRecord:
     Args:
         folder: of all records. graphs: of the graph cache.
         source: the model, in a local folder.
-        dtype, quantization: as the caller has set them.
-        is_compiled: whether a compiler may be given the graph.
-        fields: of its steps.
+        dtype, quantization: as set by the caller.
+        is_compiled: whether the graph may be passed to a compiler.
+        fields: fields of its steps.
     """
 
     def __init__(
@@ -99,12 +99,13 @@ class StartRecord:
         self._name, self._graphs, self._source = source.name, graphs, Path(source.files)
         self._device, self._is_compiled = device, is_compiled
         self._quantization = quantization
-        # As it is before anything of the model is imported.
+        # The state before anything of the model is imported.
         self._key = digest_of(_parts(self._source, dtype, quantization, device, input_keys(fields)))
         self._folder = folder
 
     def restore(self) -> Restored | None:
-        """The model as it was started before; None if it was not, or anything has changed."""
+        """The model from the record of an earlier start; None if there is none, or if anything has
+        changed."""
         if self._key is None:
             return None
         try:
@@ -113,7 +114,8 @@ class StartRecord:
             return self._restored(noted)
         except FileNotFoundError:
             return None
-        # Whatever is wrong with it, the module will do, or say better what is wrong.
+        # Whatever is wrong with the record, building the module either works or reports the cause
+        # better.
         except Exception as error:
             logger.info("the record of %s is not used: %s", self._source, error)
             return None
@@ -135,7 +137,7 @@ class StartRecord:
             **{name: noted[name] for name in _PLAIN},
             names=partial(source.weight_names, self._quantization),
         )
-        # As loading does, which this start goes without.
+        # Loading also logs this, but this start skips it.
         warn_of_dropped(str(self._source), loaded.dropped_eos_token_ids, loaded.vocab_size)
         weights = quantized_weights(self._source, tensors, self._quantization)
         loaded.quantized.update(weights)
@@ -150,8 +152,8 @@ class StartRecord:
     def describe(
         self, loaded: LoadedModel, specs: Sequence[AttentionSpec]
     ) -> dict[str, Any] | None:
-        """What a start has found out of a model that is not captured yet, which changes it; None if
-        the next start could not restore the model."""
+        """The results of a start for a model that is not captured yet (the capture changes it);
+        None if the next start could not restore the model."""
         if self._key is None:
             return None
         module = loaded.module
@@ -175,12 +177,12 @@ class StartRecord:
             return None
 
     def write(self, described: dict[str, Any] | None, graph_key: str | None) -> None:
-        """Keep what :meth:`describe` has returned, with the key of the model's graph."""
+        """Store the result of :meth:`describe`, with the key of the model's graph."""
         if self._key is None or described is None or graph_key is None:
             return
         try:
             write_json(self._folder, self._key, described | {"graph": graph_key})
-            # A folder that was moved or changed leaves a record that is never read again.
+            # A moved or changed folder leaves a record that is never read again.
             records = self._folder.glob("*.json")
             newest = sorted(records, key=lambda file: file.stat().st_mtime_ns, reverse=True)
             for file in newest[_MAX_RECORDS:]:
@@ -220,7 +222,7 @@ def _parts(
 
 
 def _check_code(noted: Sequence[Sequence[Any]]) -> None:
-    """Refuse code that is not what it was: in the file and, where it is imported, in memory."""
+    """Refuse code that has changed: in the file and, if it is imported, in memory."""
     for name, file, of_file, of_module in noted:
         imported = code_of_module(name) if name in sys.modules else [name, file, of_file, of_module]
         if code_of_file(file) != of_file or imported != [name, file, of_file, of_module]:

@@ -1,8 +1,9 @@
-"""The tensors of a start record: where the next start finds each of a model's.
+"""The tensors of a start record: where the next start finds each tensor of a model.
 
-A parameter or buffer is in the safetensors files under its name, is another one of the model, was
-computed by the module and is in the record, or stands in for a weight that is held quantised
-(:mod:`.fx.stand_in`), which is read from the files as the first start has read it.
+There are four cases. A parameter or buffer is in the safetensors files under its name; or it is
+another name of the same tensor; or the module computed it, and it is in the record; or it is a
+stand-in for a quantised weight (:mod:`.fx.stand_in`), which is read from the files as in the first
+start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class NotRestorable(Exception):
 
 
 def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
-    """Of each tensor: its name, where it is, whether it is a parameter, and requires a gradient.
+    """For each tensor: its name, its location, whether it is a parameter, and whether it requires a
+    gradient.
 
     Raises:
-        NotRestorable: one of them is in no file, or differs from its file.
+        NotRestorable: a tensor is in no file, or differs from its file.
     """
     checkpoint = Checkpoint(folder)
     first: dict[int, str] = {}
@@ -55,7 +57,7 @@ def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
             raise NotRestorable(f"{name} shares its memory")
         memory.add(tensor.data_ptr())
         if name in checkpoint:
-            # Where a GPU's memory, which is about to be measured, plays no part.
+            # On the CPU, because the GPU's memory is measured next.
             value = tensor.detach().cpu()
             if not same_bits(checkpoint.read(name, value.dtype, value.device), value):
                 raise NotRestorable(f"{name} is not what its file has")
@@ -73,7 +75,7 @@ def read_tensors(folder: Path, described: Sequence[Any], device: torch.device) -
     """The tensors by name, from the result of :func:`describe_tensors`.
 
     Raises:
-        Exception: of any kind, if that cannot be.
+        Exception: of any type, if a tensor cannot be read.
     """
     dtypes = {name: getattr(torch, where[1]) for name, where, *_ in described if where[0] == "file"}
     read = Checkpoint(folder).read_all(dtypes.items(), device)
@@ -95,13 +97,13 @@ def read_tensors(folder: Path, described: Sequence[Any], device: torch.device) -
 def quantized_weights(
     folder: Path, tensors: Mapping[str, Tensor], quantization: str | None
 ) -> dict[str, QuantizedWeight | None]:
-    """What is held quantised, by parameter name, as the first start has read it.
+    """The quantised weights by parameter name, as read by the first start.
 
     Args:
-        tensors: of the model. quantization: as the caller has set it.
+        tensors: of the model. quantization: as set by the caller.
 
     Raises:
-        Exception: of any kind, if that cannot be read.
+        Exception: of any type, if a weight cannot be read.
     """
     return dict(_saved(folder, tensors, quantization))
 
@@ -112,8 +114,8 @@ def weights_differ(
     folder: Path,
     quantization: str | None,
 ) -> str | None:
-    """The name of a weight that :func:`quantized_weights` would read otherwise; None if all are
-    equal in every bit. Reads them one after the other, as the model may fill the memory."""
+    """The name of a weight that :func:`quantized_weights` would read differently; None if all are
+    equal in every bit. Reads one weight at a time, because the model may fill the memory."""
     left = dict(held)
     try:
         for name, weight in _saved(folder, dict(named_tensors(module)), quantization):
@@ -122,7 +124,7 @@ def weights_differ(
             other = left.pop(name)
             if weight is not other and (weight is None or not weight.equals(other)):
                 return name
-    # Whatever does not read them now would not then.
+    # If they cannot be read now, they could not be read later.
     except Exception as error:
         return f"a weight ({error})"
     return next(iter(left), None)

@@ -1,8 +1,8 @@
-"""The fields of a step: one declared list, of which graphs, packing, buffers and ranks follow.
+"""The fields of a step: one declared list, from which graphs, packing, buffers and ranks follow.
 
 A field that is an input of the graph is traced with it (:mod:`.step_inputs`), and is part of the
-keys that graphs and start records are kept under. How fields are stored in the words that are sent
-says :mod:`.runner.layout`.
+keys of stored graphs and start records. :mod:`.runner.layout` defines how fields are stored in the
+sent words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counts = dict[Per, int]
 
 
 def counts_of(num_tokens: int, num_rows: int, num_samples: int) -> Counts:
-    """Entries of a field, by its ``per``."""
+    """The number of entries of a field, by its ``per``."""
     return {
         "token": num_tokens,
         "row": num_rows,
@@ -58,15 +58,15 @@ class Field:
 
     Attributes:
         name: distinct within a form.
-        per: one entry per token, row, ...; "bound" has one more than the rows.
-        source: its entries without padding, ``[n]`` or ``[width, n]``, or one for all. None of a
-            field that is derived from others.
-        dtype: of an entry; one of 64 bits takes two words, a float travels as its bits.
-        padding: in the entries after those of the plan, or :data:`LAST`.
-        forms: that have the field.
-        is_input: whether the graph gets it: as the attribute of its name of
+        per: one entry per token, row, ...; "bound" has one more than the number of rows.
+        source: its entries without padding, ``[n]`` or ``[width, n]``, or one value for all. None
+            for a field that is derived from others.
+        dtype: of an entry. A 64-bit entry takes two words; a float is sent as its bits.
+        padding: value of the entries after those of the plan, or :data:`LAST`.
+        forms: the forms of a step that have the field.
+        is_input: whether it is an input of the graph: as the attribute of its name in
             :class:`.StepInputs`, or in ``more``.
-        width: arrays of entries; above 1, the tensor is ``[width, n]``.
+        width: number of arrays of entries; above 1, the tensor is ``[width, n]``.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Field:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each entry is one word, and the words of it lie as the tensor does."""
+        """Whether each entry is one word, and the words are stored in the order of the tensor."""
         return self.dtype is np.int32 and self.width == 1
 
     @property
@@ -89,18 +89,18 @@ class Field:
         return self.per, np.dtype(self.dtype).name, self.width
 
     def shape(self, num_entries: int) -> tuple[int, ...]:
-        """Of the tensor with that many entries."""
+        """Shape of the tensor with that many entries."""
         return (num_entries,) if self.width == 1 else (self.width, num_entries)
 
     def num_bytes(self, counts: Counts) -> int:
-        """Of its entries in a step of those sizes."""
+        """Bytes of its entries in a step of these sizes."""
         return self.width * counts[self.per] * np.dtype(self.dtype).itemsize
 
 
 FIELDS: Final = (
     Field("token_ids", "token", lambda step: step.token_ids),
     Field("positions", "token", lambda step: step.positions),
-    # The row of the table store of each token, and of each row. Padding reads row 0.
+    # The row of the table store for each token, and for each row. Padding reads row 0.
     Field(
         "token_rows",
         "token",
@@ -140,7 +140,7 @@ FIELDS: Final = (
     ),
     Field("num_padding_rows", "step", lambda step: step.num_padding_rows, forms=("decode",)),
     Field("result_row", "step", lambda step: step.result_row, forms=GPU),
-    # Derived.
+    # Derived fields.
     Field("input_ids", "token", dtype=np.int64, is_input=True),
     Field("position_ids", "token", dtype=np.int64, is_input=True),
     Field("slot_mapping", "token", dtype=np.int64, is_input=True),
@@ -154,8 +154,8 @@ def graph_inputs(fields: Sequence[Field]) -> tuple[Field, ...]:
     """The inputs of the graph, each once, without tables.
 
     Raises:
-        ValueError: an input has the name of a table, is not in all forms, or differs between them:
-            one graph takes the steps of every form.
+        ValueError: an input has the name of a table, is missing in some form, or differs between
+            forms: one graph takes the steps of every form.
     """
     found: dict[str, Field] = {}
     for field in fields:
@@ -175,5 +175,5 @@ def graph_inputs(fields: Sequence[Field]) -> tuple[Field, ...]:
 
 
 def input_keys(fields: Sequence[Field]) -> list[list[Any]]:
-    """What a traced graph depends on of the fields, as plain data."""
+    """The properties of the fields that a traced graph depends on, as plain data."""
     return [[field.name, *field.shape_key] for field in graph_inputs(fields)]

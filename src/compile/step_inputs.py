@@ -1,4 +1,4 @@
-"""The per-step inputs of a captured graph, and a graph with its constants bound."""
+"""The per-step inputs of a captured graph, and a graph whose constants are bound."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ of one with an indexer."""
 
 
 class RecurrentStates(NamedTuple):
-    """What requests keep of recurrent layers. A request's *state table* names a slot for each
-    *interval* of its positions (:mod:`.kernels.recurrent.ops`).
+    """The recurrent states of requests. A request's *state table* has a slot for each *interval* of
+    its positions (:mod:`.kernels.recurrent.ops`).
 
     Attributes:
-        tensors: of each recurrent call, ``[num_slots + 1, ...]``.
-        interval: tokens of an interval.
+        tensors: per recurrent call, ``[num_slots + 1, ...]``.
+        interval: tokens per interval.
     """
 
     tensors: Sequence[Tensor]
@@ -43,12 +43,12 @@ class StepInputs:
         input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
         logits_to_keep: int64 ``[S]``, the tokens whose logits are computed.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[R, M]``, of R >= B rows. table_rows: int32 ``[B]``, the row of
-            ``block_tables`` of each row. The last five as in :mod:`.ops`.
-        state_tables: int32 ``[R, N]``, R as of ``block_tables`` and N at least ``MIN_SIZE``, of a
+        block_tables: int32 ``[R, M]``, R >= B. table_rows: int32 ``[B]``, the row of
+            ``block_tables`` for each row. For these five see :mod:`.ops`.
+        state_tables: int32 ``[R, N]``, R as for ``block_tables`` and N at least ``MIN_SIZE``, for a
             model with recurrent calls (:class:`RecurrentStates`).
-        more: other inputs by name, ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]`` each, of a
-            field with a width ``[width, T]`` and so on (:mod:`.step_fields`).
+        more: other inputs by name, each ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]``; with a
+            width, ``[width, T]`` and so on (:mod:`.step_fields`).
     """
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
-        """Inputs by name, token ids and positions flat, ``[T]``."""
+        """From inputs by name, with token ids and positions flat, ``[T]``."""
         own = {name: tensors[name] for name in (*INPUT_NAMES, STATE_TABLES) if name in tensors}
         for name in ("input_ids", "position_ids"):
             own[name] = own[name].unsqueeze(0)
@@ -83,8 +83,8 @@ class StepInputs:
 
 
 class StepOutputs(NamedTuple):
-    """What a step computes: logits ``[S, V]``, and the hidden states ``[T, H]`` in front of the
-    head; None where the graph does not show them."""
+    """The results of a step: logits ``[S, V]``, and the hidden states ``[T, H]`` before the LM
+    head; None if the graph does not expose them."""
 
     logits: Tensor
     hidden: Tensor | None
@@ -93,19 +93,18 @@ class StepOutputs(NamedTuple):
 STATE_TABLES = "state_tables"
 INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name not in (STATE_TABLES, "more"))
 """Of the inputs that every model has."""
-# Distinct, so that no size of the example step is taken for another.
+# Distinct, so that no size of the example step is confused with another.
 EXAMPLE_SIZES = {"T": 11, "B": 5, "R": 8, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
-# Of models with recurrent calls: columns of a state table, slots, tokens of an interval.
+# For models with recurrent calls: columns of a state table, slots, tokens per interval.
 EXAMPLE_STATE_SIZES = {"N": 9, "num_slots": 14, "interval": 34}
 
 
 class BoundGraph:
-    """The captured graph with parameters and one set of KV caches and states filled in.
+    """The captured graph with parameters and one set of KV caches and states bound.
 
     Args:
-        function: takes the graph's arguments, gives its results.
-        sources: where each argument comes from, as of
-            :meth:`.Traced.arguments`.
+        function: takes the graph's arguments, returns its results.
+        sources: the source of each argument, see :meth:`.Traced.arguments`.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class BoundGraph:
                 self._size_slots.append((slot, where[0], where[1]))
 
     def __call__(self, inputs: StepInputs) -> StepOutputs:
-        """The results of a step; writes its KV into the caches, and its states."""
+        """The results of a step. Writes its KV into the caches, and its states."""
         arguments = self._arguments.copy()
         for slot, name in self._input_slots:
             arguments[slot] = inputs.tensor(name)
@@ -162,7 +161,7 @@ def example_inputs(
 def padding_inputs(
     fields: Sequence[Field], counts: Counts, device: torch.device
 ) -> dict[str, Tensor]:
-    """Of each field a tensor of padding."""
+    """For each field a tensor of padding."""
     return {
         field.name: torch.full(
             field.shape(counts[field.per]),
@@ -175,7 +174,7 @@ def padding_inputs(
 
 
 def dynamic_dims(name: str, field: Field | None) -> tuple[int, ...]:
-    """The dimensions of an input that change from step to step; ``field`` is None of a table."""
+    """The dimensions of an input that change from step to step; ``field`` is None for a table."""
     if field is None:
         return (0, 1)
     if field.per == "step":

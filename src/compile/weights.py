@@ -1,4 +1,4 @@
-"""The weight map: from the name of a checkpoint's tensor to all places that hold its value.
+"""The weight map: from the name of a checkpoint's tensor to all places that contain its value.
 
 ::
 
@@ -6,10 +6,10 @@
              (names, converters)       (Cut)                ├─► packed copies, made again
                                                             └─► quantised parts, written by row
 
-Loading, sharding and the passes record where they put a weight, in one call each
+Loading, sharding and the passes record where they put a weight, with one call each
 (:class:`WeightRecord`). A parameter that is merged with others stays a view of the merged storage,
-so only values that are derived from it need a record. :class:`WeightMap` reads the record. Names
-are resolved on first use: a start pays for the record alone.
+so only values derived from it need a record. :class:`WeightMap` reads the record. Names are
+resolved on first use, so a start only pays for the record.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Cut(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where (a part of) a checkpoint's tensor is.
+    """The place of (a part of) a checkpoint's tensor.
 
     Attributes:
         storage: the tensor that the graph reads.
-        slice: of ``storage``; of a packed or quantised storage, the rows of the matrix it holds.
-        transform: what is done to the checkpoint's value on its way, in order.
+        slice: of ``storage``; for a packed or quantised storage, the rows of the matrix in it.
+        transform: the conversions of the checkpoint's value, in order.
         shard: this rank's part of the parameter; None for all of it.
     """
 
@@ -77,10 +77,10 @@ class Region:
     Attributes:
         parameter: its name.
         begin, sizes: of the box, per dimension of the whole parameter.
-        dims: per dimension of the parameter, that of the tensor; None where the box is one element
-            wide and the tensor has no such dimension.
-        source: the first element that is taken, per dimension of the tensor.
-        notes: what else is done to the value on its way, in words.
+        dims: for each dimension of the parameter, that of the tensor; None where the box is one
+            element wide and the tensor has no such dimension.
+        source: the first element to read, per dimension of the tensor.
+        notes: descriptions of further conversions of the value.
     """
 
     parameter: str
@@ -96,7 +96,7 @@ class Region:
         return cls(parameter, zeros, tuple(shape), tuple(range(len(shape))), zeros)
 
     def within(self, cut: Cut | None) -> list[Region]:
-        """The boxes of a rank's tensor; none if the rank has none of the region."""
+        """The boxes in a rank's tensor; empty if the rank has no part of the region."""
         if cut is None:
             return [self]
         found, offset, dim = [], 0, cut.dim
@@ -141,11 +141,11 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 
 class Changes(NamedTuple):
-    """What new values of a checkpoint's tensors mean for a model's parameters.
+    """The changes of a model's parameters for new values of a checkpoint's tensors.
 
     Attributes:
         values: regions of parameters, with the checkpoint's tensor.
-        quantized: whole parameters that are held quantised, by name.
+        quantized: whole parameters that are quantised, by name.
     """
 
     values: list[tuple[Region, Tensor]]
@@ -161,17 +161,19 @@ class WeightNames(Protocol):
 
     @property
     def ties(self) -> Sequence[Sequence[str]]:
-        """Names, two or more each, of tensors that are one parameter of the module if equal."""
+        """Groups of two or more names of tensors that, if equal, are one parameter of the
+        module."""
 
     def regions(self, name: str) -> Sequence[Region]:
-        """What the tensor fills. Raises InvalidInputError, by name, if that is not known."""
+        """The regions that the tensor fills. Raises InvalidInputError, by name, if they are
+        unknown."""
 
     def changes(self, values: Mapping[str, Tensor], held: Mapping[str, Any]) -> Changes:
         """Args:
-            held: by name, the parameters that are held quantised.
+            held: the quantised parameters, by name.
 
         Raises:
-            InvalidInputError: a name, a shape or a dtype is not that of the checkpoint.
+            InvalidInputError: a name, a shape or a dtype differs from the checkpoint's.
         """
 
 
@@ -183,14 +185,14 @@ class _Copy(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A parameter's rows in a matrix that is held quantised.
+    """A parameter's rows in a quantised matrix.
 
     Attributes:
-        parts: what the kernel reads. pack: makes them of the whole matrix; None if only a start
-            can.
-        begin, num_rows: first row of the parameter, and rows of the matrix.
-        order: the order of the inputs; None for their own.
-        what: how the matrix is held.
+        parts: what the kernel reads. pack: computes them from the whole matrix; None if only a
+            start can.
+        begin, num_rows: first row of the parameter, and number of rows of the matrix.
+        order: the order of the inputs; None for their own order.
+        what: description of the format of the matrix.
     """
 
     parts: tuple[Any, ...]
@@ -226,7 +228,7 @@ class WeightRecord:
         make: Callable[[], Sequence[Tensor]],
         what: str,
     ) -> None:
-        """``targets`` are what ``make()`` computes from ``sources``."""
+        """``targets`` are the result of ``make()`` from ``sources``."""
         self.copies.append(_Copy(tuple(targets), tuple(sources), make, what))
 
     def packed(
@@ -237,18 +239,18 @@ class WeightRecord:
         what: str,
         order: Tensor | None,
     ) -> None:
-        """``matrix`` is held as ``parts``; called before its memory is given back."""
+        """``matrix`` is stored as ``parts``. Called before its memory is freed."""
         for part, begin in self._members.get(id(matrix), [(matrix, 0)]):
             self.held[id(part)] = Held(tuple(parts), pack, begin, len(matrix), order, what)
 
 
 class WeightMap:
-    """Where the tensors of a checkpoint are in one rank's model.
+    """The places of a checkpoint's tensors in one rank's model.
 
     Args:
-        module: holds the parameters; of a restored start, its tensors alone.
+        module: has the parameters; for a restored start, only its tensors.
         record: of the passes. cuts: of a rank, by parameter.
-        names: makes the names of the checkpoint, on first use.
+        names: creates the names of the checkpoint, on first use.
     """
 
     def __init__(
@@ -264,15 +266,16 @@ class WeightMap:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all tensors of the checkpoint, those that the model does not read included."""
+        """The names of all tensors of the checkpoint, including those that the model does not
+        read."""
         return self._known().names
 
     def locate(self, name: str) -> tuple[Place, ...]:
         """All places of a checkpoint's tensor on this rank.
 
         Raises:
-            InvalidInputError: the checkpoint has no such tensor, the model does not read it, or
-                its place is not known.
+            InvalidInputError: the checkpoint has no such tensor, the model does not read it, or its
+                place is unknown.
         """
         tensors = self._tensors()
         places: list[Place] = []
@@ -297,23 +300,24 @@ class WeightMap:
         return tuple(places)
 
     def write(self, name: str, value: Tensor) -> None:
-        """:meth:`write_all` of one tensor."""
+        """:meth:`write_all` for one tensor."""
         self.write_all({name: value})
 
     def write_all(self, values: Mapping[str, Tensor]) -> None:
-        """Write new values of the checkpoint's tensors, in place: the model then is what a fresh
-        load of the changed checkpoint would be, to the bit.
+        """Write new values of the checkpoint's tensors in place. The model then equals a fresh load
+        of the changed checkpoint, to the bit.
 
-        Tensors that make one quantised layer, or one tied parameter, are written in one call. What
-        the KV cache holds is of the old weights. No step may run meanwhile.
+        Tensors of the same quantised layer, or of the same tied parameter, must be written in one
+        call. The contents of the KV cache still come from the old weights. No step may run during
+        the call.
 
         Args:
-            values: by name, with the shape and the kind of dtype of the checkpoint; a float of
-                another width is converted as loading converts it.
+            values: by name, with the shape and the kind of dtype of the checkpoint. A float of
+                another width is converted as in loading.
 
         Raises:
-            InvalidInputError: a name, shape or dtype that is not the checkpoint's, or a place that
-                cannot be written. Nothing is changed then.
+            InvalidInputError: a name, shape or dtype differs from the checkpoint's, or a place
+                cannot be written. Then nothing is changed.
         """
         names, tensors = self._known(), self._tensors()
         held = {n: h for n, t in tensors.items() if (h := self._record.held.get(id(t)))}
@@ -343,7 +347,7 @@ class WeightMap:
     def _apply(self, edits: Sequence[tuple[Tensor, Tensor]], written: Sequence[Tensor]) -> None:
         copies = self._copies_of(written)
         saved: list[tuple[Tensor, Tensor]] = []
-        # What a capture has made are inference tensors, which nothing else may write.
+        # A capture creates inference tensors, which can only be written in this mode.
         with torch.inference_mode():
             try:
                 for target, value in edits:
@@ -400,7 +404,7 @@ class WeightMap:
 
 
 def check_value(name: str, value: Tensor, expected: Tensor) -> None:
-    """Raises InvalidInputError unless the shape is that of ``expected``, and the dtype is the same
+    """Raise InvalidInputError unless the shape is that of ``expected``, and the dtype is the same
     or both are floats of 16 or 32 bits."""
     if tuple(value.shape) != tuple(expected.shape):
         raise refused(name, f"has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
@@ -416,12 +420,12 @@ def refused(name: str, limit: str) -> InvalidInputError:
 
 
 def _is_live(tensor: Tensor) -> bool:
-    """Whether a parameter has values of its own, and no quantised weight stands in for it."""
+    """Whether a parameter has its own values, and is not a stand-in for a quantised weight."""
     return not (is_stand_in(tensor) and tensor.numel() > 1)
 
 
 def _check_held(parameter: str, held: Held) -> None:
-    """Refuses a form that cannot be written in place."""
+    """Refuse a form that cannot be written in place."""
     if held.pack is None or not all(isinstance(part, Tensor) for part in held.parts):
         raise refused(parameter, f"is held as {held.what}, which cannot be written in place")
 
@@ -449,7 +453,7 @@ def _pack(
     weight: QuantizedWeight,
     packed: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Enter the parts of a matrix, with the rows of ``weight`` in it, into ``packed``."""
+    """Write the parts of a matrix, with the rows of ``weight`` in it, into ``packed``."""
     if not is_same_order(weight.order, held.order):
         raise refused(parameter, "would have its inputs in another order than it is held in")
     _check_held(parameter, held)
@@ -458,8 +462,8 @@ def _pack(
     if len(weight.values) == held.num_rows:
         masks: list[Tensor | None] = [None] * len(new)
     else:
-        # A packing moves bits and numbers. Two values that differ in all bits of the rows show
-        # which of those a row has.
+        # A packing moves bits and values. Two inputs that differ in all bits of the rows reveal
+        # which bits belong to those rows.
         low = _parts_of(held, weight, torch.zeros_like)
         high = _parts_of(held, weight, _ones)
         masks = [_difference(*pair) for pair in zip(low, high, strict=True)]
@@ -475,8 +479,8 @@ def _pack(
 def _parts_of(
     held: Held, weight: QuantizedWeight, fill: Callable[[Tensor], Tensor]
 ) -> Sequence[Tensor]:
-    """What the kernel reads of a matrix with these rows, and zeros elsewhere."""
-    assert held.pack is not None  # looked at before
+    """The parts that the kernel reads, for a matrix with these rows, and zeros elsewhere."""
+    assert held.pack is not None  # checked before
 
     def whole(part: Tensor) -> Tensor:
         rows = part.new_zeros(held.num_rows, *part.shape[1:])
@@ -487,7 +491,7 @@ def _parts_of(
 
 
 def _ones(part: Tensor) -> Tensor:
-    """All bits of integers set; 1 of floats."""
+    """Integers with all bits set; 1 for floats."""
     if part.is_floating_point():
         return torch.ones_like(part)
     return torch.full_like(part, 255 if part.dtype == torch.uint8 else -1)
@@ -500,7 +504,7 @@ def _difference(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _chosen(mask: Tensor, value: Tensor, now: Tensor) -> Tensor:
-    """``value`` where the mask has it, else ``now``."""
+    """``value`` where the mask is set, else ``now``."""
     if mask.dtype == torch.bool:
         return torch.where(mask, value, now)
     bits = (value.view(torch.uint8) & mask) | (now.view(torch.uint8) & ~mask)
@@ -508,7 +512,7 @@ def _chosen(mask: Tensor, value: Tensor, now: Tensor) -> Tensor:
 
 
 class ModuleNames:
-    """Names of a module in memory, which are those of its parameters and saved buffers."""
+    """Names of a module in memory: those of its parameters and saved buffers."""
 
     ties: Sequence[Sequence[str]] = ()
 

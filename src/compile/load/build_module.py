@@ -1,4 +1,4 @@
-"""Builds the transformers module of a config, with the weights of its files or random ones."""
+"""Build the transformers module of a config, with the weights of its files or random ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .checkpoint import as_input_error, code_not_run, needs_own_code
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What builds the model: one that reads images as well (Mistral 3) where there is none for text
-    alone. It is given text only."""
+    """The auto class that builds the model: one that also reads images (Mistral 3) if there is no
+    text-only class. It only gets text."""
     is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
 
 
 def skeleton_of(config: PreTrainedConfig, kind: Any = None, **options: Any) -> PreTrainedModel:
-    """The module of ``config`` on the meta device, without a weight, by :func:`auto_class` or
+    """The module of ``config`` on the meta device, without weights, built by :func:`auto_class` or
     another class."""
     kind = kind or auto_class(config)
     with torch.device("meta"):
@@ -46,15 +46,15 @@ def build_module(
     device: torch.device,
     shard: Shard,
 ) -> PreTrainedModel:
-    """The module of ``config``, on ``device`` where that costs no second copy of its weights.
+    """The module of ``config``, built on ``device`` if that needs no second copy of its weights.
 
     Args:
-        source: the folder or hub id that transformers reads. name: the model's, for refusals.
+        source: the folder or hub id that transformers reads. name: the model's name, for refusals.
         load_format: "dummy" for random weights.
-        shard: of several ranks each reads its slices alone.
+        shard: with several ranks, each reads only its slices.
 
     Raises:
-        InvalidInputError: no or incomplete weights, or a file that is damaged.
+        InvalidInputError: weights are missing or incomplete, or a file is damaged.
         UnsupportedModelError: transformers has no causal language model for the config, or only
             the model's own code has one.
     """
@@ -86,7 +86,7 @@ def build_module(
 
 def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     devices = [device] if device.type == "cuda" else []
-    # Made where they will be: a CPU takes minutes over the random numbers of a large model.
+    # Created on the target device: a CPU needs minutes for the random values of a large model.
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(0)
         module: PreTrainedModel = auto_class(config).from_config(
@@ -96,8 +96,8 @@ def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
-    """With accelerate, weights go straight from the file to a GPU; and of several ranks each reads
-    the slices of transformers' plan alone."""
+    """With accelerate, weights are read directly from the file to a GPU. With several ranks, each
+    reads only the slices of transformers' plan."""
     has_accelerate = importlib.util.find_spec("accelerate") is not None
     if shard.num_ranks == 1:
         is_direct = device.type == "cuda" and has_accelerate
@@ -112,23 +112,23 @@ def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
 
 
 def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
-    """``from_pretrained``; refuses weights that are not all there.
+    """``from_pretrained``, which here refuses incomplete weights.
 
     Args:
         kind: class of the model. source: None if ``options`` has a ``state_dict``.
 
     Raises:
-        InvalidInputError: weights are missing, or have other shapes than the config says.
+        InvalidInputError: weights are missing, or have other shapes than in the config.
     """
     result: Any = kind.from_pretrained(
         source,
         output_loading_info=True,
-        # Not to go on with them, but to name them below.
+        # This does not accept them: they are named in the error below.
         ignore_mismatched_sizes=True,
         **options,
     )
     module: PreTrainedModel = result[0]
-    # Transformers would go on with random weights for these.
+    # transformers would use random weights for these.
     for what, keys in (
         ("are missing", result[1]["missing_keys"]),
         ("have other shapes than config.json says", result[1]["mismatched_keys"]),

@@ -1,4 +1,4 @@
-"""Reads the tensors of a folder's safetensors files by name, and refuses files that are damaged."""
+"""Read the tensors of a folder's safetensors files by name, and refuse damaged files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...errors import InvalidInputError, PagespecError, UnsupportedModelError, s
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUM_READERS = 4
-# Not the files' fault: a device without memory, or in trouble.
+# Not caused by the files: a device without memory, or a device error.
 _PASSED_ON = (PagespecError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_MEMORY_ON_CPU = "can't allocate memory"  # torch raises a plain RuntimeError there
 _MAX_CAUSE = 200  # characters
 
 
 def files_of(source: str, **options: Any) -> Path:
-    """A folder, or that of a hub id; ``options`` are for downloading it."""
+    """A folder, or the folder of a hub id; ``options`` are for downloading it."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -33,11 +33,11 @@ def files_of(source: str, **options: Any) -> Path:
 
 
 class Checkpoint:
-    """The weights in ``folder``, in the files that transformers would read.
+    """The weights in ``folder``, from the files that transformers would read.
 
     Raises:
-        OSError: there are none.
-        Exception: of any kind, if a file is damaged.
+        OSError: there are no weights.
+        Exception: of any type, if a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,23 +60,25 @@ class Checkpoint:
         return self._get.keys()
 
     def get(self, name: str) -> Tensor:
-        """The tensor as the file has it, in the memory of the file."""
+        """The tensor as stored in the file, in the file's memory."""
         return self._get[name](name)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor in this dtype; on a CPU, of a file of the dtype, in the file's memory."""
+        """The tensor in this dtype. On a CPU, a tensor that already has it stays in the file's
+        memory."""
         return self.get(name).to(device=device, dtype=dtype)
 
     def read_all(
         self, names: Iterable[tuple[str, torch.dtype]], device: torch.device
     ) -> list[Tensor]:
-        """In order; side by side, as copies to a device wait for the disk."""
+        """Read tensors in order, with parallel reads, because copies to a device wait for the
+        disk."""
         with ThreadPoolExecutor(_NUM_READERS) as readers:
             return list(readers.map(lambda of: self.read(of[0], of[1], device), names))
 
 
 def check_float(name: str, tensor: Tensor, shape: tuple[int, ...] = ()) -> None:
-    """Raises ValueError unless the tensor has finite floats, and this shape if one is given."""
+    """Raise ValueError unless the tensor has finite floats, and this shape if one is given."""
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{name} is {form_of(tensor)}; known are float32, float16 and bfloat16")
     if shape and tuple(tensor.shape) != shape:
@@ -92,13 +94,13 @@ def form_of(tensor: Tensor) -> str:
 
 @contextmanager
 def as_input_error(model: str, limit: str) -> Iterator[None]:
-    """Turn what goes wrong inside into a refusal of ``model`` that names the cause.
+    """Convert errors in the context to a refusal of ``model`` that names the cause.
 
-    Parsers of configs, weights and tokenizers raise what they like over a damaged file: KeyError,
-    struct.error, ZeroDivisionError and their own.
+    Parsers of configs, weights and tokenizers raise many types of errors for a damaged file:
+    KeyError, struct.error, ZeroDivisionError and their own.
 
     Raises:
-        InvalidInputError: ``limit`` says what the model's files must be.
+        InvalidInputError: ``limit`` states what the model's files must be.
     """
     try:
         yield
@@ -111,12 +113,12 @@ def as_input_error(model: str, limit: str) -> Iterator[None]:
 
 
 def needs_own_code(error: Exception) -> bool:
-    """Whether transformers would go on with ``trust_remote_code``."""
+    """Whether transformers would require ``trust_remote_code``."""
     return "trust_remote_code" in str(error)
 
 
 def code_not_run(model: str, what: str) -> UnsupportedModelError:
-    """The refusal of a model whose files name code of their own for its ``what``."""
+    """The refusal of a model whose files name their own code for its ``what``."""
     return UnsupportedModelError(
         f"{model}: its {what} needs Python code that comes with the model (auto_map). Such code "
         "is not run: trust_remote_code is not supported"
@@ -124,5 +126,5 @@ def code_not_run(model: str, what: str) -> UnsupportedModelError:
 
 
 def cause(error: Exception) -> str:
-    """An error in one line."""
+    """An error as one line."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", _MAX_CAUSE)

@@ -1,4 +1,4 @@
-"""Sampling defaults of a model's generation config, by the names of ``SamplingParams``, and the
+"""Sampling defaults from a model's generation config, by the names of ``SamplingParams``, and the
 tokens that end generation."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("pagespec")
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 _THEIR_NAMES = {"max_tokens": "max_new_tokens"}
 
-# What else changes the tokens that `generate` returns, and its value that does not.
+# Other settings that change the tokens of `generate`, and the value that does not change them.
 _IGNORED: dict[str, object] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -48,7 +48,7 @@ _IGNORED: dict[str, object] = {
 
 
 def default_sampling(config: Any) -> dict[str, Any]:
-    """The values that differ from transformers' own defaults; none of None.
+    """The values that differ from transformers' own defaults, without None.
 
     As in vLLM's ``get_default_sampling_params``, ``do_sample`` is not among them: a request is
     greedy if its temperature is 0.
@@ -62,11 +62,11 @@ def default_sampling(config: Any) -> dict[str, Any]:
 
 
 def ignored_settings(config: Any, longest: int) -> list[str]:
-    """Names of what would change the tokens of ``generate`` and is not kept, sorted.
+    """Names of the settings that would change the tokens of ``generate`` and are ignored, sorted.
 
     Args:
         config: a ``GenerationConfig`` or None.
-        longest: context of the model, in tokens.
+        longest: the model's context length, in tokens.
     """
     given = {} if config is None else config.to_diff_dict()
     found = [
@@ -74,7 +74,7 @@ def ignored_settings(config: Any, longest: int) -> list[str]:
         for name, neutral in _IGNORED.items()
         if given.get(name, neutral) not in (None, [], {}, neutral)
     ]
-    # Of prompt and output together; generate heeds it where max_new_tokens is not given.
+    # Of prompt and output together; generate applies it if max_new_tokens is not given.
     most = given.get("max_length")
     if isinstance(most, int) and most < longest and given.get("max_new_tokens") is None:
         found.append("max_length")
@@ -91,7 +91,7 @@ def read_generation_config(folder: str) -> Any:
 
     try:
         return GenerationConfig.from_pretrained(os.path.abspath(folder), local_files_only=True)
-    except Exception as error:  # of JSON of another form, transformers raises various ones
+    except Exception as error:  # For JSON of another form, transformers raises various errors
         limit = f"must be a folder with a readable generation_config.json ({error})"
         raise InvalidInputError("generation_config", folder, limit) from error
 
@@ -99,12 +99,12 @@ def read_generation_config(folder: str) -> Any:
 def chosen_sampling(
     loaded: LoadedModel, source: str, config: GenerationConfig | None, *, is_reported: bool
 ) -> dict[str, Any]:
-    """What requests get from the chosen generation config.
+    """The defaults that requests get from the chosen generation config.
 
     Args:
         source: "auto" for the model's own, "vllm" for none, or a folder.
         config: of the folder.
-        is_reported: whether it is logged, and what is ignored of it.
+        is_reported: whether to log the defaults and the ignored settings.
     """
     if source == "vllm":
         return {}
@@ -128,17 +128,18 @@ def chosen_sampling(
 def end_tokens(
     generation_config: Any, text_config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int]]:
-    """The end tokens of the generation config; of the config if the vocabulary has none of those.
+    """The end tokens of the generation config, or of the config if the vocabulary has none of
+    those.
 
     Args:
         generation_config: may be None.
         vocab_size: rows of the LM head.
 
     Returns:
-        The ids, and those that are named and not in the vocabulary, sorted.
+        The ids, and those that are named but not in the vocabulary, sorted.
 
     Raises:
-        InvalidInputError: a value is no integer, and no list of integers.
+        InvalidInputError: a value is neither an integer nor a list of integers.
     """
     found: set[int] = set()
     dropped: set[int] = set()
@@ -152,7 +153,7 @@ def end_tokens(
 
 
 def warn_of_dropped(model: str | None, token_ids: Collection[int], vocab_size: int) -> None:
-    """Logs a warning that names the ids :func:`end_tokens` has dropped, if any."""
+    """Log a warning that names the ids that :func:`end_tokens` has dropped, if any."""
     if token_ids:
         logger.warning(
             "eos_token_id of %s: %s ignored, the vocabulary has %d tokens",

@@ -1,4 +1,4 @@
-"""GGUF files: converted once into a safetensors folder, which then loads like any other."""
+"""GGUF files: converted once into a safetensors folder, which then loads like any other folder."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _CONVERSION_VERSION = 3
 
 
 def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder with config, float32 safetensors and tokenizer made from a GGUF file.
+    """The folder with config, float32 safetensors and tokenizer, converted from a GGUF file.
 
-    The tokenizer, its chat templates and the tokens that end an answer are the file's own
-    (:mod:`.gguf_tokenizer`), and not what transformers makes of them.
+    The tokenizer, its chat templates and the tokens that end an answer come from the file itself
+    (:mod:`.gguf_tokenizer`), not from transformers' conversion.
 
-    Converts on first use, and again if the folder was damaged since. The key covers file name,
-    size, content and transformers' version. The folder appears by one rename, so a reader never
-    sees half of it and two writers do no harm.
+    The conversion runs at first use, and again if the folder was damaged since. The key covers file
+    name, size, content and transformers' version. The folder appears by one rename, so a reader
+    never sees a partial folder and two writers do no harm.
 
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
-        UnsupportedModelError: transformers cannot convert what the file holds, or would leave out
-            tensors or settings of it; or its tokenizer is of no known kind.
+        UnsupportedModelError: transformers cannot convert the file, or would leave out tensors or
+            settings of it; or its tokenizer is of an unknown kind.
     """
     path = path.resolve()
     with path.open("rb") as file:
@@ -61,7 +61,7 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
         made.mkdir()
         _convert(path, made)
         (made / _MANIFEST).write_text(json.dumps(_manifest(made)))
-        if not _is_whole(target):  # or another process finished first, with the same
+        if not _is_whole(target):  # or another process finished first, with the same result
             with suppress(FileNotFoundError):
                 target.rename(work / "damaged")
             try:
@@ -73,10 +73,11 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
 
 
 def _manifest(folder: Path) -> dict[str, list[int | str]]:
-    """Size and digest of each file. Of a large one only the beginning and the end are read, as to
-    read all of it takes as long as to load it; what a full disk or a crash leaves is seen there."""
+    """Size and digest of each file. Only the begin and the end of a large file are read, because
+    reading all of it takes as long as loading it. They reveal what a full disk or a crash
+    leaves."""
     found: dict[str, list[int | str]] = {}
-    for path in sorted(folder.rglob("*")):  # named chat templates have a folder of their own
+    for path in sorted(folder.rglob("*")):  # named chat templates have their own folder
         if path.name == _MANIFEST or path.is_dir():
             continue
         size = path.stat().st_size
@@ -89,7 +90,7 @@ def _manifest(folder: Path) -> dict[str, list[int | str]]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder is there as it was written."""
+    """Whether the folder is complete and as it was written."""
     try:
         noted = json.loads((folder / _MANIFEST).read_bytes())
         return bool(noted == _manifest(folder))
@@ -98,7 +99,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    # They take seconds, and a file that was converted before is not.
+    # These imports take seconds, and an already converted file does not need them.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from .gguf_tokenizer import build_tokenizer
@@ -107,7 +108,7 @@ def _convert(path: Path, folder: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")
-    # The folder may have a tokenizer's code beside the file.
+    # The folder may contain a tokenizer's code next to the file.
     options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     with as_input_error(str(path), "must be a GGUF file that can be read"), quick_gguf():
         vocabulary = read_vocabulary(path)
@@ -116,7 +117,7 @@ def _convert(path: Path, folder: Path) -> None:
             config = AutoConfig.from_pretrained(path.parent, **options)
             module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except ValueError as error:
-            # A file that was cut off is a ValueError, too: tensors reach beyond its end.
+            # A truncated file also raises ValueError: tensors reach beyond its end.
             if any(words in str(error) for words in _UNSUPPORTED):
                 raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
             raise
@@ -131,7 +132,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _read_weights(path: Path, config: Any, module: Any) -> None:
-    # from_pretrained(gguf_file=...) insists on accelerate; its parts do not.
+    # from_pretrained(gguf_file=...) requires accelerate; the functions that it calls do not.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:

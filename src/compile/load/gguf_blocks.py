@@ -1,10 +1,11 @@
-"""Reads the quantised blocks of a GGUF file for the parameters of the model made from it.
+"""Read the quantised blocks of a GGUF file for the parameters of the model converted from it.
 
-Names and layouts are transformers' business, which may also reorder a weight's rows. So a parameter
-is recognised by its values: where each of its rows equals a dequantised row of the file, to the
-bit, the row's blocks are the parameter's. What is not found so stays as it is.
+transformers defines names and layouts, and may also reorder a weight's rows. So a parameter is
+identified by its values: if each of its rows equals a dequantised row of the file, to the bit, the
+blocks of those rows are the parameter's. A parameter that is not found stays as it is.
 
-Parsing the file and comparing takes seconds, so it is done once, and kept beside the conversion.
+Parsing the file and comparing takes seconds, so it is done once, and the result is stored with the
+conversion.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from ...params.checks import path_of
 
 _HALF_BYTES = 2
 _MIDDLE = 8
-# Of a row, enough to find it; then whole rows are compared.
+# Elements of a row that suffice to find it; then whole rows are compared.
 _SIGNATURE = 64
-# Part of the file's name: raise it when what is kept changes.
+# Part of the file's name: increase it when the stored contents change.
 _VERSION = 2
 _PLAIN = ("F32", "F16", "BF16", "F64")
 _WIDE = "wide"  # names in the file's metadata
 
 
 def check_gguf(model: object, device: torch.device) -> None:
-    """Raises InvalidInputError where a model's quantised weights cannot be kept."""
+    """Raise InvalidInputError if a model's quantised weights cannot be kept."""
     quantization = "gguf"
     name = path_of(model)
     if name is None or not name.endswith(".gguf"):
@@ -57,15 +58,15 @@ def check_gguf(model: object, device: torch.device) -> None:
     reason = reason_against()
     if reason is not None:
         raise InvalidInputError("quantization", quantization, reason)
-    begin_build()  # beside the reading
+    begin_build()  # in parallel to reading
 
 
 def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, QuantizedWeight | None]:
-    """:func:`read_blocks`, from the disk if it was done before.
+    """:func:`read_blocks`, from disk if it was done before.
 
     Args:
         folder: the conversion of the GGUF file at ``path``.
-        module: as it was loaded from there.
+        module: as loaded from that folder.
     """
     try:
         return saved_blocks(folder)
@@ -88,10 +89,10 @@ def _file_beside(folder: Path) -> Path:
 
 
 def saved_blocks(folder: Path) -> dict[str, QuantizedWeight | None]:
-    """What :func:`kept_blocks` has written for the conversion in ``folder``.
+    """The result that :func:`kept_blocks` stored for the conversion in ``folder``.
 
     Raises:
-        Exception: of any kind, if it has not, or the file is damaged.
+        Exception: of any type, if there is none, or the file is damaged.
     """
     with safe_open(_file_beside(folder), "pt") as kept:
         wide = json.loads((kept.metadata() or {})[_WIDE])
@@ -106,17 +107,17 @@ def saved_blocks(folder: Path) -> dict[str, QuantizedWeight | None]:
 
 
 def read_blocks(path: Path, module: nn.Module) -> dict[str, QuantizedWeight | None]:
-    """The weights of ``module`` that the file holds quantised, by parameter name: in Q4_0, Q4_1,
-    Q4_K and Q8_0 as they are there, in other formats None.
+    """The weights of ``module`` that are quantised in the file, by parameter name: those in Q4_0,
+    Q4_1, Q4_K and Q8_0 as stored, those in other formats as None.
 
     Args:
-        module: made from the file, in float32.
+        module: converted from the file, in float32.
     """
     from gguf.quants import dequantize
 
     from .gguf_vocabulary import open_gguf
 
-    by_row: dict[bytes, Any] = {}  # tensors that are kept, by each of their rows
+    by_row: dict[bytes, Any] = {}  # kept tensors, by each of their rows
     others: set[bytes] = set()
     for tensor in open_gguf(path).tensors:
         kind = tensor.tensor_type
@@ -164,15 +165,16 @@ def _read_q4_1(data: NDArray[np.uint8]) -> Int4Weight:
 
 
 def _read_q4_k(data: NDArray[np.uint8]) -> Int4Weight:
-    """256 values share two float16 factors; each 32 of them have a scale and a minimum in 6 bits,
-    by which those are multiplied. The products fit float32, where dequantising makes them too."""
+    """256 values share two float16 factors. Each 32 values have a 6-bit scale and a 6-bit minimum,
+    which are multiplied by the factors. The results are exact in float32, and dequantisation also
+    computes them in float32."""
     factors, rest = _split(data, 2, 12 + 8 * GROUP // 2)
-    # Four bytes each: scales, minima of the first four groups; 4 bits of those of the last four.
-    # Their upper 2 bits are the upper 2 of the first ones.
+    # Four bytes each: scales, then minima of the first four groups; then 4 bits of those of the
+    # last four groups, whose upper 2 bits are the upper 2 of the first ones.
     scales, minima, lower = rest[..., :12].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((scales & 63, (lower & 15) | ((scales >> 2) & 48)), -1).float()
     minima = torch.cat((minima & 63, (lower >> 4) | ((minima >> 2) & 48)), -1).float()
-    # 32 bytes: in the lower halves the values of one group, in the upper those of the next.
+    # 32 bytes: the lower halves have the values of one group, the upper halves those of the next.
     pairs = rest[..., 12:].unflatten(-1, (4, GROUP))
     values = torch.stack((pairs & 15, pairs >> 4), -2).flatten(1, 3)
     return Int4Weight(
@@ -197,7 +199,7 @@ _READERS: dict[str, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
 
 
 def blocks_of(data: NDArray[np.uint8], format: str) -> QuantizedWeight | None:
-    """The blocks of a matrix's bytes ``[N, bytes]``; None of a format that is not kept."""
+    """The blocks of a matrix's bytes ``[N, bytes]``; None for a format that is not kept."""
     reader = _READERS.get(format)
     return None if reader is None else reader(np.ascontiguousarray(data))
 
@@ -205,8 +207,8 @@ def blocks_of(data: NDArray[np.uint8], format: str) -> QuantizedWeight | None:
 def _split(
     data: NDArray[np.uint8], num_factors: int, num_bytes: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Blocks of so many float16 factors and then bytes: each factor ``[N, blocks]`` in float32, and
-    the bytes ``[N, blocks, num_bytes]``."""
+    """Split blocks into float16 factors and bytes: each factor ``[N, blocks]`` in float32, and the
+    bytes ``[N, blocks, num_bytes]``."""
     begin = num_factors * _HALF_BYTES
     blocks = data.reshape(len(data), -1, begin + num_bytes)
     factors = blocks[..., :begin].copy().view(np.float16).astype(np.float32)
@@ -214,7 +216,7 @@ def _split(
 
 
 def _bits(row: Tensor) -> bytes:
-    # A zero may have lost its sign: of (8 - 8) * scale and 8 * scale - 8 * scale, one has it.
+    # A zero may have lost its sign: of (8 - 8) * scale and 8 * scale - 8 * scale, one can be -0.
     return (row.detach() + 0.0).numpy().tobytes()
 
 

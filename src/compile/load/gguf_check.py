@@ -1,7 +1,7 @@
-"""Finds what transformers would leave out of a GGUF file, so that such a file is refused.
+"""Find what transformers would leave out of a GGUF file, so that such a file is refused.
 
-Its reader silently skips tensors of unknown names, and keys that its table lacks. The result is
-another model.
+transformers' reader silently skips tensors with unknown names, and keys that its table lacks. The
+result would be another model.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 from ...errors import UnsupportedModelError
 from .gguf_vocabulary import open_gguf, read_values
 
-_NO_SCALING = ("none", "linear")  # linear acts by its factor
+_NO_SCALING = ("none", "linear")  # linear has an effect only by its factor
 _ABOUT_TRAINING = ("original_context_length", "finetuned")
 _MAX_NAMED = 5
 
 
 def check_read_whole(path: Path, config: Any, module: Any) -> None:
-    """Refuses a GGUF file with tensors or settings that act and that transformers does not read.
+    """Refuse a GGUF file with tensors or settings that have an effect and that transformers does
+    not read.
 
     Args:
-        config: as transformers has read it from there. module: built from it.
+        config: as transformers has read it from the file. module: built from the config.
 
     Raises:
-        UnsupportedModelError: names them.
+        UnsupportedModelError: names these tensors or settings.
         NotImplementedError: transformers has no table of the architecture's tensors.
     """
     reader = open_gguf(path)
@@ -40,10 +41,10 @@ def check_read_whole(path: Path, config: Any, module: Any) -> None:
 
 
 def processor_of(reader: Any, config: Any) -> Any:
-    """What in transformers converts the tensors of the file's architecture.
+    """The transformers object that converts the tensors of the file's architecture.
 
     Args:
-        reader: of :func:`open_gguf`.
+        reader: from :func:`open_gguf`.
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -55,7 +56,7 @@ def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     known = get_gguf_hf_weights_map(module, processor_of(reader, config))
-    # Experts that are held together have no ".weight" in transformers.
+    # Experts stored together have no ".weight" in transformers.
     left = (
         tensor
         for tensor in reader.tensors
@@ -97,7 +98,7 @@ def _scaling_keys(reader: Any, architecture: str) -> list[str]:
     found = []
     for key in reader.fields:
         name = key.removeprefix(prefix)
-        # Files had this key before they had those.
+        # Files had this key before the newer keys existed.
         if key == f"{architecture}.rope.scale_linear":
             name = "factor"
         elif not key.startswith(prefix) or name in _ABOUT_TRAINING:
@@ -106,7 +107,7 @@ def _scaling_keys(reader: Any, architecture: str) -> list[str]:
         if name == "type":
             is_acting = value not in _NO_SCALING
         else:
-            # llama.cpp takes a factor of 0 for one that is not given.
+            # llama.cpp treats a factor of 0 as missing.
             is_acting = value != 1 and (name != "factor" or value != 0)
         if is_acting:
             found.append(key)
@@ -116,6 +117,6 @@ def _scaling_keys(reader: Any, architecture: str) -> list[str]:
 def _has_default_rope(config: Any) -> bool:
     """Whether no layer's rotary frequencies are scaled."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # Of each type of layers, or of all.
+    # One per type of layer, or one for all.
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return all(part.get("rope_type", "default") == "default" for part in parts)

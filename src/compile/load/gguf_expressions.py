@@ -1,8 +1,8 @@
 """The regular expressions that ``tokenizer.ggml.pre`` of a GGUF file names.
 
-A text is cut by one expression after the other: each match, and what lies between two matches, is a
-piece of its own. The meaning of a name is llama.cpp's. The names listed here were compared with it
-(``python -m tests.coverage.gguf_tokenizers``); other names are refused.
+One expression after the other splits a text: each match, and the text between two matches, is a
+separate piece. The names have llama.cpp's meaning. The listed names were compared with it (``python
+-m tests.coverage.gguf_tokenizers``); other names are refused.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """What a name of ``tokenizer.ggml.pre`` stands for.
+    """The meaning of a name in ``tokenizer.ggml.pre``.
 
     Attributes:
-        expressions: cut a text, in this order.
-        ignores_merges: whether a piece that is a token becomes it, whatever the merges.
+        expressions: split a text, in this order.
+        ignores_merges: whether a piece that is a token becomes that token, whatever the merges.
         adds_bos: whether a text begins with the BOS token, unless ``add_bos_token`` says otherwise.
     """
 
@@ -28,7 +28,7 @@ _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-# Case is distinguished for ASCII letters alone.
+# Case is distinguished only for ASCII letters.
 _UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"

@@ -1,7 +1,7 @@
-"""Builds the tokenizer of a GGUF file from the file's own keys.
+"""Build the tokenizer of a GGUF file from the file's own keys.
 
-The reference is llama.cpp: the same ids for each text, and the same text for each id. What has no
-such tokenizer is refused by name.
+The reference is llama.cpp: the same ids for each text, and the same text for each id. A file for
+which this is not possible is refused by name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_expressions import PRE_TOKENIZERS
 from .gguf_vocabulary import TokenType, Vocabulary
 
-_SPACE = "▁"  # stands for a space in the tokens of SentencePiece
+_SPACE = "▁"  # represents a space in the tokens of SentencePiece
 _SPECIAL = (TokenType.UNKNOWN, TokenType.CONTROL)
 _ATOMIC = (*_SPECIAL, TokenType.USER_DEFINED)
-# Their special tokens swallow the white space after them, but for these.
+# Special tokens of a model remove the white space after them, except in these models.
 _STRIPPING_MODELS = ("phi-3", "phi3")
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _MAX_NAMED = 3
@@ -41,9 +41,9 @@ def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """A fast tokenizer with the ids, special tokens and chat templates of a GGUF file.
 
     Raises:
-        InvalidInputError: merges that are none, or special tokens that are needed and missing.
-        UnsupportedModelError: ``tokenizer.ggml.model`` or ``.pre`` is not known, or no fast
-            tokenizer has the same meaning as the file's scores.
+        InvalidInputError: merges are invalid, or required special tokens are missing.
+        UnsupportedModelError: ``tokenizer.ggml.model`` or ``.pre`` is unknown, or no fast tokenizer
+            has the same meaning as the file's scores.
     """
     build = _MODELS.get(vocabulary.model)
     if build is None:
@@ -54,7 +54,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     backend, adds_bos = build(vocabulary)
     backend.add_tokens([*_added_tokens(vocabulary)])
     ids = vocabulary.ids
-    # The same flags again: transformers would set others for a plain text.
+    # The same flags again: transformers would set others for a plain string.
     special = {
         f"{name}_token": _added_token(vocabulary, ids[name], is_special=True)
         for name in ("bos", "eos", "unk", "pad")
@@ -66,15 +66,15 @@ def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
         templates = templates["default"]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,  # decoding is lossless, as :func:`read_tokenizer`
+        clean_up_tokenization_spaces=False,  # decoding is lossless, as in :func:`read_tokenizer`
         chat_template=templates or None,
         **special,
     )
 
 
 def _ends_of_texts(vocabulary: Vocabulary, adds_bos: bool) -> Any:
-    """What a text gets before and after it."""
-    if vocabulary.adds_bos is not None and vocabulary.model != "gemma4":  # which always does
+    """The tokens that are added before and after a text."""
+    if vocabulary.adds_bos is not None and vocabulary.model != "gemma4":  # which always adds BOS
         adds_bos = vocabulary.adds_bos
     added = []
     for name, is_added in (("bos", adds_bos), ("eos", vocabulary.adds_eos)):
@@ -94,8 +94,8 @@ def _ends_of_texts(vocabulary: Vocabulary, adds_bos: bool) -> Any:
 
 
 def read_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """A tokenizer of :func:`build_tokenizer` that was saved. ``AutoTokenizer`` chooses classes by
-    the type of the model, of which some build another tokenizer from the same vocabulary."""
+    """A saved tokenizer of :func:`build_tokenizer`. ``AutoTokenizer`` chooses classes by the type
+    of the model, and some of them build another tokenizer from the same vocabulary."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
         str(folder), clean_up_tokenization_spaces=False
     )
@@ -136,7 +136,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _merges(vocabulary: Vocabulary, token_ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The file's merges by rank, of equal ones the first."""
+    """The file's merges by rank; of equal merges the first."""
     merges = dict.fromkeys(map(_parts, vocabulary.merges))
     unknown = [
         f"{left} {right}"
@@ -156,7 +156,8 @@ def _parts(merge: str) -> tuple[str, str]:
 
 
 def _own_texts(vocabulary: Vocabulary) -> Iterator[Any]:
-    """Of atomic tokens such as "ø", which a decoder would take for letters that stand for bytes."""
+    """Texts of atomic tokens such as "ø", whose characters a decoder would treat as encoded
+    bytes."""
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     letters = set(pre_tokenizers.ByteLevel.alphabet())
     for token_id in vocabulary.of_type(*_ATOMIC):
@@ -188,7 +189,7 @@ def _marking_spaces(
     unknown = vocabulary.tokens[vocabulary.ids["unk"]] if "unk" in vocabulary.ids else None
     settings = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     backend = Tokenizer(models.BPE(vocabulary.token_ids, merges, **settings))
-    # Of each text between two atomic tokens.
+    # For each text between two atomic tokens.
     spaces: list[Any] = [normalizers.Prepend(_SPACE)] if adds_space else []
     backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
     text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -199,10 +200,10 @@ def _marking_spaces(
 
 
 def _ranked_merges(vocabulary: Vocabulary, token_ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Pairs of tokens that are a token together, by falling score of that.
+    """Pairs of tokens whose concatenation is a token, in descending order of its score.
 
-    Of pairs with one score the leftmost is merged first. A rank cannot say that, but for runs of
-    one character, where the longest first is the same.
+    Of pairs with the same score, the leftmost is merged first. A rank cannot express this, except
+    for runs of one character, where merging the longest first is equivalent.
     """
     scores = vocabulary.scores
     found: list[tuple[float, str, list[tuple[str, str]]]] = []
@@ -229,7 +230,7 @@ def _check_ties(file: str, found: Sequence[tuple[float, str, Iterable[object]]])
         texts = [text for _, text, _ in tied]
         if len(texts) == 1:
             continue
-        # Two merges meet where the end of one text is the beginning of another.
+        # Two merges conflict if the end of one text is the begin of another.
         heads = {text[:cut] for text in texts for cut in range(1, len(text))}
         tails = {text[cut:] for text in texts for cut in range(1, len(text))}
         shared = heads & tails

@@ -1,7 +1,7 @@
 """The keys of a GGUF file, and the vocabulary that its ``tokenizer.*`` keys describe, checked.
 
-Types of tokens, and which tokens end an answer, are as llama.cpp has them. It corrects what old
-files say by the text of some tokens, and so does this.
+Types of tokens, and the tokens that end an answer, follow llama.cpp. llama.cpp corrects errors of
+old files by the text of some tokens, and so does this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("pagespec")
 _QUICK = threading.RLock()
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
-# Of special tokens, by what transformers calls them; the first key that a file has counts.
+# Keys of special tokens by transformers' names; the first key that a file has counts.
 _ID_KEYS = {
     "bos": ("bos_token_id",),
     "eos": ("eos_token_id",),
@@ -42,16 +42,17 @@ _ID_KEYS = {
     "fim_rep": ("fim_rep_token_id",),
     "fim_sep": ("fim_sep_token_id",),
 }
-_SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where a file with the model "llama" names none
+_SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}  # for a file with the model "llama" that names none
 
-# Tokens that end an answer, by their text.
+# Texts of tokens that end an answer.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-# Of code that is to be filled in: control tokens whatever the file says. The last three are ends.
+# Tokens of fill-in-the-middle code: control tokens whatever the file says. The last three are end
+# tokens.
 _FILL_IN = {
     "fim_pre": (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
@@ -69,9 +70,9 @@ _FILL_IN = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
-# Where a vocabulary has one of each, "<|end|>" ends a message and the answer goes on.
+# If a vocabulary has one of each, "<|end|>" ends a message, but the answer continues.
 _GOES_ON = (("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>"))
-# In many vocabularies "</s>" is a piece of HTML. It counts where the file does not call it normal.
+# In many vocabularies "</s>" is a piece of HTML. It counts unless the file calls it normal.
 _OFTEN_TEXT = "</s>"
 
 
@@ -93,12 +94,12 @@ class Vocabulary:
         file: the file's name, for refusals. model_name: ``general.name``.
         model, pre: ``tokenizer.ggml.model`` and ``.pre``; None where the file lacks it.
         tokens: texts by id, all different. types: a :class:`TokenType` per token.
-        scores: one per token, or none. merges: by rank, each with a space between its parts.
+        scores: one per token, or empty. merges: by rank, each with a space between its parts.
         ids: of special tokens, by name ("bos", "eos", "unk", "pad", "eot", ...).
         end_ids: tokens that end an answer.
         adds_bos, adds_eos, adds_space: None where the file lacks the key.
-        templates: chat templates by name; of that without a name "default".
-        suppressed: tokens that are not to be sampled.
+        templates: chat templates by name; the unnamed one is "default".
+        suppressed: tokens that must not be sampled.
     """
 
     file: str
@@ -119,7 +120,7 @@ class Vocabulary:
 
     @property
     def token_ids(self) -> dict[str, int]:
-        """By text."""
+        """Token ids by text."""
         return {text: token_id for token_id, text in enumerate(self.tokens)}
 
     def of_type(self, *types: TokenType) -> Iterator[int]:
@@ -128,17 +129,17 @@ class Vocabulary:
 
 
 def open_gguf(path: Path) -> Any:
-    """A :func:`_reader` of a file. Tensors are mapped into memory, so those that are not looked at
-    are not read."""
+    """A :func:`_reader` of a file. Tensors are memory-mapped, so tensors that are not used are not
+    read."""
     return _reader()(path)
 
 
 @contextmanager
 def quick_gguf() -> Iterator[None]:
-    """In the block, transformers reads GGUF files by :func:`_reader`, and makes the table of
-    tensors' names once per model in place of once per module of it.
+    """Within the context, transformers reads GGUF files with :func:`_reader`, and builds the table
+    of tensor names once per model instead of once per module.
 
-    Names of the package are replaced, so one thread at a time is in such a block.
+    The context replaces names of the package, so only one thread at a time can be in it.
     """
     import gguf
 
@@ -151,8 +152,8 @@ def quick_gguf() -> Iterator[None]:
 
 @cache
 def _reader() -> Any:
-    """A ``gguf.GGUFReader`` that reads a list such as the vocabulary in milliseconds, not seconds.
-    Its fields are the same to those that read values, and have no parts with lengths."""
+    """A ``gguf.GGUFReader`` that reads a list such as the vocabulary in milliseconds instead of
+    seconds. Its fields give the same values, but have no parts with lengths."""
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
@@ -182,13 +183,13 @@ def _reader() -> Any:
 
 
 def read_values(reader: Any, key: str) -> list[Any]:
-    """The values of a key, of a list those of all its items; none if the file lacks the key.
+    """The values of a key (for a list, those of all items); empty if the file lacks the key.
 
     Args:
-        reader: of :func:`open_gguf`.
+        reader: from :func:`open_gguf`.
 
     Raises:
-        UnicodeDecodeError: the file is damaged there.
+        UnicodeDecodeError: the file is damaged at this key.
     """
     field = reader.fields.get(key)
     found = [] if field is None else field.contents()
@@ -196,11 +197,11 @@ def read_values(reader: Any, key: str) -> list[Any]:
 
 
 def read_vocabulary(path: Path) -> Vocabulary | None:
-    """The vocabulary of a GGUF file; None if the file says that it has none.
+    """The vocabulary of a GGUF file; None if the file declares that it has none.
 
     Raises:
-        InvalidInputError: a key is missing, or says what cannot be.
-        UnsupportedModelError: the file does not say of which type its tokens are.
+        InvalidInputError: a key is missing or has an impossible value.
+        UnsupportedModelError: the file does not give the types of its tokens.
     """
     reader = open_gguf(path)
 
@@ -213,7 +214,7 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
         return None
     if not isinstance(model, str):
         raise InvalidInputError("model", str(path), f"must have the key {_PREFIX}model")
-    # As llama.cpp calls them.
+    # Names as in llama.cpp.
     tokens = [
         text or f"[EMPTY_{token_id}]"
         for token_id, text in enumerate(read_values(reader, f"{_PREFIX}tokens"))
@@ -276,7 +277,7 @@ def _special_ids(file: str, one: Any, num_tokens: int, default: dict[str, int]) 
             if 0 <= token_id < num_tokens:
                 ids[name] = token_id
                 break
-            # As llama.cpp; files that mean none have 2**32 - 1.
+            # As in llama.cpp; files without such a token have 2**32 - 1.
             logger.warning(
                 "%s: %s%s is %d and the vocabulary has %d tokens: ignored",
                 file, _PREFIX, key, token_id, num_tokens,

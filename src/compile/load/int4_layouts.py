@@ -1,7 +1,7 @@
 """``Int4Layout``: reads 4-bit weights of AWQ, GPTQ and compressed-tensors into ``Int4Weight``.
 
-All three hold eight values in an int32, from its lowest bits up. Along which dimension, in which
-order, and what a zero point is, differs:
+All three store eight values in an int32, from its lowest bits up. They differ in the dimension, in
+the order, and in the meaning of a zero point:
 
 ==================  =====================  ======================  ============================
 layout              values                 zero points             weight
@@ -17,11 +17,11 @@ compressed-tensors  ``[N, K / 8]``         ``[N / 8, G]`` or none  ``(q - z) * s
 GPTQ's first format subtracts 0x11111111 from each int32 of zero points, modulo 2**32. A zero point
 of 0 borrows from its neighbour, so the subtraction is undone before a word is unpacked.
 
-N outputs, K inputs, G groups of inputs. Groups become groups of 32 inputs, which changes no value:
-``(q - 8) * scale + (8 - z) * scale`` is exact in float32 for scales of float16 and bfloat16.
+N outputs, K inputs, G groups of inputs. Groups are split into groups of 32 inputs, which changes no
+value: ``(q - 8) * scale + (8 - z) * scale`` is exact in float32 for scales of float16 and bfloat16.
 
-GPTQ and compressed-tensors may name the group of each input (``g_idx``): inputs were quantised in
-the order of their importance. Columns are then sorted by group, and so are the rows of a matmul.
+GPTQ and compressed-tensors may give the group of each input (``g_idx``): inputs were quantised in
+the order of their importance. Then columns, and the inputs of a matmul, are sorted by group.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _ONES = 0x11111111  # 1 in each field of an int32
 
 @dataclass(frozen=True, slots=True)
 class Int4Layout:
-    """Where a checkpoint has the elements of a layer.
+    """Where a checkpoint stores the elements of a layer.
 
     Attributes:
-        values, zeros: names of tensors, and the dimension along which an int32 has eight elements.
+        values, zeros: names of tensors, and the dimension along which an int32 contains eight
+            elements.
         scales, groups: names of tensors.
         is_input_first: whether values are ``[K, N]``, zero points and scales ``[G, N]``; else
             ``[N, K]`` and ``[N, G]``.
-        places: where an int32 has elements 0, 1, 2, ...; empty if in this order.
+        places: the positions of elements 0, 1, 2, ... within an int32; empty if in this order.
         is_shifted: whether 1 was subtracted from zero points.
     """
 
@@ -65,7 +66,7 @@ class Int4Layout:
         """The weight ``[N, K]`` of a layer's tensors.
 
         Raises:
-            ValueError: a tensor is not of the layout.
+            ValueError: a tensor does not have the layout.
         """
         num_outputs, num_inputs = shape
         values = self._unpacked(parts, *self.values, shape)
@@ -96,7 +97,7 @@ class Int4Layout:
     def _unpacked(
         self, parts: Mapping[str, Tensor], name: str, dim: int, shape: tuple[int, int]
     ) -> Tensor:
-        """uint8 of this shape, whose first dimension is outputs."""
+        """uint8 of this shape, whose first dimension is the outputs."""
         words, expected = parts[name], list(self._as_stored(shape))
         expected[dim] //= _PER_WORD
         if words.dtype != torch.int32 or list(words.shape) != expected:
@@ -114,8 +115,8 @@ class Int4Layout:
     def _order(
         self, parts: Mapping[str, Tensor], num_inputs: int, num_groups: int
     ) -> Tensor | None:
-        """The inputs sorted by group, int64; None if they are, or if the layer does not name the
-        group of each input: -1 says so."""
+        """The inputs sorted by group, int64. None if they are sorted, or if the layer does not give
+        the group of each input, which -1 indicates."""
         groups = parts.get(self.groups)
         if groups is None or bool((groups == -1).all()):
             return None

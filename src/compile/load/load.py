@@ -1,4 +1,4 @@
-"""Loads a model from a folder, a hub id, a GGUF file or memory, ready for the probe."""
+"""Load a model from a folder, a hub id, a GGUF file or memory, ready for the probe."""
 
 from __future__ import annotations
 
@@ -55,25 +55,26 @@ def load_model(
     """Load a causal language model.
 
     Args:
-        model: a local folder, a hub id, a ``.gguf`` file, or a model already built (then it is
-            used as it is, and dtype applies only if it is not "auto"); or what was found of it.
-        dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
-            config says elsewhere.
-        load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
-        quantization: "gguf": what a GGUF file holds quantised is to stay so in the graph that is
-            captured, on a CPU. "fp8": linear layers are made e4m3, layer by layer. None: what the
-            checkpoint says.
-        max_model_len: the longest context of a model whose config has none.
-        cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
+        model: a local folder, a hub id, a ``.gguf`` file, or a model that is already built. The
+            latter is used as it is, and dtype applies only if it is not "auto". Or the result of
+            :func:`.find_source`.
+        dtype: "auto", "float32", "bfloat16" or "float16". "auto" is float32 on a CPU, and the
+            config's dtype elsewhere.
+        load_format: "auto" reads weights; "dummy" creates random ones (benchmarks, tests).
+        quantization: "gguf" keeps the quantised weights of a GGUF file quantised in the captured
+            graph, on a CPU. "fp8" quantises linear layers to e4m3, layer by layer. None follows the
+            checkpoint.
+        max_model_len: the longest context, for a model whose config gives none.
+        cache_dir: folder of the conversion of a GGUF file; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
-        shard: the part to load; of files, nothing else is read. With more than one rank all of them
-            load at a time, in one process group.
+        shard: the part to load. Nothing else is read from files. With more than one rank all of
+            them load at the same time, in one process group.
 
     Raises:
-        InvalidInputError: nothing there, no config, no or incomplete weights, a file that is
-            damaged, unknown dtype.
-        UnsupportedModelError: an architecture transformers has no causal language model for, a
-            model that needs code of its own, an adapter.
+        InvalidInputError: the model or its config is missing, weights are missing or incomplete, a
+            file is damaged, or the dtype is unknown.
+        UnsupportedModelError: transformers has no causal language model for the architecture, the
+            model needs its own code, or it is an adapter.
     """
     device = torch.device(device)
     torch_dtype = _resolved_dtype(dtype)
@@ -113,7 +114,7 @@ def load_model(
         is_made = quantization_of(config) is None
         options = {"quantization": scheme, "is_quantized_at_load": is_made}
     elif quantization == "gguf":
-        # Parameters are recognised by their values, which are float32.
+        # Parameters are identified by their values, which are float32.
         cpu = torch.device("cpu")
         module = build_module(source, name, config, torch.float32, load_format, cpu, shard)
         weights = kept_blocks(Path(name), Path(source), module)
@@ -136,20 +137,20 @@ def load_model(
     for parameter, held in weights.items():
         if device.type == "cpu":
             described.quantized[parameter] = held
-        elif held is not None:  # other blocks than 4 and 8 bits are of the module's dtype
+        elif held is not None:  # blocks other than 4 and 8 bits have the module's dtype
             described.quantized[parameter] = held.mapped(lambda part: part.to(device))
     return described
 
 
 def vocab_size_of(model: str | os.PathLike[str]) -> int:
-    """Rows of the head of a model that is not loaded. Raises as :func:`load_model`."""
+    """Rows of the LM head of a model that is not loaded. Raises as :func:`load_model`."""
     _, _, config = _config_of(model, None)
     return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
-    """Refuses a model that is not there, or whose heads so many ranks cannot share; in a fraction
-    of the time that it takes to start them. Raises as :func:`load_model`."""
+    """Refuse a missing model, or one whose heads cannot be distributed over this many ranks. This
+    takes a fraction of the time to start the ranks. Raises as :func:`load_model`."""
     _, _, config = _config_of(model, None)
     check_heads(config, num_ranks)
 
@@ -161,7 +162,7 @@ def _config_of(
     name, source = model if isinstance(model, ModelSource) else find_source(model, cache_dir)
     with as_input_error(name, "must have a readable config.json"):
         try:
-            # By default, transformers prompts on the terminal for running the model's code.
+            # By default, transformers prompts on the terminal before it runs the model's code.
             return name, source, AutoConfig.from_pretrained(source, trust_remote_code=False)
         except (ValueError, KeyError) as error:
             if needs_own_code(error):
@@ -173,14 +174,14 @@ def _config_of(
 
 
 def _has_config_of_other_form(source: str) -> bool:
-    """Whether a folder's config is no JSON object: transformers 5.24 takes an empty list."""
+    """Whether a folder's config is not a JSON object: transformers 5.24 accepts an empty list."""
     path = Path(source) / "config.json"
     return path.is_file() and not isinstance(json.loads(path.read_text()), dict)
 
 
 def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
-    """As ``module.to(dtype)``, but buffers that no checkpoint holds stay what they are: rotary
-    frequencies are float32 in a model of any dtype, and rounded they shift every position."""
+    """As ``module.to(dtype)``, except for buffers that no checkpoint contains. Rotary frequencies
+    are float32 in a model of any dtype, and rounding them would shift every position."""
     saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -208,7 +209,7 @@ def _tokenizer(source: str, name: str) -> Any | None:
 
             return read_tokenizer(folder)
         try:
-            # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
+            # Without clean-up, decoding is lossless, and text can be cut and joined anywhere.
             return AutoTokenizer.from_pretrained(
                 source, clean_up_tokenization_spaces=False, trust_remote_code=False
             )
@@ -217,7 +218,7 @@ def _tokenizer(source: str, name: str) -> Any | None:
                 raise code_not_run(name, "tokenizer") from error
             if is_local:
                 raise
-            return None  # how the hub says that there is none
+            return None  # the hub's answer if there is none
 
 
 def _described(

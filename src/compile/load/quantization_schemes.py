@@ -1,10 +1,10 @@
-"""``Scheme``: a format in which a checkpoint holds its linear layers quantised.
+"""``Scheme``: a format in which a checkpoint stores its linear layers quantised.
 
-A scheme is matched by the config of a checkpoint, names the tensors of a layer, and reads them into
-a :class:`.QuantizedWeight`. Settings of a config that are not supported are refused by name: an
-ignored scale or permutation changes tokens and raises no error.
+The config of a checkpoint selects a scheme. The scheme names the tensors of a layer, and reads them
+into a :class:`.QuantizedWeight`. Unsupported settings of a config are refused by name: an ignored
+scale or permutation would change tokens without an error.
 
-Imports nothing of transformers: a restored start goes without it.
+Does not import transformers: a restored start works without it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ Parts = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way in which layers of a checkpoint are held.
+    """A quantisation format of layers in checkpoints.
 
     Attributes:
         name: for messages and statistics.
         format: of its weights (:attr:`.QuantizedWeight.format`).
-        marker: a tensor that quantised layers have, and others do not.
-        parts: the tensors of a quantised layer, "bias" apart; those with "?" may be missing.
-        read: the weight from its parts and its shape ``(N, K)``. A ValueError says what is wrong.
-        is_excluded: whether the config says that the layer of this name is not quantised.
+        marker: a tensor that only quantised layers have.
+        parts: the tensors of a quantised layer, without "bias"; those with "?" may be missing.
+        read: the weight from its parts and its shape ``(N, K)``. Raises ValueError with the reason
+            if they are wrong.
+        is_excluded: whether the config excludes the layer of this name from quantisation.
     """
 
     name: str
@@ -57,18 +58,18 @@ class Scheme:
 
     @property
     def known(self) -> list[str]:
-        """All tensors that a layer may have, "bias" apart."""
+        """All tensors that a layer may have, without "bias"."""
         return [part.removesuffix("?") for part in self.parts]
 
     def layers(
         self, names: Iterable[str], parameter: Callable[[str], str | None]
     ) -> Iterator[tuple[str, str, bool]]:
-        """Of each quantised layer of a checkpoint: its name there, its name in the module ("" if
-        the module has none), and whether the config says that it is not quantised.
+        """For each quantised layer of a checkpoint: its name there, its name in the module ("" if
+        the module has none), and whether the config excludes it from quantisation.
 
         Args:
             names: of the checkpoint's tensors.
-            parameter: the parameter of the module that a tensor becomes (:class:`CheckpointNames`).
+            parameter: maps a tensor to a parameter of the module (:class:`CheckpointNames`).
         """
         end = f".{self.marker}"
         for file in (name.removesuffix(end) for name in names if name.endswith(end)):
@@ -95,13 +96,13 @@ class Scheme:
         layers: Iterable[tuple[str, str, tuple[int, int]]],
         device: torch.device,
     ) -> Iterator[tuple[str, QuantizedWeight]]:
-        """The weights of ``layers`` by parameter name, one after the other, made on ``device``.
+        """The weights of ``layers`` by parameter name, read one after the other to ``device``.
 
         Args:
-            layers: each one's name, its name in the checkpoint, and the shape of its weight.
+            layers: for each, its name, its name in the checkpoint, and the shape of its weight.
 
         Raises:
-            InvalidInputError: as in :meth:`read_layer`.
+            InvalidInputError: see :meth:`read_layer`.
         """
         for layer, file, shape in layers:
             parts = {
@@ -115,15 +116,15 @@ class Scheme:
 def saved_layers(
     folder: Path, layers: Iterable[tuple[str, tuple[int, int]]]
 ) -> Iterator[tuple[str, QuantizedWeight]]:
-    """:meth:`Scheme.read_layers`, of the checkpoint in a folder, by its config.json; those of one
-    that is not quantised become FP8. Exclusions of the config are ignored. Layers have the same
-    names in the checkpoint, or cannot be read so.
+    """:meth:`Scheme.read_layers` for the checkpoint in a folder, by its config.json. A checkpoint
+    that is not quantised is converted to FP8. Exclusions of the config are ignored. Layers must
+    have the same names in the checkpoint.
 
     Args:
-        layers: each one's name and the shape ``(N, K)`` of its weight.
+        layers: for each, its name and the shape ``(N, K)`` of its weight.
 
     Raises:
-        Exception: of any kind, if there is no such checkpoint.
+        Exception: of any type, if there is no such checkpoint.
     """
     named = [(layer, layer, shape) for layer, shape in layers]
     if not named:
@@ -134,7 +135,8 @@ def saved_layers(
 
 
 def fp8_at_load(excluded: str) -> Scheme:
-    """For a checkpoint that is not quantised: all linear layers but the one of this name."""
+    """For a checkpoint that is not quantised: quantise all linear layers but the one of this
+    name."""
     return Scheme(
         f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}, made at load",
         "fp8",
@@ -149,7 +151,7 @@ def scheme_of(model: str, config: Mapping[str, Any]) -> Scheme:
     """The scheme of a ``quantization_config``.
 
     Raises:
-        UnsupportedModelError: it is not one of those known here; the message names what is not.
+        UnsupportedModelError: the scheme is unknown; the message names the unknown part.
     """
     method = config.get("quant_method")
     try:
@@ -166,7 +168,7 @@ class _Unknown(Exception):
 
 
 def _expect(config: Mapping[str, Any], where: str, **expected: Sequence[object]) -> None:
-    """Raises :class:`_Unknown` for a field that has none of the values expected of it."""
+    """Raise :class:`_Unknown` for a field that has none of the expected values."""
     for name, values in expected.items():
         if config.get(name) not in values:
             known = ", ".join(repr(value) for value in values)
@@ -294,13 +296,13 @@ def _e4m3_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
 
 
 def _matches(name: str, entry: str) -> bool:
-    """As compressed-tensors does: an expression after "re:", or the name."""
+    """Matches as in compressed-tensors: an expression after "re:", or the name."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), name) is not None
     return name == entry
 
 
 def _listed(entries: Sequence[str] | None) -> Callable[[str], bool]:
-    """Whether a name is, is within, or ends with one of ``entries``, at dots."""
+    """Whether a name equals, is within, or ends with one of ``entries``, split at dots."""
     dotted = [f".{entry}." for entry in entries or ()]
     return lambda name: any(entry in f".{name}." for entry in dotted)

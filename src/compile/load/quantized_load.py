@@ -1,8 +1,8 @@
-"""Loads a checkpoint whose linear layers are to be held quantised.
+"""Load a checkpoint whose linear layers are to stay quantised.
 
-The module is built plain: its quantised layers have stand-ins for weights, and the weights are
-returned beside it, read layer by layer. The whole model is never held in float32, and transformers'
-own quantiser, which replaces the layers by other modules, is not used.
+The module is built without quantisation. Its quantised layers have stand-ins for weights, and the
+weights are returned separately, read layer by layer. The whole model is never in float32.
+transformers' own quantiser, which replaces layers by other modules, is not used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .checkpoint import Checkpoint, files_of
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
+_EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # if its kernels for GPUs are not installed
 
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -46,8 +46,8 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def stays_quantised(config: PreTrainedConfig) -> bool:
-    """Whether weights stay quantised by the config, or are refused; False for weights that
-    transformers expands as it reads them."""
+    """Whether weights stay quantised according to the config, or are refused. False for weights
+    that transformers expands when it reads them."""
     method = (quantization_of(config) or {}).get("quant_method")
     return method is not None and method not in _EXPANDED_BY_TRANSFORMERS
 
@@ -60,7 +60,7 @@ def check_quantized(
     device: torch.device,
     shard: Shard,
 ) -> None:
-    """Raises InvalidInputError for what quantised layers are not served with."""
+    """Raise InvalidInputError for settings that quantised layers do not support."""
     own = (quantization_of(config) or {}).get("quant_method")
     if quantization == "fp8" and own not in (None, "fp8"):
         limit = f"the model's weights are quantised already, by {own!r}: leave it out"
@@ -79,7 +79,7 @@ def check_quantized(
 
 
 def check_capability(format: str, device: torch.device) -> None:
-    """Raises InvalidInputError where weights of the format are not served."""
+    """Raise InvalidInputError if weights of the format are not supported."""
     if device.type != "cuda":
         return
     arch = Arch.of(device)
@@ -92,14 +92,14 @@ def check_capability(format: str, device: torch.device) -> None:
 def described(
     name: str, config: PreTrainedConfig, quantization: str | None, kind: Any = None, **options: Any
 ) -> tuple[PreTrainedConfig, PreTrainedModel, Scheme | None]:
-    """The config without its quantization, the module of that on the meta device, and the scheme
-    of its linear layers: that of the config, or fp8 if ``quantization`` makes it.
+    """The config without its quantization, its module on the meta device, and the scheme of its
+    linear layers: that of the config, or fp8 if ``quantization`` requests it.
 
     Args:
-        kind, options: as in :func:`.skeleton_of`.
+        kind, options: see :func:`.skeleton_of`.
 
     Raises:
-        UnsupportedModelError: the scheme is not known.
+        UnsupportedModelError: the scheme is unknown.
     """
     plain, found = copy.deepcopy(config), quantization_of(config)
     scheme = None if found is None else scheme_of(name, found)
@@ -119,18 +119,18 @@ def load_quantized(
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, QuantizedWeight], str]:
     """The module with stand-ins, the weights by parameter name, and the name of the scheme: that of
-    the config, else fp8 that is made here.
+    the config, else fp8, quantised here.
 
     Args:
-        dtype: of the module, and of what is not quantised.
-        device: where all of it is to be. A layer is moved there and then quantised.
+        dtype: of the module, and of everything that is not quantised.
+        device: target of everything. A layer is moved there and then quantised.
 
     Raises:
-        UnsupportedModelError: a scheme, or a quantised tensor, that is not known here.
+        UnsupportedModelError: a scheme, or a quantised tensor, is unknown.
         InvalidInputError: the tensors are not those of the scheme.
     """
     plain, skeleton, scheme = described(name, config, "fp8", AutoModelForCausalLM, dtype=dtype)
-    assert scheme is not None  # there is one of fp8 at least
+    assert scheme is not None  # fp8 has one in any case
     linears, is_made = linears_of(skeleton), quantization_of(config) is None
     if is_made:
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
@@ -160,7 +160,7 @@ def load_quantized(
     weights = dict(scheme.read_layers(checkpoint, to_read, device))
     _move(module, device)
     if is_made:
-        # What transformers makes of several tensors, or of a part of one.
+        # Parameters that transformers builds from several tensors, or from a part of one.
         weights |= _quantize(module, scheme)
         if not weights:
             raise UnsupportedModelError(f"{name}: has no linear layer but its head")
@@ -170,11 +170,12 @@ def load_quantized(
 def quantize_module(
     module: PreTrainedModel,
 ) -> tuple[dict[str, QuantizedWeight], str]:
-    """Quantises the linear layers of a module without other owners to FP8, one after the other, and
-    puts stand-ins into it; the weights by parameter name, and the name of the scheme.
+    """Quantise the linear layers of a module that no other code uses to FP8, one after the other,
+    and replace them by stand-ins. Returns the weights by parameter name, and the name of the
+    scheme.
 
     Raises:
-        InvalidInputError: the module is on a GPU without it.
+        InvalidInputError: the module's GPU does not support it.
     """
     scheme = fp8_at_load(head_of(module))
     check_capability(scheme.format, module.device)
@@ -182,7 +183,7 @@ def quantize_module(
 
 
 def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWeight]:
-    """Of the linear layers that hold their weight, with stand-ins put in."""
+    """Quantise the linear layers that contain their weight, and insert stand-ins."""
     weights: dict[str, QuantizedWeight] = {}
     for layer, linear in linears_of(module).items():
         weight = linear.weight.data
@@ -201,13 +202,13 @@ def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def head_of(module: PreTrainedModel) -> str:
-    """The name of the linear layer that is the head; "" where none is."""
+    """The name of the linear layer that is the LM head; "" if there is none."""
     head = module.get_output_embeddings()
     return next((n for n, m in linears_of(module).items() if m is head), "")
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """As ``module.to(device)``, but stand-ins stay what they are."""
+    """As ``module.to(device)``, except for stand-ins."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if is_stand_in(tensor):
             tensor.data = stand_in(tensor.shape, tensor.dtype, device)
@@ -224,8 +225,8 @@ def _layers(
     *,
     is_made: bool,
 ) -> dict[str, str]:
-    """The layers whose weights are read quantised, or made so as they are read, by name; with
-    their names in the checkpoint."""
+    """The layers whose weights are read quantised, or quantised when read, by name; with their
+    names in the checkpoint."""
     marked = list(scheme.layers(checkpoint.names, names.parameter))
     if not marked:
         raise InvalidInputError("model", name, f"has no {scheme.marker} at all: {scheme.name}")
@@ -246,7 +247,7 @@ def _layers(
 def _plain_tensors(
     checkpoint: Checkpoint, scheme: Scheme, quantized: set[str], name: str
 ) -> dict[str, Tensor]:
-    """What the module is built from, beside its quantised layers' weights.
+    """The tensors that the module is built from, in addition to its quantised layers' weights.
 
     Args:
         quantized: names of layers in the checkpoint.
@@ -267,10 +268,11 @@ def _plain_tensors(
 
 
 class CheckpointNames:
-    """Which parameter of a module a tensor of its checkpoint becomes, by transformers' own table.
+    """The parameter of a module that a tensor of its checkpoint becomes, by transformers' own
+    table.
 
-    Some checkpoints have other names than the module, from before their model was part of
-    transformers, or of another class of it; ``from_pretrained`` renames as it loads.
+    Some checkpoints have other names than the module: they were made before their model was part of
+    transformers, or for another class of it. ``from_pretrained`` renames tensors when it loads.
 
     Args:
         module: may be on the meta device.
@@ -285,15 +287,15 @@ class CheckpointNames:
         self._known = module.state_dict()
 
     def parameter(self, name: str) -> str | None:
-        """What the tensor of this name in a checkpoint becomes as it is; None if it is merged with
-        others, split or turned, or is none of the module's."""
+        """The parameter that the checkpoint's tensor of this name becomes unchanged. None if the
+        tensor is merged with others, split or transposed, or does not belong to the module."""
         found, pattern, _ = self.match(name)
         return found if pattern is None else None
 
     def match(self, name: str) -> tuple[str | None, str | None, WeightConverter | None]:
-        """The parameter that the tensor becomes or is a part of, the first one where it becomes
-        several; the pattern that its name matches, and the conversion of that, if there is one.
-        None if it is none of the module's."""
+        """The parameter that the tensor becomes or is a part of (the first if it becomes several);
+        the pattern that its name matches; and its conversion, if there is one. None if it does not
+        belong to the module."""
         found, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._known
         )

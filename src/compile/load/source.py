@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a hub id, or the conversion of a GGUF file."""
+"""The location of a model's files: a folder, a hub id, or the conversion of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .gguf import converted_folder
 
 
 class ModelSource(NamedTuple):
-    """``name``: as the caller has it. ``files``: the folder or hub id that transformers reads."""
+    """``name``: as passed by the caller. ``files``: the folder or hub id that transformers
+    reads."""
 
     name: str
     files: str
 
     def weight_names(self, quantization: str | None) -> WeightNames:
         """The names of the checkpoint's tensors, for the weight map. Imports transformers' modeling
-        code, which a restored start goes without.
+        code, which a restored start does not need.
 
         Args:
-            quantization: as the caller has set it.
+            quantization: as set by the caller.
         """
         if self.name.endswith(".gguf"):
             from .weight_names_gguf import GgufNames
@@ -38,10 +39,10 @@ class ModelSource(NamedTuple):
 def find_source(
     model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None
 ) -> ModelSource:
-    """Convert a GGUF file, and refuse what is no model's name.
+    """Find a model's files. Converts a GGUF file, and refuses what is not a model's name.
 
     Raises:
-        InvalidInputError: there is no such file or folder, or it is not one of a model.
+        InvalidInputError: there is no such file or folder, or it does not contain a model.
         UnsupportedModelError: a GGUF file that transformers cannot convert, or an adapter.
     """
     name = path_of(model)

@@ -1,17 +1,18 @@
-"""Shards a model over the ranks of a group by the plan that transformers carries for it.
+"""Shard a model over the ranks of a group by the plan that transformers carries for it.
 
-Megatron-LM's tensor parallelism (Shoeybi et al. 2019): the layers into attention and the gated
-product hold a slice of their outputs, the layers out of them a slice of their inputs, and what the
-latter give is summed over the ranks. Attention follows by itself: models view by head size::
+Megatron-LM's tensor parallelism (Shoeybi et al. 2019). The layers before attention and before the
+gated activation have a slice of their outputs, and the layers after them a slice of their inputs.
+The results of the latter are summed over the ranks. Attention needs no change, because models view
+by head size::
 
     x ──► q, k, v [columns r] ──► heads of rank r ──► o [rows r] ──► all_reduce ──► + x
     x ──► gate, up [columns r] ─────────────────────► down [rows r] ─► all_reduce ──► + x
     x ──► head [tokens r] ──► logits of rank r
 
-The plan (``model.tp_plan``) names a :class:`Style` per module or parameter: how it is sliced, and
-what its forward does. The class of a style is put in front of a module's own class: its forward
-ends in a collective. No code here is of one model, and no process group is needed to trace the
-result.
+The plan (``model.tp_plan``) gives a :class:`Style` per module or parameter: how it is sliced, and
+the behaviour of its forward. The class of a style is inserted before a module's own class, so that
+its forward ends in a collective. No code here is specific to one model, and the result can be
+traced without a process group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ..weights import Cut
 
 
 class Reduced:
-    """A module whose result is a part of a sum."""
+    """A module whose result is a partial sum."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return ops.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
@@ -52,7 +53,7 @@ class RowParallel:
 
 
 class RowParallelSplit(RowParallel):
-    """The same, given all inputs."""
+    """The same, with the full inputs."""
 
     pagespec_begin: int
 
@@ -61,7 +62,7 @@ class RowParallelSplit(RowParallel):
 
 
 class ColumnParallelGathered:
-    """A linear layer that computes its slice of the outputs and gives all of them."""
+    """A linear layer that computes its slice of the outputs and gathers all of them."""
 
     pagespec_sizes: list[int]
 
@@ -72,7 +73,7 @@ class ColumnParallelGathered:
 @dataclass(frozen=True, slots=True)
 class Style:
     """How the parameters of a module are cut, in each of ``num_groups`` equal stretches, and the
-    class that is put in front of the module's own."""
+    class that is inserted before the module's own."""
 
     along: Literal["outputs", "inputs"] | None = None
     forward: type | None = None
@@ -100,7 +101,7 @@ STYLES = {
     "rowwise_rep": SPLIT,
     "moe_tp_experts": Style(forward=Reduced),
     "all_reduce": Style(forward=Reduced),
-    # Whole on every rank. In training these reduce gradients; a lookup is no work worth sharing.
+    # Replicated on every rank. In training these reduce gradients; a lookup has no work to share.
     "replicated_with_grad_allreduce": REPLICATED,
     "mla_kv_a_proj": REPLICATED,
     "embedding_rowwise": REPLICATED,
@@ -108,18 +109,19 @@ STYLES = {
     "replicate": REPLICATED,
     "local_params": REPLICATED,
 }
-# What it remembers of a model it has distributed; it is none of its own any more.
+# Attributes that transformers leaves on a distributed model, which this model no longer is.
 _LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
-# Layers whose outputs are heads, by the names that all models of transformers give them.
+# Layers whose outputs are heads, by the names that all models of transformers use.
 _OF_ALL_HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
 _OF_KV_HEADS = ("k_proj", "v_proj")
-# Linear layers alone have these forwards.
+# Only linear layers have these forwards.
 _OF_LINEAR = (RowParallel, ColumnParallelGathered)
 
 
 def vocab_sizes(vocab_size: int, num_ranks: int) -> list[int] | None:
-    """How many of a head's tokens each rank has, in order: whole groups of the sampler's, which are
-    weighed in one place. None if there are not enough groups for all, and each has the whole head.
+    """Tokens of the LM head per rank, in order: whole groups of the sampler, so that one rank has
+    all tokens of a group. None if there are not enough groups for all ranks, and each has the whole
+    head.
     """
     num_groups = -(-vocab_size // GROUP)
     if num_ranks == 1 or num_groups < num_ranks:
@@ -129,10 +131,10 @@ def vocab_sizes(vocab_size: int, num_ranks: int) -> list[int] | None:
 
 
 def check_heads(config: PreTrainedConfig, num_ranks: int) -> None:
-    """Refuses, before anything is loaded, what :func:`shard_model` would refuse for its heads.
+    """Refuse, before anything is loaded, heads that :func:`shard_model` would refuse.
 
     Raises:
-        InvalidInputError: ``tensor_parallel_size`` does not divide them.
+        InvalidInputError: the number of heads is not a multiple of ``tensor_parallel_size``.
     """
     text_config: Any = config.get_text_config(decoder=True)
     num_heads_of = _num_heads(text_config)
@@ -144,17 +146,17 @@ def check_heads(config: PreTrainedConfig, num_ranks: int) -> None:
 
 
 def _num_heads(config: Any) -> dict[str, int | None]:
-    """Of the layers whose outputs are heads."""
+    """For the layers whose outputs are heads."""
     found = dict.fromkeys(_OF_ALL_HEADS, getattr(config, "num_attention_heads", None))
     return found | dict.fromkeys(_OF_KV_HEADS, getattr(config, "num_key_value_heads", None))
 
 
 def _parts_of_heads(layer: str, num_heads: int, num_ranks: int, model: str) -> int:
-    """Into how many parts a layer is cut between its heads."""
+    """The number of parts into which a layer is cut between its heads."""
     if num_heads % num_ranks == 0:
         return num_ranks
     if layer in _OF_KV_HEADS and num_ranks % num_heads == 0:
-        return num_heads  # fewer than ranks: each has the one that its query heads read
+        return num_heads  # fewer than ranks: each has the head that its query heads read
     raise _indivisible(f"the {num_heads} heads of {layer}", num_ranks, model)
 
 
@@ -165,19 +167,19 @@ def _indivisible(what: str, num_ranks: int, model: str) -> InvalidInputError:
 def shard_model(
     model: PreTrainedModel, shard: Shard, cuts: dict[str, Cut] | None = None
 ) -> list[int] | None:
-    """Keep this rank's part of ``model``, in place, and have its modules reduce and gather.
+    """Keep this rank's part of ``model``, in place, and make its modules reduce and gather.
 
     The parameters may be whole, or slices that transformers has read (``DTensor``).
 
     Args:
-        cuts: is given this rank's part of each parameter that is cut, by name.
+        cuts: receives this rank's part of each parameter that is cut, by name.
 
     Returns:
-        The tokens of each rank's head, as :func:`vocab_sizes`; None if every rank has all.
+        The tokens of each rank's head, see :func:`vocab_sizes`; None if every rank has all.
 
     Raises:
-        UnsupportedModelError: no plan, or a style that is not known here.
-        InvalidInputError: ``tensor_parallel_size`` does not divide what is to be shared.
+        UnsupportedModelError: there is no plan, or it has an unknown style.
+        InvalidInputError: the sizes to be shared are not multiples of ``tensor_parallel_size``.
     """
     plan, head = model.tp_plan or {}, model.get_output_embeddings()
     of_head = [name for name, module in model.named_modules() if module is head]
@@ -192,8 +194,9 @@ def shard_model(
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
         if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
-            # The memory of the whole goes back to the device. The next slice would else be laid
-            # into it and hold all of it: a quarter of the KV cache, of 32B over two GPUs.
+            # The memory of the whole parameter is returned to the device. Otherwise the next slice
+            # would be placed in it and keep all of it allocated: a quarter of the KV cache, for 32B
+            # over two GPUs.
             torch.cuda.empty_cache()
     for name in _LEFT_BY_TRANSFORMERS:
         model.__dict__.pop(name, None)
@@ -214,7 +217,8 @@ class _Sharder:
         self.vocab_sizes: list[int] | None = None
 
     def shard_module(self, name: str, module: nn.Module) -> None:
-        # What transformers put in front when it read slices works on its distributed tensors.
+        # The forward that transformers inserted when it read slices works on its distributed
+        # tensors.
         module.__dict__.pop("forward", None)
         module._backward_hooks.clear()
         style = self._style_of(name)
@@ -231,7 +235,8 @@ class _Sharder:
                     span = begin, begin + sizes[self._shard.rank]
                     self._cuts[f"{name}.{parameter_name}"] = Cut(0, (span,))
                     part = part.split(sizes)[self._shard.rank]
-                    # A view holds the whole, which only an embedding with the same weights needs.
+                    # A view keeps the whole tensor allocated, which only an embedding with the same
+                    # weights needs.
                     part = part if self._is_embedded(part) else part.clone()
             elif dim is None:
                 part = _gathered(parameter).detach()
@@ -262,7 +267,7 @@ class _Sharder:
         rank, num_parts, num_groups = self._shard.rank, self._shard.num_ranks, style.num_groups
         size, layer = parameter.shape[dim], name.split(".")[-2]
         num_heads = self._num_heads.get(layer)
-        if num_heads and style is not GATHERED:  # which may be cut inside a head
+        if num_heads and style is not GATHERED:  # which may be cut within a head
             num_parts = _parts_of_heads(layer, num_heads, num_parts, self._name)
             rank = rank * num_parts // self._shard.num_ranks
         if size % (num_parts * num_groups):
@@ -277,7 +282,7 @@ class _Sharder:
         whole = _gathered(parameter).detach()
         groups = whole.chunk(num_groups, dim)
         parts = [group.chunk(num_parts, dim)[rank] for group in groups]
-        return torch.cat(parts, dim)  # a copy: the whole goes
+        return torch.cat(parts, dim)  # a copy, so that the whole is freed
 
     def _replace_forward(self, name: str, module: nn.Module, forward: type) -> None:
         own: Any = type(module)
@@ -295,7 +300,8 @@ class _Sharder:
 
 @cache
 def _in_front(forward: type, own: type) -> type:
-    """The class ``own`` with the forward of ``forward``; one class for modules that are alike."""
+    """The class ``own`` with the forward of ``forward``; one class for all modules of the same
+    kind."""
     return type(f"{forward.__name__}{own.__name__}", (forward, own), {})
 
 

@@ -1,9 +1,9 @@
 """The names of a checkpoint's tensors, and the regions of parameters that they fill.
 
-Read from the headers of the safetensors files and from transformers' own table of conversions, with
-a module on the meta device: no weight is read. A conversion is followed by the boxes that tensors
-fill (``stack``, ``cat``, ``transpose``, ``chunk``); whatever else a conversion does is refused by
-name.
+They are read from the headers of the safetensors files and from transformers' own table of
+conversions, with a module on the meta device: no weight is read. A conversion is described by the
+boxes that tensors fill (``stack``, ``cat``, ``transpose``, ``chunk``). Any other conversion is
+refused by name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class FolderNames:
     """The names of a folder, or of a hub id that was loaded before.
 
     Args:
-        name, files: as in :class:`.ModelSource`.
-        quantization: "fp8" if linear layers were quantised as they were loaded.
+        name, files: see :class:`.ModelSource`.
+        quantization: "fp8" if linear layers were quantised when they were loaded.
 
     Raises:
-        Exception: of any kind, if the files are not there any more.
+        Exception: of any type, if the files no longer exist.
     """
 
     def __init__(self, name: str, files: str, quantization: str | None) -> None:
@@ -103,7 +103,7 @@ class FolderNames:
     def _read(
         self, file: str, parts: dict[str, Tensor], held: Mapping[str, Any]
     ) -> tuple[str, QuantizedWeight]:
-        assert self._scheme is not None  # there is a layer of it
+        assert self._scheme is not None  # the scheme has a layer
         missing = [
             n for n in self._scheme.known if n not in parts and f"{file}.{n}" in self._checkpoint
         ]
@@ -132,7 +132,7 @@ class FolderNames:
         return {file: layer for file, layer, is_out in found if layer in linears and not is_out}
 
     def _layer_of(self, name: str) -> tuple[str, str] | None:
-        """The quantised layer that the tensor is a part of, in the module and in the checkpoint."""
+        """The quantised layer that contains the tensor, in the module and in the checkpoint."""
         file, _, part = name.rpartition(".")
         if self._scheme is None or part not in self._scheme.known or file not in self._layers:
             return None
@@ -140,8 +140,8 @@ class FolderNames:
 
     @cached_property
     def _table(self) -> dict[str, list[Region] | str]:
-        """Of each tensor the regions it fills, those of tied parameters included, or why they are
-        not known."""
+        """For each tensor the regions that it fills, including those of tied parameters, or the
+        reason why they are unknown."""
         table: dict[str, list[Region] | str] = {}
         groups: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
         for name in self.names:
@@ -173,7 +173,7 @@ class FolderNames:
         return f"has shape {tuple(found)}, and {parameter} has {tuple(shape)}"
 
     def _tie(self, table: dict[str, list[Region] | str]) -> None:
-        """Adds the parameters that are tied to those that the checkpoint has."""
+        """Add the parameters that are tied to those in the checkpoint."""
         filled = {r.parameter for found in table.values() if isinstance(found, list) for r in found}
         for found in table.values():
             for region in list(found) if isinstance(found, list) else ():
@@ -184,7 +184,7 @@ class FolderNames:
 
 
 def aliases_of(module: nn.Module) -> dict[str, list[str]]:
-    """Of each name of a parameter or buffer all of its names, which tied ones share."""
+    """For each name of a parameter or buffer all of its names, which tied ones share."""
     named, found = dict(named_tensors(module)), defaultdict[int, list[str]](list)
     for name, tensor in named.items():
         found[id(tensor)].append(name)
@@ -200,11 +200,11 @@ def regions_of(
     """The boxes that the tensors of one conversion fill, by name.
 
     Args:
-        parameter: the first that is made. shapes: of the module's parameters.
+        parameter: the first one that is made. shapes: of the module's parameters.
         sources: by pattern of the converter, the shapes of its tensors by name, in order.
 
     Raises:
-        ValueError: a box is not all there is to it.
+        ValueError: boxes do not describe the conversion completely.
     """
     merged: dict[str, Any] = {
         pattern: [_Merged.of(name, shape) for name, shape in tensors.items()]
@@ -244,7 +244,7 @@ def regions_of(
 
 
 class _Merged:
-    """A tensor on its way, with the boxes that those of the checkpoint fill in it."""
+    """An intermediate tensor, with the boxes that the checkpoint's tensors fill in it."""
 
     def __init__(self, shape: Sequence[int], regions: list[tuple[str, Region]]) -> None:
         self.shape = torch.Size(shape)
@@ -255,7 +255,8 @@ class _Merged:
         return cls(shape, [(name, Region.whole("", shape))])
 
     def rearranged(self, turn: Callable[[Sequence[Any], Any], tuple[Any, ...]]) -> _Merged:
-        """With other dimensions: ``turn`` of what each has, and of what a new one gets."""
+        """With rearranged dimensions: ``turn`` is applied to the dimensions of each box, and to
+        those of a new one."""
         regions = [
             (n, replace(r, begin=turn(r.begin, 0), sizes=turn(r.sizes, 1), dims=turn(r.dims, None)))
             for n, r in self.regions

@@ -1,7 +1,7 @@
 """The names of a GGUF file's tensors, by transformers' own table and conversions.
 
-A new value is what the file would hold: the bytes of its blocks (uint8, ``[N, bytes]``), or float
-elements where the model holds the tensor dequantised. transformers' processor of the architecture
+A new value has the form of the file: the bytes of its blocks (uint8, ``[N, bytes]``), or float
+elements if the model stores the tensor dequantised. transformers' processor of the architecture
 then orders rows as it does when the file is converted.
 """
 
@@ -38,7 +38,7 @@ class GgufNames:
     """The names of a GGUF file and its conversion.
 
     Args:
-        name, files: as in :class:`.ModelSource`.
+        name, files: see :class:`.ModelSource`.
     """
 
     ties: Sequence[Sequence[str]] = ()
@@ -63,7 +63,7 @@ class GgufNames:
         if name not in self._tensors:
             raise refused(name, f"is no tensor of {self._name}")
         part = self._expert_part(name)
-        # The table has the matrices of experts without the end of their names.
+        # The table has the matrices of experts without the suffix of their names.
         key = name if part is None else name.removesuffix(".weight")
         parameter = self._parameters.get(key, self._parameters.get(name))
         if parameter is None or parameter not in self._shapes:
@@ -98,7 +98,8 @@ class GgufNames:
         return torch.Size(int(size) for size in reversed(self._tensors[name].shape))
 
     def _expert_part(self, name: str) -> str | None:
-        """Which matrices of experts the tensor has, of an architecture whose files have them so."""
+        """Which matrices of experts the tensor contains, for an architecture whose files store them
+        separately."""
         if not isinstance(self._processor, Qwen2MoeTensorProcessor):
             return None
         found = self._processor.GGUF_MOE_WEIGHTS_PATTERN.fullmatch(name)
@@ -127,7 +128,7 @@ class GgufNames:
         return held
 
     def _converted(self, name: str, value: Tensor) -> Tensor:
-        """As transformers converts a tensor of the file."""
+        """The tensor as transformers converts it."""
         if self._expert_part(name) is not None:
             return value
         result = self._processor.process(

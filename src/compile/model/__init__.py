@@ -1,12 +1,12 @@
-"""How a module is called, and which functions stand for its attention, recurrences and indexers.
+"""How a module is called, and the functions that replace its attention, recurrences and indexers.
 
-Read in this order: ``loaded`` (a model and its properties), ``current_step`` (the step of a
-thread, and the functions over its caches), ``forward`` (how a module is given positions),
-``attention`` (has a model call other functions than its own) with ``recurrent``, ``indexers`` and
-``plain_attention`` (how each kind is found and replaced), ``scores`` (reads how a part of a model
-computes scores), ``local_calls`` (functions that mix no tokens), ``linear_weights`` (a module whose
-weights are held quantised), ``layers`` (which are alike).
+Modules, in reading order: ``loaded`` (a model and its properties), ``current_step`` (the step of a
+thread, and the functions over its caches), ``forward`` (how a module receives positions),
+``attention`` (replaces functions that a model calls) with ``recurrent``, ``indexers`` and
+``plain_attention`` (how each kind is found and replaced), ``scores`` (derives how a part of a model
+computes scores), ``local_calls`` (functions that mix no tokens), ``linear_weights`` (a module with
+quantised weights), ``layers`` (which layers are equal).
 
-Imports ``compile.fx`` and ``kernels``. Imported by the other rooms of ``compile``, and for
-``loaded`` by ``build`` and ``distributed``.
+Imports ``compile.fx`` and ``kernels``. The other packages of ``compile`` import this package, and
+``build`` and ``distributed`` import ``loaded``.
 """

@@ -1,9 +1,9 @@
-"""Has a Hugging Face model call other functions in place of its attention, its recurrences and its
-indexers, and follow the positions of packed tokens.
+"""Replace the attention, the recurrences and the indexers of a Hugging Face model by other
+functions, and make it use the positions of packed tokens.
 
-Two names are registered with transformers' ``AttentionInterface``, for good; both stand for the
-attention function of the thread. Transformers makes masks for the second one alone: making them
-reads positions, which a trace cannot.
+Two names are registered permanently with transformers' ``AttentionInterface``. Both stand for the
+attention function of the thread. transformers creates masks only for the second one: creating them
+reads positions, which a trace cannot do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .indexers import indexers_replaced
 from .plain_attention import plain_attention_replaced
 from .recurrent import recurrences_replaced
 
-# Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
+# transformers treats names that contain "flash", "sdpa", "flex" or "/" specially.
 _NAME, _NAME_WITH_MASKS = "pagespec", "pagespec_masks"
 
 
@@ -36,7 +36,7 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    """A mask of one element where a model needs a tensor and the function reads none."""
+    """A mask of one element, for models that need a tensor although the function reads none."""
     mask = current.functions.mask
     if mask is None:
         return torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
@@ -49,7 +49,7 @@ AttentionMaskInterface.register(_NAME_WITH_MASKS, _mask)
 
 
 def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every distinct config object that a module of the model holds."""
+    """Every distinct config object in a module of the model."""
     configs = (getattr(part, "config", None) for part in module.modules())
     return list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
 
@@ -58,19 +58,21 @@ def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
 def attention_implementation(
     module: PreTrainedModel, functions: Functions = ON_CACHES
 ) -> Iterator[None]:
-    """Have ``module`` call these functions in this thread inside the block; restore all after.
+    """Within the context, make ``module`` call these functions in this thread; restore everything
+    afterwards.
 
-    The model may be the caller's own, and goes back to what it was.
+    The model may belong to the caller, so its original state is restored.
 
     Raises:
-        UnsupportedModelError: the model does not take it, nor is its attention plainly a softmax.
+        UnsupportedModelError: the model does not support replacement, and its attention is not a
+            plain softmax either.
     """
     configs = _configs(module)
     with Scope() as scope:
         for config in configs:
             scope.implementation([config], config._attn_implementation_internal)
         module.set_attn_implementation(_NAME)
-        # Layers may hold copies of the config, which transformers does not track.
+        # Layers may have copies of the config, which transformers does not track.
         taken = {type(config) for config in configs if config._attn_implementation == _NAME}
         takers = [config for config in configs if type(config) in taken]
         needs_masks = functions.mask is not None

@@ -1,9 +1,9 @@
-"""The step whose forward pass a thread is in, and the functions that a model calls in it in place
-of its own: attention, recurrences and indexers over the caches of the step.
+"""The step that a thread computes, and the functions that a model calls in it instead of its own:
+attention, recurrences and indexers over the caches of the step.
 
-Many models pass no keyword arguments down, so the inputs of a step are found in :data:`current`,
-set around the call of the model's ``forward``. In a trace these are plain inputs
-of the graph all the same.
+Many models do not pass keyword arguments down, so the inputs of a step are in :data:`current`,
+which is set around the call of the model's ``forward``. In a trace they are nevertheless plain
+inputs of the graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ..step_inputs import KVCaches, RecurrentStates, StepInputs
 
 
 class ModelStep(NamedTuple):
-    """What the attention and recurrent calls of a step share.
+    """Data that the attention and recurrent calls of a step share.
 
-    ``turns`` counts the attention calls of modules that make several, by the number of the first.
+    ``turns`` counts the attention calls of modules that make several, by the number of the first
+    call.
     """
 
     inputs: StepInputs
@@ -36,11 +37,11 @@ class ModelStep(NamedTuple):
 
 
 class RecurrentCall(NamedTuple):
-    """One call of a recurrence, as the op of its kind takes it.
+    """One call of a recurrence, in the form that the op of its kind takes.
 
     Attributes:
-        kind: name of the op. tensors, settings: its first and its last arguments, those of the
-            states left out.
+        kind: name of the op. tensors, settings: its first and its last arguments, without those of
+            the states.
         others: the remaining arguments, which the probe checks.
     """
 
@@ -56,7 +57,7 @@ class IndexCall(NamedTuple):
     Attributes:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
         mask: added to scores by the model.
-        scale: factor on the products. num_chosen: positions to choose.
+        scale: factor on the dot products. num_chosen: number of positions to select.
     """
 
     query: Tensor
@@ -68,13 +69,13 @@ class IndexCall(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """The functions that a model calls in place of its own.
+    """The functions that a model calls instead of its own.
 
     Attributes:
-        attention: transformers' contract, as in :func:`attend_on_caches`.
-        recurrence: the result of a call.
-        choose: the positions that an indexer chooses for each token, int32 ``[1, T, num_chosen]``.
-        mask: transformers' contract of masks; None where none need be made.
+        attention: transformers' contract, see :func:`attend_on_caches`.
+        recurrence: returns the result of a call.
+        choose: the positions that an indexer selects for each token, int32 ``[1, T, num_chosen]``.
+        mask: transformers' contract for masks; None if no masks are needed.
     """
 
     attention: Callable[..., tuple[Tensor, None]]
@@ -94,13 +95,13 @@ def attend_on_caches(
     indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stores the new KV, then attends over pages.
+    """Store the new KV, then attend over pages.
 
     Transformers' attention contract: ``query [1, Hq, T, Dk]``, ``key [1, Hkv, T, Dk]``,
     ``value [1, Hkv, T, Dv]`` to ``([1, T, Hq, Dv], None)``.
 
-    Scale, mask, softcap and slopes come from the spec, which the probe took from the same arguments
-    and from the model's mask; the remaining keyword arguments were vetted there.
+    Scale, mask, softcap and slopes come from the spec, which the probe derived from the same
+    arguments and from the model's mask. The probe also checked the remaining keyword arguments.
     """
     step = current.step
     assert step is not None
@@ -160,7 +161,7 @@ def run_on_states(call: RecurrentCall) -> Tensor:
 
 
 def choose_on_caches(module: nn.Module, call: IndexCall) -> Tensor:
-    """The choice among the positions of the step's requests."""
+    """The selection among the positions of the step's requests."""
     step = current.step
     assert step is not None
     number: int = module.pagespec_index_call  # type: ignore[assignment]
@@ -185,10 +186,10 @@ ON_CACHES = Functions(attend_on_caches, run_on_states, choose_on_caches)
 
 
 class _Current(threading.local):
-    """What the pass of a thread is given besides arguments.
+    """Inputs of a thread's forward pass besides its arguments.
 
     Attributes:
-        num_recurrent_calls: how many the pass has made so far.
+        num_recurrent_calls: number of calls so far in the pass.
         position_ids: ``[1, T]``.
     """
 
@@ -210,10 +211,10 @@ class RunningCall(NamedTuple):
 
 
 class Scope(ExitStack):
-    """Changes that are taken back at the end of the block, the last one first."""
+    """Changes that are undone at the end of the context, the last one first."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute, of the object itself and not of its class."""
+        """Set an attribute of the object itself, not of its class."""
         own = vars(owner)
         if name in own:
             self.callback(setattr, owner, name, own[name])
@@ -227,14 +228,14 @@ class Scope(ExitStack):
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
     ) -> None:
-        """Calls ``before(part, args, kwargs)`` and ``after(part, args, output)`` with each call."""
+        """Call ``before(part, args, kwargs)`` and ``after(part, args, output)`` with each call."""
         if before is not None:
             self.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
         if after is not None:
             self.callback(part.register_forward_hook(after).remove)
 
     def running(self, parts: Iterable[nn.Module]) -> list[RunningCall]:
-        """The calls of these parts that are running, the innermost one last, kept up to date."""
+        """The running calls of these parts, innermost last, kept up to date."""
         calls: list[RunningCall] = []
 
         def leave(*_: Any) -> None:
@@ -245,6 +246,6 @@ class Scope(ExitStack):
         return calls
 
     def implementation(self, configs: Sequence[Any], name: str | None) -> None:
-        """Has the configs name this attention function."""
+        """Make the configs name this attention function."""
         for config in configs:
             self.set(config, "_attn_implementation_internal", name)

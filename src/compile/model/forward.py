@@ -1,8 +1,8 @@
-"""Calls a model's ``forward`` on packed tokens; few arguments of it are required.
+"""Call a model's ``forward`` on packed tokens. It needs to have only a few of the usual arguments.
 
-``forward`` gets the positions, or, where it counts them itself, the modules inside that look them
-up. A module that counts tokens from the length of its cache gets a cache of the right length. The
-probe checks that positions are followed.
+``forward`` gets the positions. If it counts them itself, the modules that look them up get them
+instead. A module that counts tokens from the length of its cache gets a cache of the right length.
+The probe checks that positions are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PackedForward:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        # Looked up here, where nothing is traced.
+        # Looked up here, outside of any trace.
         parameters = inspect.signature(type(module).forward).parameters
         self._has_positions = "position_ids" in parameters
         self._has_rows = "logits_to_keep" in parameters
@@ -40,8 +40,8 @@ class PackedForward:
         return logits if self._has_rows else logits[:, rows]
 
     def num_kept(self, input_ids: Tensor) -> int | None:
-        """The attention calls whose keys the model's own cache has after a pass; None if it returns
-        no cache."""
+        """The attention calls whose keys the model's own cache contains after a pass; None if it
+        returns no cache."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         output = self._output(input_ids, positions, use_cache=True)
         caches = (getattr(output, name, None) for name in CACHE_NAMES)
@@ -61,7 +61,7 @@ class PackedForward:
 
 
 class EagerHead:
-    """From hidden states to logits: a module's own ``forward``, with its layers left out.
+    """From hidden states to logits: a module's own ``forward``, without its layers.
 
     Args:
         module: a causal language model whose ``forward`` calls its ``base_model`` once.
@@ -74,7 +74,8 @@ class EagerHead:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, the base model's output is kept; :attr:`hidden` is of the last."""
+        """Within the context, the base model's output is kept; :attr:`hidden` is that of the last
+        call."""
 
         def keep(_module: object, _arguments: object, output: Any) -> None:
             self._output = output
@@ -100,8 +101,8 @@ class EagerHead:
 
 @contextmanager
 def positions_inside(module: PreTrainedModel) -> Iterator[None]:
-    """In the block, a model whose ``forward`` takes no positions looks up those given to
-    :class:`PackedForward`, and parts that count tokens count them so."""
+    """Within the context, a model whose ``forward`` takes no positions looks up those passed to
+    :class:`PackedForward`, and parts that count tokens count them accordingly."""
     with Scope() as scope:
         for part in module.modules():
             if _counts_tokens(part):
@@ -113,14 +114,14 @@ def positions_inside(module: PreTrainedModel) -> Iterator[None]:
 
 
 def cache_parameter(forward: Callable[..., Any]) -> str | None:
-    """The name of its argument for transformers' cache, if it takes one."""
+    """The name of its argument for transformers' cache, or None."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def _counts_tokens(part: nn.Module) -> bool:
-    """Does its ``forward`` count the tokens of a pass from those in its cache on? (Llama 4 scales
-    queries by that.)"""
+    """Whether its ``forward`` counts the tokens of a pass from the length of its cache. (Llama 4
+    scales queries by that.)"""
     if isinstance(part, PreTrainedModel) or "forward" in vars(part):
         return False
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
@@ -141,8 +142,8 @@ def _counting(part: nn.Module) -> Callable[..., Any]:
 
 
 class _Before:
-    """A cache that keeps nothing. Its length is that of the text before each token, less the tokens
-    before it in the pass: counted on from there, each token gets its position."""
+    """A cache that stores nothing. Its length is that of the text before each token, less the
+    tokens before it in the pass. Counting from there gives each token its position."""
 
     def get_seq_length(self, *_: Any) -> Tensor:
         positions = current.position_ids
@@ -154,7 +155,8 @@ class _Before:
 
 
 def _lookups(module: nn.Module) -> list[nn.Module]:
-    """The modules without parts whose ``forward`` takes positions, and that are as their class."""
+    """The modules without parts whose ``forward`` takes positions, and that do not override their
+    class."""
     return [
         part
         for part in module.modules()
@@ -165,7 +167,7 @@ def _lookups(module: nn.Module) -> list[nn.Module]:
 
 
 def _with_positions(part: nn.Module) -> Callable[..., Any]:
-    """Its ``forward``, with the positions of the pass in place of its own."""
+    """Its ``forward``, with the positions of the pass instead of its own."""
     forward = part.forward
     place = list(inspect.signature(forward).parameters).index("position_ids")
 
@@ -173,7 +175,7 @@ def _with_positions(part: nn.Module) -> Callable[..., Any]:
         own = args[place] if place < len(args) else kwargs.get("position_ids")
         positions = current.position_ids
         assert positions is not None
-        # What counts for itself counts for all texts of a batch at once.
+        # A module that counts itself counts for all texts of a batch at once.
         if own is None or own.dim() == 1:
             positions = positions[0]
         if place < len(args):

@@ -1,11 +1,11 @@
-"""The indexers of a Hugging Face model, which choose the positions that attention sees
-(DeepSeek-V3.2), replaced by ours.
+"""The indexers of a Hugging Face model, which select the positions that attention sees
+(DeepSeek-V3.2), are replaced by the project's kernels.
 
-An indexer is a module that hands its keys to ``update_indexer`` of transformers' caches; none is
-known by its model. It is traced alone, with a cache that returns more keys than there are tokens.
-Its graph keeps the nodes that make queries, keys and weights. The rest, which scores the keys and
-takes the highest scores (:mod:`.scores`), becomes a call of the thread's
-:attr:`.Functions.choose`. The model hands its result to the attention interface as ``indices``.
+An indexer is a module that passes its keys to ``update_indexer`` of transformers' caches; none is
+identified by its model. It is traced alone, with a cache that returns more keys than there are
+tokens. Its graph keeps the nodes that compute queries, keys and weights. The rest, which scores the
+keys and takes the highest scores (:mod:`.scores`), becomes a call of the thread's
+:attr:`.Functions.choose`. The model passes its result to the attention interface as ``indices``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .layers import describe_layer
 from .local_calls import LOCAL
 from .scores import IndexScores, Unreadable, find_index_scores, prune, run_few_tokens, trace_part
 
-_NUM_TOKENS = 13  # which is no other size, or a trace would take one for the other
-# More than there are tokens, as in a decode; of the many, no indexer takes all.
+_NUM_TOKENS = 13  # equal to no other size, so that a trace cannot confuse them
+# More than there are tokens, as in decode. With the larger number, no indexer selects all keys.
 _FEW_KEYS, _MANY_KEYS = 17, (1 << 24) - 3
 _UPDATE = "update_indexer"
 
@@ -40,15 +40,16 @@ _UPDATE = "update_indexer"
 def indexers_replaced(
     module: PreTrainedModel, configs: Sequence[PreTrainedConfig], name_with_masks: str
 ) -> Iterator[bool]:
-    """In the block, the thread's function chooses for the model's indexers; whether there are any.
-    An indexer takes a part of the mask, so the masks of a model with indexers are tensors.
+    """Within the context, the thread's function selects positions for the model's indexers. Yields
+    whether there are any. An indexer takes a part of the mask, so the masks of a model with
+    indexers are tensors.
 
     Args:
         configs: those that name an attention function.
-        name_with_masks: an attention function of the thread, for which transformers makes masks.
+        name_with_masks: an attention function of the thread, for which transformers creates masks.
 
     Raises:
-        UnsupportedModelError: an indexer chooses in another way.
+        UnsupportedModelError: an indexer selects in another way.
     """
     parts = [part for part in module.modules() if _is_indexer(type(part))]
     known = _known.setdefault(module, {})
@@ -67,11 +68,11 @@ def indexers_replaced(
 
 
 class _Cut(NamedTuple):
-    """The remainder of an indexer.
+    """The remaining graph of an indexer.
 
     Attributes:
         gm: from the arguments of its ``forward``, by name and without a cache, to the tensors of an
-            :class:`IndexCall`, each of one text.
+            :class:`IndexCall`, each for one text.
         names: of its parameters, in order.
     """
 
@@ -106,8 +107,8 @@ def _arguments(
     configs: Sequence[PreTrainedConfig],
     name_with_masks: str,
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The arguments of the indexers by name, without a cache, in a pass of few tokens with masks of
-    one element."""
+    """The arguments of the indexers by name, without a cache, in a pass of few tokens with
+    one-element masks."""
     found: dict[nn.Module, dict[str, Any]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +133,7 @@ def _cached_keys(keys: Tensor, num_keys: int) -> Tensor:
 
 
 class _Cache:
-    """A cache that holds a text of so many tokens, those of the pass included."""
+    """A cache that contains a text of this many tokens, including those of the pass."""
 
     def __init__(self, num_keys: int) -> None:
         self._num_keys = num_keys
@@ -148,14 +149,14 @@ def _parameters(part: nn.Module) -> tuple[str, ...]:
 def _without_cache(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a call of parameters ``names``, by name."""
+    """Arguments of a call by the names ``names``, without the cache."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in given.items() if name not in CACHE_NAMES}
 
 
 def _cut(part: nn.Module, given: dict[str, Any], *, is_checked: bool) -> _Cut:
-    """The remainder of an indexer; if ``is_checked``, one of equal description was traced with few
-    keys, too."""
+    """The remaining graph of an indexer. If ``is_checked``, one of equal description was already
+    traced with few keys, too."""
     try:
         gm, update, scores = _traced(part, given, _MANY_KEYS)
         expected = scores._replace(num_chosen=min(scores.num_chosen, _FEW_KEYS))
@@ -167,7 +168,7 @@ def _cut(part: nn.Module, given: dict[str, Any], *, is_checked: bool) -> _Cut:
         raise _refusal(part, error) from error
     operands = [scores.query, update.args[0], scores.weights, scores.mask]
     gm.graph.output_node().args = (operands,)
-    codegen: Any = gm.graph._codegen  # which puts results into the form of the module's own
+    codegen: Any = gm.graph._codegen  # which returns results in the module's own form
     codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_structure(operands))
     prune(gm)
     return _Cut(gm, _parameters(part), scores.scale, scores.num_chosen)

@@ -1,8 +1,8 @@
-"""A model's decoder layers: finds the list of them, and describes each, so that equal ones are
-recognised.
+"""A model's decoder layers: finds their list, and describes each, so that equal layers are
+identified.
 
-Layers with equal descriptions are the same code at the same sizes: one stands for the others where
-the probe runs the model and where it is traced.
+Layers with equal descriptions have the same code and sizes. One stands for the others where the
+probe runs the model and where it is traced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers import PreTrainedConfig
 from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import PLAIN
 
-# With fewer there is nothing to gain.
+# With fewer layers there is nothing to gain.
 FEWEST_LAYERS = 6
-# The numbers of a layer and of its calls, by which alone equal layers differ.
+# The numbers of a layer and of its calls, in which equal layers may differ.
 _NUMBERS = frozenset({"layer_idx", "pagespec_call", "pagespec_calls", "pagespec_index_call"})
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN = (*PLAIN, torch.dtype, torch.device)
@@ -44,8 +44,8 @@ class LayerList(NamedTuple):
 
 
 def find_layers(module: nn.Module, num_calls: int) -> LayerList | None:
-    """The list whose layers make all ``num_calls`` attention calls, at most one each, in their
-    order; None if there is no such list, or few layers."""
+    """The list whose layers make all ``num_calls`` attention calls, at most one each, in order;
+    None if there is no such list, or there are few layers."""
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) >= FEWEST_LAYERS:
             calls: list[list[int]] = [
@@ -59,7 +59,7 @@ def find_layers(module: nn.Module, num_calls: int) -> LayerList | None:
 
 
 def layer_forms(found: LayerList, specs: Sequence[AttentionSpec]) -> list[Any]:
-    """Of each layer; equal for those that are alike, their attention calls included."""
+    """A description of each layer; equal for equal layers, including their attention calls."""
     return [
         (describe_layer(layer), [replace(specs[call], call=0) for call in calls])
         for layer, calls in zip(found.layers, found.calls, strict=True)
@@ -67,7 +67,7 @@ def layer_forms(found: LayerList, specs: Sequence[AttentionSpec]) -> list[Any]:
 
 
 def describe_layer(layer: nn.Module) -> list[Any]:
-    """Equal for layers that are alike, as far as that can be seen from outside."""
+    """Equal for equal layers, as far as visible from outside."""
     found: list[Any] = []
     for name, part in layer.named_modules():
         found.append((name, type(part)))
@@ -91,7 +91,7 @@ def _value(value: Any) -> Any:
         return type(value), str(value)
     if isinstance(value, set):
         return type(value), sorted(map(repr, value))
-    if type(value) is dict or (isinstance(value, dict) and not value):  # others hold hooks
+    if type(value) is dict or (isinstance(value, dict) and not value):  # others contain hooks
         return type(value), [(_value(key), _value(part)) for key, part in value.items()]
     if type(value) is functools.partial:  # an activation with its options
         return functools.partial, *map(_value, (value.func, value.args, value.keywords))

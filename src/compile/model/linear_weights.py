@@ -1,7 +1,7 @@
-"""Runs a module whose linear layers are held quantised, and finds those whose weight is read by
-more than ``F.linear``, of which nothing here could keep the weight quantised.
+"""Run a module whose linear layers are quantised, and find layers whose weight is read by more than
+``F.linear``. Such a weight cannot stay quantised.
 
-A transpose may be read: ``x @ weight.T`` is written as ``linear`` in the graph
+A transpose may be read: ``x @ weight.T`` becomes ``linear`` in the graph
 (:mod:`..passes.write_as_linear`).
 """
 
@@ -40,12 +40,12 @@ _NUM_TOKENS = 4
 
 
 class _WatchedWeights(TorchFunctionMode):
-    """What reads the weights by name, of the ``id`` of their parameters, is ``F.linear`` or a
-    transpose.
+    """Checks that only ``F.linear`` or a transpose reads the weights, which are given by name per
+    ``id`` of their parameters.
 
     Args:
-        held: by the same, weights to multiply with, each expanded for the call.
-        refuse: makes the error that is raised for another reader, of the parameter's name.
+        held: by the same ids, weights to multiply with, each expanded for the call.
+        refuse: creates the error that is raised for another reader, from the parameter's name.
     """
 
     def __init__(
@@ -93,10 +93,11 @@ def _refusal(architecture: str, parameter: str, is_made: bool) -> PagespecError:
 
 @contextmanager
 def expanded_linears(loaded: LoadedModel) -> Iterator[None]:
-    """In the block, the module computes with its quantised weights, one layer expanded at a time.
+    """Within the context, the module computes with its quantised weights, with one layer expanded
+    at a time.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: the module reads one in another way.
+        InvalidInputError, UnsupportedModelError: the module reads a weight in another way.
     """
     held, names = {}, {}
     for name, parameter in loaded.module.named_parameters():
@@ -112,16 +113,17 @@ def expanded_linears(loaded: LoadedModel) -> Iterator[None]:
 
 
 def check_readers(skeleton: PreTrainedModel, layers: Iterable[str], *, is_made: bool) -> None:
-    """Refuses a module that reads the weights of these layers by more than their linear layers,
-    before any is read from a file.
+    """Refuse a module that reads the weights of these layers outside their linear layers, before
+    any weight is read from a file.
 
     Args:
-        skeleton: on the meta device. Where its control flow depends on values, nothing may be
-            found; :func:`expanded_linears` will.
-        is_made: the loader is to quantise the layers; else the checkpoint has them quantised.
+        skeleton: on the meta device. If its control flow depends on values, nothing may be found;
+            :func:`expanded_linears` then finds it.
+        is_made: whether the loader is to quantise the layers. Otherwise the checkpoint has them
+            quantised.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: it does.
+        InvalidInputError, UnsupportedModelError: the module does.
     """
     wanted = {f"{layer}.weight" for layer in layers}
     names = {id(p): name for name, p in skeleton.named_parameters() if name in wanted}

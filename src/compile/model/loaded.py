@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a model a process holds.
+    """The part of a model that a process has.
 
     Attributes:
-        rank: from 0. num_ranks: of the group; 1 is a whole model.
+        rank: from 0. num_ranks: size of the group; 1 is a whole model.
     """
 
     rank: int = 0
@@ -32,8 +32,8 @@ class Shard:
 
 
 WHOLE = Shard()
-# The first that a config has is the number of positions it was made for: by transformers' name, of
-# the decoder of a model that also has an encoder, of MPT and of BLOOM.
+# The first of these that a config has is the number of positions that the model supports: by
+# transformers' name, of the decoder of a model that also has an encoder, of MPT and of BLOOM.
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length")
 
 
@@ -44,25 +44,25 @@ class LoadedModel:
     Attributes:
         tokenizer: None if the model came without one.
         eos_token_ids: the tokens that end generation; each is below ``vocab_size``.
-        dropped_eos_token_ids: those that the files name and that are not in the vocabulary.
-        cuts: of the parameters that a rank has a part of, by name.
-        names: makes the names of the checkpoint's tensors; None of a module in memory, whose own
-            names they are.
+        dropped_eos_token_ids: those that the files name but the vocabulary lacks.
+        cuts: parts of the parameters of which a rank has a part, by name.
+        names: creates the names of the checkpoint's tensors; None for a module in memory, which
+            uses its own names.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
-        max_position_embeddings: the longest context in tokens, by the config or by the caller.
+        max_position_embeddings: the longest context in tokens, from the config or from the caller.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
-        recurrent: its recurrent calls, once it was probed.
-        quantized: weights to keep quantised, by parameter name; or None for float16. Empty once the
-            model was captured.
+        recurrent: its recurrent calls, after the probe.
+        quantized: weights to keep quantised, by parameter name; None stands for float16. Empty
+            after the capture.
         default_sampling: settings of the generation config, by names of ``SamplingParams``.
         ignored_settings: names of its other settings that would change the tokens of ``generate``.
-        quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
-            how they are held, in words.
-        is_quantized_at_load: the loader quantised them; the checkpoint is not quantised.
-        module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
-            and None.
+        quantization: a description of how a checkpoint's layers are quantised; their parameters are
+            stand-ins (:mod:`.stand_in`).
+        is_quantized_at_load: whether the loader quantised them, because the checkpoint is not
+            quantised.
+        module, config: for a restored model (:mod:`.start_record`), a :class:`TensorTree` and None.
     """
 
     module: PreTrainedModel
@@ -105,7 +105,7 @@ class LoadedModel:
 
 
 class TensorTree(nn.Module):
-    """Parameters and buffers of a model under their names. It computes nothing.
+    """Parameters and buffers of a model under their names. It cannot compute.
 
     Args:
         architecture: name of the model's class.
@@ -137,7 +137,7 @@ class TensorTree(nn.Module):
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers by name; one that has two names comes twice."""
+    """All parameters and buffers by name. A tensor with two names occurs twice."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -150,7 +150,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def longest_context(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model was made for, by its config; None if that names no number."""
+    """The most tokens that a model supports according to its config; None if the config gives no
+    number."""
     text_config = config.get_text_config(decoder=True)
     for name in _CONTEXT_FIELDS:
         limit = getattr(text_config, name, None)

@@ -1,5 +1,5 @@
 """Stand-ins for attention, recurrences and indexers that mix no tokens: the result for a token
-depends on the arguments for that token alone.
+depends only on the arguments for that token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .current_step import Functions, IndexCall, RecurrentCall
 
 
 def no_choice(_module: nn.Module, call: IndexCall) -> Tensor:
-    """As much as an indexer would choose, of which :func:`local_attention` reads nothing."""
+    """A result of an indexer's shape, which :func:`local_attention` does not read."""
     chosen = call.query.new_zeros(1, 1, 1, dtype=torch.int32)
     return chosen.expand(1, len(call.query), call.num_chosen)
 
@@ -21,7 +21,7 @@ def no_choice(_module: nn.Module, call: IndexCall) -> Tensor:
 def local_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """A stand-in that depends on each token's query, key and value and on no other token's."""
+    """A stand-in that depends only on each token's own query, key and value."""
     group_size = query.shape[1] // value.shape[1]
 
     def gate(x: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def local_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-# Which tensors of a recurrence have a row for each token, in the order of its op. The first of them
-# has the shape of the result.
+# Which tensors of a recurrence have one row per token, in the order of its op. The first has the
+# shape of the result.
 _PER_TOKEN = {
     "short_conv": (0,),
     "delta_rule": (2, 0, 1, 3, 4),
@@ -44,7 +44,7 @@ _PER_TOKEN = {
 
 
 def per_token(call: RecurrentCall) -> list[Tensor]:
-    """What a recurrence reads of each token: ``[T, ...]``."""
+    """The inputs of a recurrence per token: ``[T, ...]``."""
     tensors = [call.tensors[place] for place in _PER_TOKEN[call.kind]]
     return [tensor for tensor in tensors if tensor is not None]
 

@@ -1,8 +1,8 @@
-"""Makes a model whose layers write attention out, as matmuls around a softmax, call a function of
-transformers' ``AttentionInterface`` instead.
+"""Make a model whose layers compute attention explicitly, as matmuls around a softmax, call a
+function of transformers' ``AttentionInterface`` instead.
 
-Each module with a softmax of its own is traced alone. In its graph, ``softmax(scale * q k' + mask)
-v`` becomes one call, and the nodes that only weighed the tokens are erased. A bias on the scores
+Each module with its own softmax is traced alone. In its graph, ``softmax(scale * q k' + mask) v``
+becomes one call, and the nodes that only computed the weights are erased. A bias on the scores
 besides the mask (ALiBi) becomes an argument of that call. Everything else stays. The probe then
 treats the model as any other.
 """
@@ -39,11 +39,11 @@ _NUM_TOKENS = 8
 
 
 class _Rewritten(NamedTuple):
-    """What stands for the ``forward`` of a model's modules.
+    """Replacements for the ``forward`` of a model's modules.
 
     Attributes:
-        has_bool_masks: the model makes masks of its own of those of transformers, which must be
-            tensors then.
+        has_bool_masks: whether the model derives its own masks from those of transformers, which
+            must be tensors then.
     """
 
     forwards: dict[nn.Module, Callable[..., Any]]
@@ -57,8 +57,9 @@ _rewritten: WeakKeyDictionary[nn.Module, _Rewritten] = WeakKeyDictionary()
 def plain_attention_replaced(
     module: PreTrainedModel, takers: Sequence[PreTrainedConfig]
 ) -> Iterator[bool]:
-    """In the block, modules that write attention out call the thread's function; whether the model
-    needs masks that are tensors. ``takers`` are the configs of those parts that call it anyhow.
+    """Within the context, modules with explicit attention call the thread's function. Yields
+    whether the model needs masks that are tensors. ``takers`` are the configs of the parts that
+    call the function anyway.
 
     Raises:
         UnsupportedModelError: such a module computes something else.
@@ -76,7 +77,7 @@ def _rewrite(module: PreTrainedModel, takers: Sequence[PreTrainedConfig]) -> _Re
     part: nn.Module = module
     forwards, masks = {}, []
     with Scope() as scope:
-        # These parts must call neither our function nor a softmax.
+        # These parts must call neither the thread's function nor a softmax.
         scope.implementation(takers, "sdpa")
         scope.implementation([module.config], "eager")
         try:
@@ -95,7 +96,7 @@ def _rewrite(module: PreTrainedModel, takers: Sequence[PreTrainedConfig]) -> _Re
 
 
 class _Softmaxes(TorchFunctionMode):
-    """Notes the innermost call that each softmax is in, by its module."""
+    """Records the innermost call that contains each softmax, by its module."""
 
     def __init__(self, running: list[RunningCall]) -> None:
         super().__init__()
@@ -111,8 +112,8 @@ class _Softmaxes(TorchFunctionMode):
 
 
 def _softmax_calls(module: PreTrainedModel) -> list[RunningCall]:
-    """The calls that call softmax in a pass of few tokens: none if those whose config does not take
-    the function have no part in it (a vision tower)."""
+    """The calls that call softmax in a pass of few tokens. Empty if the parts whose config does not
+    take the function are not used in it (a vision tower)."""
     parts = [part for part in module.modules() if not isinstance(part, (nn.Softmax, nn.Dropout))]
     with Scope() as scope, _Softmaxes(scope.running(parts)) as softmaxes:
         run_few_tokens(module, _NUM_TOKENS)
@@ -122,7 +123,7 @@ def _softmax_calls(module: PreTrainedModel) -> list[RunningCall]:
 def _rewrite_part(
     part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[GraphModule, Node | None]:
-    """The module as a graph that calls an attention function, and the mask that it hands on."""
+    """The module as a graph that calls an attention function, and the mask that it passes."""
     gm = trace_part(part, args, kwargs)
     softmaxes = [node for node in gm.graph.nodes if calls(node, "softmax")]
     if len(softmaxes) != 1:
@@ -135,7 +136,7 @@ def _rewrite_part(
     with gm.graph.inserting_before(product):
         operands = (scores.query, scores.key, product.args[1], scores.mask, scores.bias)
         product.replace_all_uses_with(gm.graph.call_function(_attend(part, scores), operands))
-    # The weights are part of what such modules return; no caller reads them.
+    # Such modules also return the weights, but no caller reads them.
     weights = weights_from(softmax)
     output = gm.graph.output_node()
     output.args = torch.fx.map_arg(output.args, lambda n: None if n in weights else n)
@@ -144,8 +145,8 @@ def _rewrite_part(
 
 
 def _attend(part: nn.Module, scores: Scores) -> Callable[..., Tensor]:
-    """Attention by the thread's function; heads lie before tokens, and a batch before them or
-    not."""
+    """Attention by the thread's function. The heads dimension comes before the tokens dimension,
+    with or without a batch dimension before it."""
     # Without any mask such code sees all tokens.
     fixed: dict[str, Any] = {"scaling": scores.scale, "is_causal": scores.own_window is not None}
     if scores.own_window is not None:

@@ -1,10 +1,10 @@
-"""The recurrences a Hugging Face model computes, replaced by ours: short convolutions, delta rules,
-state-space scans.
+"""The recurrences of a Hugging Face model (short convolutions, delta rules, state-space scans),
+replaced by the project's ops.
 
-Their mixers call functions of their modelling file, which are known here by name and parameters,
-never by model. In a block of :func:`recurrences_replaced` these names stand for functions that pass
-the same tensors, a row for each packed token, to the thread's :attr:`.Functions.recurrence`. The
-probe refuses a model that mixes tokens otherwise.
+Their mixers call functions of their modelling file, which are identified by name and parameters,
+never by model. Within :func:`recurrences_replaced` these names refer to functions that pass the
+same tensors, one row per packed token, to the thread's :attr:`.Functions.recurrence`. The probe
+refuses a model that mixes tokens in another way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _delta_rule(given: _Arguments) -> tuple[Tensor, None]:
     """``[1, T, H, K]`` and ``[1, T, H, V]`` to ``[1, T, H, V]``."""
     names = ("query", "key", "value", "g", "beta")
     tensors = tuple(given.pop(name).squeeze(0) for name in names)
-    given.pop("chunk_size", None)  # of another algorithm for the same function
+    given.pop("chunk_size", None)  # a parameter of another algorithm for the same function
     settings = tensors[0].shape[-1] ** -0.5, given.pop("use_qk_l2norm_in_kernel", False)
     return _compute("delta_rule", tensors, settings, given).unsqueeze(0), None
 
@@ -94,7 +94,8 @@ def _compute(
 
 @contextmanager
 def recurrences_replaced(module: PreTrainedModel) -> Iterator[None]:
-    """In the block, recurrences of the model's passes in this thread are the thread's function."""
+    """Within the context, the thread's function replaces the recurrences of the model's passes in
+    this thread."""
     with Scope() as scope:
         for home in _homes(module):
             _install(home)
@@ -103,7 +104,7 @@ def recurrences_replaced(module: PreTrainedModel) -> Iterator[None]:
 
 
 def _homes(module: PreTrainedModel) -> list[str]:
-    """The Python modules of the model's classes that have functions known here."""
+    """The Python modules of the model's classes that have known functions."""
     names = dict.fromkeys(
         base.__module__
         for cls in dict.fromkeys(map(type, module.modules()))
@@ -122,17 +123,18 @@ def _found(home: str) -> dict[str, Callable[..., Any]]:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Their names; none of what has no signature."""
+    """Names of the parameters; none for a function without a signature."""
     try:
         return [*inspect.signature(function).parameters]
     except (TypeError, ValueError):
         return []
 
 
-# Names of a Python module are of all threads: they are set when the first enters a block and set
-# back when the last leaves one; in between, a thread outside of all blocks gets the model's own.
+# Names of a Python module are shared by all threads. They are set when the first thread enters a
+# context and restored when the last leaves one. In between, a thread outside of all contexts gets
+# the model's own functions.
 _lock = threading.Lock()
-_installed: dict[str, tuple[int, Scope]] = {}  # number of blocks, and their changes
+_installed: dict[str, tuple[int, Scope]] = {}  # number of contexts, and their changes
 
 
 def _install(home: str) -> None:
@@ -157,11 +159,11 @@ def _either(ours: Callable[[_Arguments], Any], original: Callable[..., Any]) -> 
     names = _parameters(original)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo of torch 2.11 sees of a thread's own only what it has traced itself: the step.
+        # Dynamo of torch 2.11 sees thread-local data only if it has traced it: the step.
         if current.step is not None or current.functions is not ON_CACHES:
             return ours({**dict(zip(names, args, strict=False)), **kwargs})
         return original(*args, **kwargs)
 
-    # As `inspect.signature` sees it, the same function.
+    # `inspect.signature` then sees the original signature.
     function.__wrapped__ = original  # type: ignore[attr-defined]
     return function

@@ -1,9 +1,9 @@
-"""Traces a part of a model alone, and reads off its graph how it computes scores:
-``scale * q k' + bias + mask``, which attention hands to a softmax and an indexer, through a relu
-and a weighted sum of heads, to a topk.
+"""Trace a part of a model alone, and derive from its graph how it computes scores: ``scale * q k' +
+bias + mask``. Attention passes the scores to a softmax. An indexer passes them, through a relu and
+a weighted sum of heads, to a topk.
 
-Both are read upwards, from the result to the matmul of queries and keys, by a table of the kinds of
-nodes that may lie between.
+Both are matched upwards, from the result to the matmul of queries and keys, by a table of the kinds
+of nodes that may be in between.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_few_tokens(module: PreTrainedModel, num_tokens: int) -> None:
     """A pass of the whole model.
 
     Raises:
-        Unreadable: it fails.
+        Unreadable: the pass fails.
     """
     ids = torch.arange(num_tokens, device=module.device).unsqueeze(0)
     try:
@@ -66,13 +66,13 @@ def trace_part(
 
 
 def prune(gm: GraphModule) -> None:
-    """Erases nodes that no result of the graph needs."""
+    """Erase nodes that no result of the graph needs."""
     gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     gm.recompile()
 
 
 def own_forward(gm: GraphModule) -> Callable[..., Any]:
-    """As a function: a module that is set on another becomes a part of it."""
+    """As a plain function: a module that is set as an attribute of another becomes a part of it."""
     return lambda *args, **kwargs: gm(*args, **kwargs)
 
 
@@ -81,7 +81,7 @@ class Scores:
     """``scale * query key' + bias_scale * bias + mask``, found in a graph.
 
     Attributes:
-        own_window: of a causal mask that the module keeps itself, 0 for all; None without one.
+        own_window: window of the module's own causal mask, 0 for all; None without such a mask.
     """
 
     query: Any = None
@@ -109,7 +109,8 @@ def _walk_up(node: Any, scores: Scores, kinds: Sequence[_Kind]) -> Any:
 
 
 def _operands(node: Any, num: int, *names: str) -> tuple[Any, ...] | None:
-    """The operands of a call of one of these names, if it has so many and no keyword arguments."""
+    """The operands of a call of one of these names, if it has this number of operands and no
+    keyword arguments."""
     is_plain = calls(node, *names) and len(node.args) == num and not node.kwargs
     return node.args if is_plain else None
 
@@ -171,7 +172,8 @@ def _own_mask(node: Node, scores: Scores) -> Any:
         if kept is None or hidden is None or not isinstance(hidden[0], float):
             return None
         above, mask = kept
-        # As transformers' first models write it: -1e4 hides unless scores are in the thousands.
+        # As transformers' first models write it: -1e4 hides a token unless scores are in the
+        # thousands.
         if _pair(hidden[1], "sub") != (1, mask) or hidden[0] > -1e4:
             return None
     scores.own_window = _window_of(mask)
@@ -196,10 +198,10 @@ _ABOVE_SOFTMAX = (_same, _added_mask, _added_bias, _filled_mask, _own_mask, _sca
 
 
 def find_scores(softmax: Node) -> Scores:
-    """The scores that a softmax is given.
+    """The scores that are passed to a softmax.
 
     Raises:
-        Unreadable: they are computed otherwise.
+        Unreadable: they are computed in another way.
     """
     scores = Scores()
     node = _walk_up(softmax.args[0], scores, _ABOVE_SOFTMAX)
@@ -220,7 +222,7 @@ def find_scores(softmax: Node) -> Scores:
 
 
 def weights_from(softmax: Node) -> list[Node]:
-    """The softmax, and nodes with its weights in another form."""
+    """The softmax, and nodes that contain its weights in another form."""
     found = [softmax]
     for node in found:
         for user in node.users:
@@ -250,7 +252,8 @@ class IndexScores(NamedTuple):
     Attributes:
         query: ``[1, T, H, D]``. weights: ``[1, T, H]``.
         mask: an input of the graph, added to the scores.
-        scale: factor on the products. num_chosen: how many positions the highest scores choose.
+        scale: factor on the dot products. num_chosen: number of positions to select by their
+            scores.
     """
 
     query: Node
@@ -261,13 +264,14 @@ class IndexScores(NamedTuple):
 
 
 def find_index_scores(gm: GraphModule, keys: Node) -> IndexScores:
-    """What the graph's only result chooses: ``topk(sum_h weights * relu(scale * q k') + mask)``.
+    """The selection that is the graph's only result: ``topk(sum_h weights * relu(scale * q k') +
+    mask)``.
 
     Args:
         keys: ``[1, any, D]``.
 
     Raises:
-        Unreadable: it is computed otherwise.
+        Unreadable: it is computed in another way.
     """
     scores = Scores()
     results: Any = gm.graph.output_node().args[0]
@@ -315,7 +319,7 @@ def _num_chosen(topk: Node) -> int:
 
 
 def _are_columns(node: Any, keys: Node) -> bool:
-    """Are these the keys as ``[1, 1, D, any]``?"""
+    """Whether these are the keys as ``[1, 1, D, any]``."""
     steps = []
     while node is not keys:
         if calls(node, "transpose", "unsqueeze"):
@@ -346,7 +350,7 @@ def _hides(value: Any) -> bool:
 
 
 def _cast_from(node: Any) -> Any:
-    """Without a cast of the model's dtype to float32, which kernels do themselves."""
+    """The source of a cast from the model's dtype to float32, which kernels do themselves."""
     return node.args[0] if calls(node, "to", "float") else node
 
 

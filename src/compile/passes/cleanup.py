@@ -18,7 +18,7 @@ _REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})
 
 
 def _is_noop_conversion(node: Node) -> bool:
-    # A router's weight, say, which is no constant after a cast: its matmul would stay the library's.
+    # For example a router's weight. After a cast it is not a constant, and the library multiplies.
     if node.op != "call_method" or node.target not in ("to", "type", "float", "type_as"):
         return False
     source = node.args[0]
