@@ -1,5 +1,5 @@
-"""Builds an engine's runner: load, probe, capture, size the KV cache. Differences between devices
-are in :class:`.runner.platform.Platform`.
+"""Builds an engine's runner: loads the model, probes it, captures its graph, sizes the KV cache.
+Differences between devices are in :class:`.runner.platform.Platform`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .startup import gc_paused
 from .structured.grammars import Grammars
 
 # Modules that load Dynamo or transformers' modeling code are imported on use: a start that restores
-# a model needs neither.
+# a model from the disk cache needs neither.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -38,10 +38,15 @@ logger = logging.getLogger("pagespec")
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The parts of an ``LLM``; ``config`` has the defaults of the device filled in.
-    ``num_state_slots``, ``state_interval``: 0 for a model without recurrent layers.
-    ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner. ``default_sampling``: of the generation config."""
+    """The parts of an ``LLM``.
+
+    Attributes:
+        config: the engine's arguments, with the defaults of the device filled in.
+        num_state_slots, state_interval: 0 for a model without recurrent layers.
+        can_score: whether the runner computes log-probabilities of prompts.
+        grammars: the runner's compiled constraints; None with several ranks.
+        default_sampling: sampling defaults from the generation config.
+    """
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -69,11 +74,13 @@ def build(
     """Load ``model`` and make its runner.
 
     Args:
-        shard: the part of the model that is for this process; the ranks of a group build together.
-        communicator: of this process, if it is one of several.
+        on_logits: see :class:`.engine.config.EngineConfig`.
+        shard: the part of the model that this process computes. All ranks of a group build at the
+            same time.
+        communicator: this rank's communicator, if there are several ranks.
 
     Raises:
-        InvalidInputError: a setting does not suit the model or the machine.
+        InvalidInputError: a setting does not fit the model or the machine.
         UnsupportedModelError: the probe refuses the model.
     """
     platform = find_platform(config, shard)
@@ -103,7 +110,7 @@ def build(
                 shard=shard,
             )
     _check_length(loaded, config)
-    # Each rank probes and traces without the others.
+    # Probe and capture run on each rank without communication.
     alone = LoneRank(shard.rank, shard.num_ranks)
     with stats.timed("probe"), gc_paused(), communicator_scope(alone):
         if restored is not None:
@@ -126,11 +133,11 @@ def build(
     with platform.building() as before_trace:
         with stats.timed("capture"), gc_paused(), communicator_scope(alone):
             graph_cache = None
-            if source and not restored:  # a module that the caller holds may compute anything
+            if source and not restored:  # a module passed in memory may compute anything
                 from .compile.capture.graph_cache import GraphCache
 
                 graph_cache = GraphCache(cache_root() / "graphs", before_trace)
-            # Before weights that are held quantised are released.
+            # Before the original weights of quantised layers are released.
             described = None
             if record is not None and graph_cache is not None:
                 described = record.describe(loaded, specs)
@@ -148,7 +155,7 @@ def build(
         _report_capture(stats, captured, config.quantization)
         runner, max_model_len = platform.make_runner(captured, stats, on_logits)
     logger.info(
-        "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
+        "%s on %s: %d KV blocks of %d tokens%s, at most %d tokens per request",
         loaded.architecture,
         device,
         runner.num_blocks,
@@ -212,15 +219,15 @@ def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: s
         stats.library_matmuls = captured.library_matmuls
         matmuls = captured.library_matmuls.items()
         logger.warning(
-            "%s: %s left to cuBLAS, whose order of summation may follow the number of rows: bits "
-            "may follow the schedule (docs/transparency.md; see pagespec verify)",
+            "%s: %s computed by cuBLAS, whose summation order may depend on the number of rows: "
+            "outputs may depend on the schedule (docs/transparency.md; check with pagespec verify)",
             captured.loaded.architecture,
             ", ".join(f"{count} {name}" for name, count in matmuls),
         )
 
 
 def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
-    """The KV cache's content for the log, if not plain keys and values."""
+    """Description of the KV cache for the log, if it is not plain keys and values."""
     num_latent = sum(spec.is_latent for spec in captured.specs)
     latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
     fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""

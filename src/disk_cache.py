@@ -1,4 +1,4 @@
-"""The on-disk cache of results that each start would compute again, and atomic writes to it."""
+"""On-disk cache of results that every start would otherwise recompute, with atomic writes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write ``file``, and its folder if there is none. It appears whole, by one rename, and only
-    this user may read or write it.
+    """Write ``file`` atomically (by one rename), and create its folder if needed. Only this user
+    may read or write the file.
 
     Raises:
         OSError: the disk is full, or the folder may not be written to.
@@ -44,22 +44,23 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def write_json(folder: Path, key: str, data: object) -> None:
-    """:func:`write_whole` of ``KEY.json``: a line with the digest of key and body, and the body.
+    """Write ``KEY.json`` with :func:`write_whole`: one line with the digest of key and body, then
+    the body.
 
     Raises:
-        OSError: as of :func:`write_whole`.
+        OSError: as for :func:`write_whole`.
     """
     body = json.dumps(data, separators=(",", ":")).encode()
     write_whole(folder / f"{key}.json", _digest(key, body) + b"\n" + body)
 
 
 def read_json(folder: Path, key: str) -> Any:
-    """The data that :func:`write_json` wrote. Owner and digest are checked before it is parsed.
+    """The data that :func:`write_json` wrote. File owner and digest are checked before parsing.
 
     Raises:
         PermissionError: another user could have written the file.
-        ValueError: the file is damaged, or of another key.
-        OSError: it cannot be read; FileNotFoundError if there is none.
+        ValueError: the file is damaged, or belongs to another key.
+        OSError: it cannot be read; FileNotFoundError if it does not exist.
     """
     with (folder / f"{key}.json").open("rb") as opened:
         status = os.fstat(opened.fileno())
@@ -78,8 +79,8 @@ def _digest(key: str, body: bytes) -> bytes:
 
 @contextmanager
 def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in ``parent``, removed at the end. Those that killed processes left are removed
-    first: their locks are free."""
+    """A new folder in ``parent``, removed at the end. Folders left by killed processes are removed
+    first; their locks are free."""
     parent.mkdir(parents=True, exist_ok=True)
     for left in parent.glob(prefix + "*"):
         if _is_abandoned(left):
@@ -101,7 +102,7 @@ def _is_abandoned(folder: Path) -> bool:
             return True
         if (folder / _LOCK).exists():
             return False
-    # No lock to tell by: not made yet, or of an older version.
+    # The folder has no lock file: it was just created, or an older version created it.
     with suppress(OSError):
         return time.time() - folder.stat().st_mtime > _ABANDONED_S
     return False

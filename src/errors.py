@@ -1,4 +1,4 @@
-"""Errors a user of pagespec can meet. Each names the field, the value and the limit."""
+"""Public exceptions. An InvalidInputError names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 
 class PagespecError(Exception):
-    """Base class of every error pagespec raises on purpose."""
+    """Base class of every error that pagespec raises on purpose."""
 
 
 class InvalidInputError(PagespecError, ValueError):
-    """A value given by the caller is refused at the door; nothing else is disturbed.
+    """A value passed by the caller is refused on entry; no state has changed.
 
     Attributes:
         field: name of the argument, as the caller spelled it.
-        value: as given; the message has a short rendering.
+        value: the value as passed; the message shows it shortened.
         limit: the accepted values.
     """
 
@@ -25,17 +25,17 @@ class InvalidInputError(PagespecError, ValueError):
         super().__init__(f"{field} = {_shown(value)}: {limit}")
 
     def renamed(self, field: str, limit: str | None = None) -> InvalidInputError:
-        """The same error, of a field by another name."""
+        """The same error for a field of another name."""
         return InvalidInputError(field, self.value, self.limit if limit is None else limit)
 
 
 class ContextLengthError(InvalidInputError):
-    """A prompt has more tokens than the context has room for.
+    """A prompt has more tokens than fit in the context.
 
     Attributes:
-        num_tokens: of the prompt; with ``is_least`` it has that many or more.
-        max_model_len: tokens of prompt and output together.
-        is_scored: the prompt needs no room for an output.
+        num_tokens: length of the prompt; a lower bound if ``is_least``.
+        max_model_len: maximum number of tokens of prompt plus output.
+        is_scored: the prompt is only scored, so it needs no space for an output.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ContextLengthError(InvalidInputError):
 
 
 class UnknownArgumentError(InvalidInputError, TypeError):
-    """A keyword argument that does not exist; the message has the nearest names that do."""
+    """A keyword argument that does not exist; the message suggests the nearest names."""
 
     def __init__(self, field: str, value: object, known: Iterable[str]) -> None:
         from difflib import get_close_matches
@@ -76,14 +76,14 @@ class UnknownArgumentError(InvalidInputError, TypeError):
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many characters of a text, the last three dots if some are left out."""
+    """A text cut to at most ``length`` characters; a cut text ends with three dots."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _shown(value: object) -> str:
     try:
         shown = repr(value)
-    except Exception:  # of an integer with thousands of digits; or of an object of the caller's
+    except Exception:  # repr fails for huge integers and for some objects of the caller
         shown = f"<{type(value).__name__}>"
     return shortened(shown, 80)
 
@@ -93,16 +93,16 @@ class UnsupportedModelError(PagespecError):
 
 
 class EngineError(PagespecError):
-    """A step failed or was interrupted, perhaps one of another call. All live requests ended with
-    finish reason "error". The engine can be used again."""
+    """A step failed or was interrupted, possibly a step of another call. All live requests ended
+    with finish reason "error". The engine can be used again."""
 
 
 class RequestError(EngineError):
-    """One request failed and ended with finish reason "error"; others continue."""
+    """One request failed and ended with finish reason "error"; the others continue."""
 
 
 class EngineBusyError(PagespecError):
-    """The engine has its maximum of live requests; try again later."""
+    """The engine has reached its maximum number of live requests; retry later."""
 
 
 class EngineStoppedError(PagespecError):

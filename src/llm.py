@@ -1,4 +1,4 @@
-"""``LLM``: the public class of offline inference. Names as in vLLM if meanings agree."""
+"""``LLM``: the public class of offline inference. Parameters named as in vLLM mean the same."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ class EngineArgs(EngineConfig):
 def import_engine(
     device: str = "auto", num_ranks: int = 1, model: object = None
 ) -> Callable[..., BuiltEngine]:
-    """Returns :func:`pagespec.build.build`. Its import loads torch and transformers, which takes
-    seconds, so it comes after all cheap checks.
+    """Import and return :func:`pagespec.build.build`.
+
+    The import loads torch and transformers, which takes seconds. It therefore follows all cheap
+    checks.
 
     Args:
-        device: of the engine; the CUDA context of a GPU is created meanwhile.
-        model: to be loaded; a missing path or name is refused before the import.
+        device: the engine's device; the CUDA context of a GPU is created during the import.
+        model: the model to load; a missing path or name raises before the import.
 
     Raises:
         InvalidInputError, UnsupportedModelError: there is no such model.
@@ -82,14 +84,15 @@ def import_engine(
 class LLM:
     """A loaded model, its KV cache and the engine that serves requests from them.
 
-    Threads may share it: their requests are computed together. A failed step, or an interrupt such
-    as Ctrl-C in one, ends all live requests, also those of other calls, which raise EngineError.
-    The next call works again, with an empty prefix cache. With several ranks
-    (``tensor_parallel_size``) the loss of one ends the engine: make a new one.
+    Threads may share an ``LLM``: the requests of all threads are batched together. If a step fails
+    or is interrupted (for example by Ctrl-C), all live requests end, including those of other
+    calls, and those calls raise EngineError. The next call works again, with an empty prefix cache.
+    With several ranks (``tensor_parallel_size``) the loss of one rank ends the engine: create a new
+    one.
 
-    Its arguments are the model and those that :class:`.engine.config.EngineConfig` declares;
-    ``help(LLM)`` and docs/engine_arguments.md list them. Names of vLLM and nano-vllm are taken
-    where the meaning is the same, else refused with what to use.
+    The arguments are the model and those that :class:`.engine.config.EngineConfig` declares;
+    ``help(LLM)`` and docs/engine_arguments.md list them. An argument name of vLLM or nano-vllm is
+    accepted if it has the same meaning here; otherwise the error names the replacement.
 
     Raises:
         InvalidInputError: an argument is outside its limits.
@@ -161,24 +164,25 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt. Results come in the order of the prompts.
+        """Continue each prompt. Results are in the order of the prompts.
 
         Args:
             prompts: a text, a list of token ids, a dict ``{"prompt": text}``,
                 ``{"prompt_token_ids": [...]}`` or ``{"segments": [{"prompt_token_ids": [...]},
-                ...]}``, or a list of those. Segments of other content than tokens are refused for
-                now. A dict may also have
-                ``"cache_salt"``, text: the prefix cache is not shared across salts; and
-                ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
-                one of p lets those of 0 among the next 16 p arrivals go first; and ``"owner"``,
-                text: under ``policy="fair"`` owners have equal shares.
-            sampling_params: one for all, or one a prompt; by default those of
+                ...]}``, or a list of those. Segments that are not tokens are refused for now. A
+                dict may also have
+                ``"cache_salt"`` (text): requests with different salts share no cached blocks;
+                ``"priority"`` (0, the most urgent and the default, to 256): under
+                ``policy="priority"`` a request of priority p lets requests of priority 0 among the
+                next 16 p arrivals go first;
+                ``"owner"`` (text): under ``policy="fair"`` owners get equal shares.
+            sampling_params: one for all prompts, or a list with one per prompt; the default is
                 :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
-            InvalidInputError: some prompt or parameter is refused; none is served.
-            EngineError: a step failed, or one that another call took.
+            InvalidInputError: a prompt or parameter is refused; no prompt is computed then.
+            EngineError: a step failed, in this call or in a concurrent one.
         """
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, self.get_default_sampling_params)
@@ -187,11 +191,11 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """New parameters with the defaults of the generation config: temperature, top-p, top-k,
-        min-p, repetition penalty and the number of new tokens.
+        """New parameters with the defaults of the model's generation config: temperature, top_p,
+        top_k, min_p, repetition_penalty and max_tokens.
 
         Raises:
-            InvalidInputError: a value there is refused.
+            InvalidInputError: the generation config has a value that is refused.
         """
         try:
             return SamplingParams(**self.default_sampling)
@@ -201,11 +205,11 @@ class LLM:
             raise InvalidInputError(name, error.value, limit) from None
 
     def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
-        """The log-probability of each token of each prompt but the first, given those before it:
-        the same float that ``logprobs`` of :class:`SamplingParams` gives when it is sampled there.
+        """The log-probability of each prompt token but the first, given the tokens before it. Each
+        is the same float that ``logprobs`` of :class:`SamplingParams` gives for a sampled token.
 
         Args:
-            prompts: as of ``generate``, but each may have ``max_model_len`` tokens.
+            prompts: as for ``generate``, but each may have ``max_model_len`` tokens.
         """
         inputs = self.reader.read_all(split_prompts(prompts), is_scored=True)
         return self._loop.score(inputs, use_tqdm)
@@ -223,21 +227,21 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         stop_in_reasoning: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of conversations, through the model's chat
+        """Answer a conversation, or each of a list of conversations, with the model's chat
         template. Each answer has a ``message`` with its content, reasoning and tool calls.
 
         Args:
-            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists; an
-                answer's ``message`` may be one of them.
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists. The
+                ``message`` of an earlier answer can be an item.
             tools: functions that the model may call: OpenAI's dicts, or Python
-                functions with hints and a docstring.
-            chat_template: Jinja text in place of the model's.
-            add_generation_prompt: end the prompt with the beginning of an answer.
-            continue_final_message: have the last message continued, which needs
+                functions with type hints and a docstring.
+            chat_template: a Jinja template that replaces the model's.
+            add_generation_prompt: append the opening of an assistant message to the prompt.
+            continue_final_message: continue the last message; requires
                 ``add_generation_prompt=False``.
-            chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
-            stop_in_reasoning: stop strings end an answer inside its reasoning, too; otherwise they
-                count from where the content begins.
+            chat_template_kwargs: more template variables, such as ``{"enable_thinking": False}``.
+            stop_in_reasoning: apply stop strings inside the reasoning too; by default they apply
+                to the content only.
         """
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
@@ -280,15 +284,16 @@ class LLM:
         """Continue a stream of (prompt, parameters), lazily and in order.
 
         A prompt may also be a ``PromptInput`` (see ``read_messages``). A refused item yields its
-        error in its place and the others go on; an item that is such an error yields it.
+        error in place of an output, and the other items continue. An item that is an
+        InvalidInputError is yielded unchanged.
 
         Args:
-            window: how many items are read and not yet yielded at most, so 1 serves one at a
-                time; default four times ``max_num_seqs``.
+            window: maximum number of items that are read but not yet yielded; 1 serves one item at
+                a time. Default: four times ``max_num_seqs``.
 
         Raises:
-            InvalidInputError: ``window`` is no integer of 1 or more, or ``items`` no iterable.
-            EngineError: a step failed, or one that another call took (by the iterator).
+            InvalidInputError: ``window`` is not an integer >= 1, or ``items`` is not iterable.
+            EngineError: a step failed, in this iterator or in a concurrent call.
         """
         if window is None:
             window = 4 * self.config.max_num_seqs
@@ -297,16 +302,16 @@ class LLM:
         return self._loop.iterate(items, self._read, window)
 
     def read_messages(self, messages: Any) -> PromptInput:
-        """A conversation as a prompt for ``generate_iter`` and ``stream``; ``chat_reader.read``
-        takes tools and the other arguments of ``chat`` as well."""
+        """Convert a conversation to a prompt for ``generate_iter`` and ``stream``. To pass tools
+        or other arguments of ``chat``, call ``chat_reader.read``."""
         return self.chat_reader.read(messages)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one answer as it grows; the pieces together are the text of
+        """Yield the text of one answer as it grows. The pieces, joined, equal the text of
         ``generate``. Closing the iterator aborts the request.
 
         Args:
-            prompt: as one item of ``generate``, or a ``PromptInput``.
+            prompt: one prompt as for ``generate``, or a ``PromptInput``.
 
         Raises:
             InvalidInputError: the prompt or a parameter is refused; ``n`` must be 1.
@@ -318,11 +323,11 @@ class LLM:
     def stream_message(
         self, messages: Any, sampling_params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """Yield the answer to a conversation as it grows: reasoning and content, as ``chat`` reads
-        them. Tool calls are content. Closing the iterator aborts the request.
+        """Yield the answer to a conversation as it grows: reasoning and content, split as in
+        ``chat``. Tool calls are yielded as content. Closing the iterator aborts the request.
 
         Args:
-            messages: one conversation, as of ``chat``.
+            messages: one conversation, as for ``chat``.
 
         Raises:
             InvalidInputError: the conversation or a parameter is refused; ``n`` must be 1.
@@ -335,11 +340,11 @@ class LLM:
     def stream_all(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Generator[tuple[int, str]]:
-        """Yield the texts of all ``n`` answers as they grow: (index of the answer, piece). Closing
-        the iterator aborts all of them.
+        """Yield the texts of all ``n`` answers as they grow, as (answer index, piece). Closing the
+        iterator aborts all of them.
 
         Args:
-            prompt: as one item of ``generate``, or a ``PromptInput``.
+            prompt: one prompt as for ``generate``, or a ``PromptInput``.
         """
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
@@ -356,18 +361,18 @@ class LLM:
         return self.reader.read(prompt, truncate=truncate)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that the KV cache holds, as after a change of the weights; always True. vLLM's
-        fails while requests are being served: here they go on, but compute their tokens so far
-        again.
+        """Empty the prefix cache, for example after a change of the weights; always returns True.
+
+        Live requests are preempted and recompute their tokens; vLLM's method fails in that case.
 
         Raises:
-            EngineError: a step in flight failed.
+            EngineError: a step that was in flight failed.
         """
         self.engine.reset_prefix_cache()
         return True
 
     def stats(self) -> EngineStats:
-        """Counters, start-up times and memory as they are now."""
+        """A snapshot of counters, start-up times and memory use."""
         from .kernels.device import count_triton_variants, peak_memory_bytes
 
         engine, runner = self.engine, self._runner

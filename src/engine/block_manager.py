@@ -1,5 +1,5 @@
-"""The pool of KV-cache blocks. A model with recurrent layers has a pool of state slots beside it,
-in which each request has slots as well.
+"""The pool of KV-cache blocks. For models with recurrent layers, it also holds the pool of state
+slots.
 
 Property numbers (S1, S2 ...) are those of ``spec/README.md``.
 """
@@ -18,18 +18,18 @@ from .state_slots import StateSlots
 
 
 class OutOfBlocksError(RuntimeError):
-    """An allocation exceeds the free and cached blocks; nothing was changed (S13)."""
+    """An allocation exceeds the number of free and cached blocks; nothing was changed (S13)."""
 
 
 def block_key(parent_key: bytes, tokens: bytes) -> bytes:
-    """Key of a full block: xxh3-128 over its parent's key and what it holds, so that a key stands
-    for the whole prefix up to and including the block. ``tokens``: its token ids (4 bytes each),
-    then its part of content segments (see ``segments.content_key``)."""
+    """Key of a full block: xxh3-128 over its parent's key and its content. A key therefore
+    identifies the whole prefix up to and including the block. ``tokens``: its token ids (4 bytes
+    each), then its part of content segments (see ``segments.content_key``)."""
     return xxhash.xxh3_128_digest(parent_key + tokens)
 
 
 def root_key(cache_salt: bytes) -> bytes:
-    """Parent key of a request's first block. Requests of different salts share nothing."""
+    """Parent key of a request's first block. Requests with different salts share no blocks."""
     return xxhash.xxh3_128_digest(b"pagespec prefix root:" + cache_salt)
 
 
@@ -37,10 +37,10 @@ class BlockManager(Ledger):
     """Allocates, shares, caches and evicts blocks of ``block_size`` token slots.
 
     Args:
-        num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1`` (the runner's null block is
-            not among them).
+        num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1`` (without the runner's null
+            block).
         block_size: token slots per block.
-        enable_prefix_caching: publish full blocks and find them again.
+        enable_prefix_caching: publish full blocks and look them up.
         num_state_slots: 0 if the model has no recurrent layers.
         state_interval: see :class:`.StateSlots`.
 
@@ -71,24 +71,24 @@ class BlockManager(Ledger):
         super().__init__(num_blocks)
 
     def reset(self) -> None:
-        """Free and unpublish every block and every state slot, whatever their state."""
+        """Free and unpublish every block and every state slot, whatever its state."""
         super().reset()
         if self.states is not None:
             self.states.reset()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Length of the block table that holds ``num_tokens`` slots."""
+        """Number of blocks that hold ``num_tokens`` token slots."""
         return -(-num_tokens // self.block_size)
 
     # Prefix look-up ---------------------------------------------------------------------------
 
     def match(self, request: Request) -> list[int]:
-        """Longest chain of published blocks that is a prefix of ``request``, and, with recurrent
-        layers, ends at a checkpoint of the state; changes nothing.
+        """The longest chain of published blocks that is a prefix of ``request``. With recurrent
+        layers, it must end at a checkpoint of the state. Changes nothing.
 
         Covers at most ``len - 1`` tokens, so that one token is always left to compute (S11). The
-        caller must ``acquire`` the result before anything else touches the pool (S12). Nothing
-        for a request that does not read the cache (S38).
+        caller must ``acquire`` the result before any other change of the pool (S12). Empty for a
+        request that does not read the cache (S38).
         """
         if not (self.enable_prefix_caching and request.reads_cache):
             return []
@@ -106,15 +106,15 @@ class BlockManager(Ledger):
         return hits
 
     def num_cached_among(self, blocks: Sequence[int]) -> int:
-        """How many of ``blocks`` lie in the LRU queue, that is, would leave the available ones
-        if they were acquired."""
+        """How many of ``blocks`` are in the LRU queue; acquiring them would reduce the number of
+        available blocks."""
         ref_counts = self.ref_counts
         return sum(1 for block in blocks if ref_counts[block] == 0)
 
     # Ownership --------------------------------------------------------------------------------
 
     def acquire(self, request: Request, hits: list[int]) -> None:
-        """Make ``hits`` (fresh from ``match``) the start of ``request``'s empty block table."""
+        """Start ``request``'s empty block table with ``hits``, just returned by ``match``."""
         self.share(hits)
         request.block_table = list(hits)
         request.num_slots = len(hits) * self.block_size
@@ -124,7 +124,7 @@ class BlockManager(Ledger):
 
     def allocate(self, request: Request, num_new_blocks: int) -> tuple[int, ...]:
         """Append ``num_new_blocks`` blocks to ``request``'s table and return their ids: free
-        ones first, then the least recently used cached ones, which lose their key (S5).
+        blocks first, then the least recently used cached ones, which lose their key (S5).
 
         Raises:
             OutOfBlocksError: fewer are available; nothing was changed.
@@ -137,9 +137,9 @@ class BlockManager(Ledger):
         return tuple(taken)
 
     def release(self, request: Request) -> None:
-        """Give back all of ``request``'s blocks and state slots. Safe only when no step in flight
-        writes them (S28). The last block goes first: a chain is evicted from its tail, so that what
-        stays cached can still be reached from the root."""
+        """Release all of ``request``'s blocks and state slots. Safe only when no step in flight
+        writes them (S28). The last block is released first: a chain is evicted from its tail, so
+        that its cached blocks remain reachable from the root."""
         self.drop(reversed(request.block_table))
         request.block_table = []
         request.num_slots = 0
@@ -148,8 +148,8 @@ class BlockManager(Ledger):
             self.states.release(request)
 
     def publish(self, request: Request) -> None:
-        """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7), and
-        the states at the end of settled intervals."""
+        """Publish ``request``'s blocks that are full of settled tokens in the prefix index (S7),
+        and the states at the end of settled intervals."""
         if self.enable_prefix_caching:
             self._publish_blocks(request)
         if self.states is not None:
@@ -168,7 +168,7 @@ class BlockManager(Ledger):
         request.num_published = num_full_blocks
 
     def _extend_keys(self, request: Request, num_full_blocks: int) -> None:
-        """Make ``request.block_keys`` cover its first ``num_full_blocks`` blocks."""
+        """Extend ``request.block_keys`` to its first ``num_full_blocks`` blocks."""
         keys = request.block_keys
         num_known = len(keys)
         if num_known >= num_full_blocks:

@@ -29,7 +29,7 @@ _GIVE_WAY_S, _GIVE_WAY_TIMES = 50e-6, 20
 
 
 class _StepErrors:
-    """Raises what a step raised as an EngineError."""
+    """Converts exceptions of a step to EngineError."""
 
     def __enter__(self) -> None: ...
 
@@ -47,22 +47,22 @@ _AS_ENGINE_ERRORS = _StepErrors()
 
 
 class Engine:
-    """Drives a scheduler and a runner. Threads may share it: each method is one whole operation.
+    """Drives a scheduler and a runner. Threads may share it: operations are mutually exclusive.
 
-    An operation that raises, or is interrupted between any two of its lines, has done nothing that
-    is kept: every live request ends with reason "error", the pool starts afresh, and the runner
-    forgets its steps (S37). The recovery reads no half-done state, so it can itself be interrupted;
-    the next operation then begins with it.
+    A failed or interrupted operation (at any line) leaves no partial state: every live request ends
+    with reason "error", the pool is reset, and the runner discards its steps (S37). The recovery
+    reads no partially updated state, so it can itself be interrupted; the next operation then
+    restarts it.
 
     Args:
-        scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
-        runner: computes plans; a model runner, or any fake that meets the protocol.
-        pace: chooses how many tokens a step may compute; None: as many as the scheduler allows.
-        trace: a file to write the step trace to (see ``engine.trace``).
-        takes_contents: whether the runner computes content segments of prompts. Requests that have
-            some are refused otherwise.
+        scheduler: holds the requests. Its ``pipeline_depth`` must equal the runner's.
+        runner: computes plans; a model runner, or any fake that implements the protocol.
+        pace: chooses the token budget of each step; None: the scheduler's maximum.
+        trace: file to write the step trace to (see ``engine.trace``).
+        takes_contents: whether the runner computes content segments of prompts. If not, requests
+            with content segments are refused.
         check_invariants: check the structural properties after every step, and raise
-            InvariantError at the first that fails.
+            InvariantError at the first violation.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Engine:
         self.runner = runner
         self._pace = pace
         self._takes_contents = takes_contents
-        self._begun: deque[float] = deque()  # when each step in flight was dispatched
+        self._begun: deque[float] = deque()  # dispatch time of each step in flight
         self._last_end = 0.0
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
         self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
         self._records = Records()
-        # Reentrant, so that a callback that calls back is refused, not deadlocked.
+        # Reentrant, so that a callback that calls the engine raises instead of deadlocking.
         self._mutex = threading.RLock()
         self._waiting: set[int] = set()  # ids of threads
-        # A hint: an interrupt just before its reset leaves it True until the next operation.
+        # A hint: after an interrupt just before its reset, it stays True until the next operation.
         self._is_busy = False
         self._is_changing = False
         self._num_taken = 0  # steps
@@ -107,8 +107,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something; also true during another thread's operation, and
-        after one that was interrupted, from which the next operation recovers."""
+        """Whether a step would do something. Also True during another thread's operation, and
+        after an interrupted one, from which the next operation recovers."""
         return self.scheduler.has_work or self._is_changing
 
     # Operations -------------------------------------------------------------------------------
@@ -120,19 +120,19 @@ class Engine:
         siblings: Sequence[Request] = (),
         owner: Owner | None = None,
     ) -> None:
-        """Admit a request, and its siblings with it. Raises InvalidInputError if it can never be
-        served, or has a content segment, which the runner does not compute; see Scheduler.add.
+        """Admit a request and its siblings. Raises InvalidInputError if the request can never be
+        served, or has a content segment that the runner does not compute; see Scheduler.add.
 
         Args:
-            caller: an object that lives as long as the call for the request. Once it is garbage
-                collected, the request is aborted and forgotten. None: never.
-            owner: receives the ends of the requests, whichever thread's operation ends them; the
-                engine then forgets them.
+            caller: an object that lives as long as the call for the request. When it is garbage
+                collected, the request is aborted and its record dropped. None: no such object.
+            owner: receives the ends of the requests, whichever thread ends them; the engine then
+                drops their records.
         """
         self._run(self._add, request, caller, siblings, owner)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; a no-op if it has ended already."""
+        """End a request now; a no-op if it has already ended."""
         self._run(self._abort, request_id)
 
     def pause(self, request_id: str) -> None:
@@ -144,11 +144,11 @@ class Engine:
         self._run(self._serve, self.scheduler.resume, "resume", request_id)
 
     def step(self) -> list[Request]:
-        """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
-        or nothing could be dispatched. Returns the requests that finished.
+        """Dispatch the next step if there is one, then settle the oldest step if the pipeline is
+        full or nothing could be dispatched. Returns the requests that finished.
 
-        One thread steps on behalf of all waiters: a call that waited while another thread took a
-        step takes none. Each waiter then checks the ``finish_reason`` of its own requests.
+        One thread steps on behalf of all waiters: a call that waited while another thread stepped
+        returns without stepping. Each waiter then checks the ``finish_reason`` of its own requests.
 
         Raises:
             EngineError: the step failed.
@@ -173,34 +173,34 @@ class Engine:
         return self._run(self._reset_prefix_cache)
 
     def sweep(self) -> None:
-        """Abort requests whose callers are gone. While another operation runs, this is left to the
-        next one: a finalizer may call it in the middle of an operation, or with a lock that one
-        waits for."""
+        """Abort requests whose callers were garbage collected. While another operation runs, the
+        next operation does this instead: a finalizer may call ``sweep`` in the middle of an
+        operation, or while holding a lock that an operation waits for."""
         if not self._is_busy:
-            # No caller waits for what fails here. A runner that stays broken fails the next step.
+            # No caller waits for the result. A runner that stays broken fails the next step.
             with contextlib.suppress(EngineError):
                 self._run(self._drain)
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a finished request; a no-op if it is gone."""
+        """Drop the record of a finished request; a no-op if it is already dropped."""
         self._run(self._records.forget, request)
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """Metrics of a finished request that was not forgotten yet."""
+        """Metrics of a finished request whose record was not dropped yet."""
         return self._run(self._records.metrics, request)
 
     def error(self, request: Request) -> EngineError | None:
-        """Why a request that was not forgotten yet ended with reason "error": a RequestError if the
-        others went on. None of any other end."""
+        """The error of a request that ended with reason "error" and whose record was not dropped
+        yet: a RequestError if the other requests continued. None for any other end."""
         return error_of(request, self._records.find(request))
 
-    # Whole or not at all ----------------------------------------------------------------------
+    # Atomic operations ------------------------------------------------------------------------
 
     def _run(self, operation: Callable[..., _T], *args: object) -> _T:
         """Call ``operation(*args)`` while no other thread is in an operation.
 
-        CPython handles signals after calls and at the ends of loops, never between a lock written
-        in C and the block of its ``with``: only such a ``with`` locks here.
+        CPython handles signals after calls and at the ends of loops, never between a lock
+        implemented in C and the block of its ``with``. So locks are taken by ``with`` only.
         """
         thread = threading.get_ident()
         if self._waiting:
@@ -218,13 +218,13 @@ class Engine:
                         gone = self._records.gone
                         while gone:
                             self._drop(gone[0].item)
-                            gone.popleft()  # only now: a drop may be interrupted
+                            gone.popleft()  # after the drop, which may be interrupted
                         result = operation(*args)
-                    except InvalidInputError:  # of add, pause and resume: nothing was changed
+                    except InvalidInputError:  # of add, pause and resume: no state changed
                         self._is_changing = False
                         raise
                     except BaseException as error:
-                        # If this fails, the first error counts, and the next operation recovers.
+                        # If recovery fails, raise the first error; the next operation recovers.
                         with contextlib.suppress(Exception):
                             self._recover(_reason_of(error))
                         raise
@@ -233,11 +233,11 @@ class Engine:
                 finally:
                     self._is_busy = False
         finally:
-            self._waiting.discard(thread)  # it was interrupted while it waited
+            self._waiting.discard(thread)  # in case it was interrupted while waiting
 
     def _give_way(self, thread: int) -> None:
-        """Sleep a moment where other threads wait. Python's locks are not fair: a thread that steps
-        in a loop would have the lock again before the threads that it woke."""
+        """Sleep briefly while other threads wait. Python's locks are not fair: a thread that steps
+        in a loop would reacquire the lock before the threads that it woke."""
         self._waiting.discard(thread)
         for _ in range(_GIVE_WAY_TIMES):
             if not self._waiting:
@@ -245,7 +245,7 @@ class Engine:
             time.sleep(_GIVE_WAY_S)
 
     def _resolve(self) -> None:
-        """An operation has not returned: it was interrupted, or this thread is still in it."""
+        """Handle an operation that did not return: interrupted, or still running on this thread."""
         if self._is_reentered():
             raise EngineError("the engine is in use by this thread: its callbacks cannot use it")
         try:
@@ -254,8 +254,8 @@ class Engine:
             raise EngineError(f"no recovery from a failed step: {error}") from error
 
     def _is_reentered(self) -> bool:
-        """Whether an earlier operation of this thread has not returned yet. The stack is searched,
-        as a flag would be left behind by an interrupt."""
+        """Whether an earlier operation of this thread has not returned yet. The stack is searched
+        instead of a flag, because an interrupt could leave a flag set."""
         frame: FrameType | None = sys._getframe()
         num_found = 0
         while frame is not None:
@@ -265,10 +265,10 @@ class Engine:
         return num_found > 1
 
     def _recover(self, failure: str) -> None:
-        """From any state whatever to one with no request and a whole pool. May be begun again."""
+        """Reset from any state to one without requests and with a full pool. May be repeated."""
         self._records.note_all_failed(self.scheduler.requests.values(), failure)
         self.scheduler.reset("error")
-        self._records.deliver_all()  # first: a runner may take long to be reset, or fail
+        self._records.deliver_all()  # first: resetting the runner may be slow, or fail
         self._handles.clear()
         self._begun.clear()
         self.runner.reset()
@@ -277,11 +277,11 @@ class Engine:
         if self._trace is not None:
             try:
                 self._trace.fail()
-            except Exception:  # such as a full disk, which must not keep the engine from work
+            except Exception:  # such as a full disk, which must not stop the engine
                 self._trace = None
         self._is_changing = False
 
-    # What the operations do -------------------------------------------------------------------
+    # Bodies of the operations -----------------------------------------------------------------
 
     def _add(
         self,
@@ -307,7 +307,7 @@ class Engine:
             self._records.deliver([request])
 
     def _serve(self, change: Callable[[str], None], event: str, request_id: str) -> None:
-        """Take a request out of service, or into it again."""
+        """Pause or resume a request."""
         change(request_id)
         self._write(event, id=request_id)
 
@@ -321,12 +321,12 @@ class Engine:
         self._records.forget(request)
 
     def _drain(self) -> None:
-        """Settle what is in flight if nothing else is left to do."""
+        """Settle the steps in flight if no request is left."""
         if not self.scheduler.requests:
             self._settle()
 
     def _step(self, num_taken: int) -> list[Request]:
-        """Take a step, if no other thread took one since ``num_taken`` was read."""
+        """Take a step, unless another thread took one since ``num_taken`` was read."""
         if num_taken != self._num_taken:
             return []
         self._num_taken += 1
@@ -352,7 +352,7 @@ class Engine:
                         self._records.note_scheduled([requests[row] for row in plan.tables])
                     self._begun.append(scheduled)
                     self._handles.append(self.runner.dispatch(plan))
-                    if self._trace is not None:  # only now: a device may be computing it already
+                    if self._trace is not None:  # after dispatch: the device may already compute
                         self._trace.plan(plan, begin, scheduled)
                     if len(self._handles) <= scheduler.pipeline_depth:
                         return []
@@ -387,7 +387,7 @@ class Engine:
         if self._pace is not None:
             self._pace.note(plan, begin - max(self._begun[0], self._last_end))
         self._last_end = begin
-        # First: the commit of their samples could end them for another reason.
+        # Before commit, which could end the request for another reason.
         failures = dead_ends(step, result.token_ids) | dict(result.failures)
         failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
@@ -415,7 +415,7 @@ class Engine:
         return finished
 
     def _fail(self, request_id: str, failure: str) -> Request | None:
-        """End one request with reason "error"; the others are undisturbed."""
+        """End one request with reason "error"; the others continue unaffected."""
         request = self.scheduler.abort(request_id, "error")
         if request is not None:  # a finished request may have positions in flight that fail
             self._records.note_failed(request, failure)

@@ -1,5 +1,5 @@
-"""A ledger of the items of a pool: reference counts, an index by key, eviction of the least
-recently used. Pure bookkeeping over ids; it never sees a tensor.
+"""Bookkeeping for the items of a pool: reference counts, an index by key, LRU eviction. It handles
+ids only, no tensors.
 
 Every item is in exactly one of three places (S2, S43), decided by its count and its key (S4)::
 
@@ -14,15 +14,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 BlockKey = tuple[bytes, bytes]
-"""(chained prefix key, what the block holds as bytes)."""
+"""(chained prefix key, content of the block as bytes)."""
 
 
 class Ledger:
     """Items ``0 .. num_items - 1``.
 
     Attributes:
-        ref_counts, keys: by item. index: the item of each key.
-        free: a stack. lru: oldest first.
+        ref_counts, keys: per item. index: the item of each key.
+        free: a stack of free items. lru: cached items, the least recently used first.
     """
 
     def __init__(self, num_items: int) -> None:
@@ -33,14 +33,14 @@ class Ledger:
         """Free and unpublish every item, whatever its state."""
         num_items = self._num_items
         self.ref_counts = [0] * num_items
-        # A stack: the block freed last is the likeliest to be in the processor's caches.
+        # A stack: the most recently freed block is the likeliest to be in the CPU's caches.
         self.free = list(range(num_items - 1, -1, -1))
-        # OrderedDict and not dict: popping the head of a dict rescans its holes.
+        # OrderedDict, not dict: popping the first item of a dict scans its deleted entries.
         self.lru: OrderedDict[int, None] = OrderedDict()
         self.keys: list[bytes | None] = [None] * num_items
         self.index: dict[bytes, int] = {}
-        # What each published item holds: a look-up compares it, so that two different ones whose
-        # keys collide are never taken for one another.
+        # Content of each published item. A look-up compares it, so a key collision never matches
+        # different content.
         self._contents: list[bytes | None] = [None] * num_items
 
     @property
@@ -49,14 +49,14 @@ class Ledger:
         return len(self.free) + len(self.lru)
 
     def find(self, block_key: BlockKey) -> int | None:
-        """The published item with this key and content."""
+        """The published item with this key and content, or None."""
         key, content = block_key
         item = self.index.get(key)
         return None if item is None or self._contents[item] != content else item
 
     def take(self, num_items: int) -> list[int]:
-        """Items with one owner: free ones first, then the least recently used cached ones, which
-        lose their key (S5). The caller has checked ``num_available``."""
+        """Take ``num_items`` items for one owner: free ones first, then the least recently used
+        cached ones, which lose their key (S5). The caller has checked ``num_available``."""
         free, ref_counts = self.free, self.ref_counts
         taken: list[int] = []
         for _ in range(num_items):
@@ -66,7 +66,7 @@ class Ledger:
         return taken
 
     def share(self, items: Iterable[int]) -> None:
-        """Add an owner to published items."""
+        """Add one reference to each of these published items."""
         ref_counts, lru = self.ref_counts, self.lru
         for item in items:
             if ref_counts[item] == 0:
@@ -74,7 +74,7 @@ class Ledger:
             ref_counts[item] += 1
 
     def drop(self, items: Iterable[int]) -> None:
-        """Remove an owner from each item, in this order."""
+        """Remove one reference from each item, in this order."""
         ref_counts, keys = self.ref_counts, self.keys
         for item in items:
             ref_counts[item] -= 1
@@ -85,8 +85,8 @@ class Ledger:
                     self.lru[item] = None
 
     def offer(self, items: Iterable[int], block_keys: Iterable[BlockKey]) -> None:
-        """Publish items under their keys. One whose key is taken already stays private: the index
-        keeps one item per key (S8)."""
+        """Publish items under their keys. An item whose key is already published stays private:
+        the index keeps one item per key (S8)."""
         for item, (key, content) in zip(items, block_keys, strict=True):
             if key not in self.index:
                 self.index[key] = item

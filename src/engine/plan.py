@@ -1,4 +1,4 @@
-"""The frozen plan of one step: the scheduler's decision, and the only input of a runner."""
+"""The immutable plan of one step: the scheduler's decision and a runner's only input."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _Requests = tuple[RequestInfo, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step as parallel arrays, a row for each request in it, in rank order.
+    """One step as parallel arrays, with one row per request, in rank order.
 
     Row ``i`` computes positions ``[starts[i], starts[i] + num_tokens[i])`` of ``requests[i]``, and
     one token is sampled from each of its last ``num_samples[i]`` positions. With k samples the
     last k - 1 of its ``token_ids`` are draft tokens: guesses of its first k - 1 samples. Settling
-    takes a prefix of the samples (:meth:`accepted`).
+    accepts a prefix of the samples (:meth:`accepted`).
 
-    ``copies`` are done first: before the step reads or writes any KV.
+    ``copies`` are done first, before the step reads or writes any KV.
 
-    A runner has the plans, in order, and nothing else: the block tables it makes of ``released``,
-    ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32); so are the
-    state tables of ``released``, ``state_tables`` and ``new_state_slots``, but for entries that are
-    not read again (S51). A plan refers to nothing that changes after it was made.
+    A runner's only input is the sequence of plans. It applies ``released``, ``tables`` and
+    ``new_blocks``, in this order; the resulting block tables equal the scheduler's (S32). In the
+    same way ``released``, ``state_tables`` and ``new_state_slots`` give the state tables, except
+    for entries that are not read again (S51). A plan refers to no mutable object.
 
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
-        token_ids: the ids of all positions computed, row after row. Those of a content segment are
-            placeholders; the inputs there follow from ``RequestInfo.segments``, the content's
-            hash and the position's offset in it. A negative one, ``-(j + 1)``,
-            is the j-th token that the step before sampled, which is on the device first: sample
-            after sample, row after row. Beyond a pipeline depth of 1, j goes on into the steps
-            before that, newest first. A ``range`` if each row feeds the token that the same row of
-            the step before sampled.
-        copies: (source, destination) block ids, of requests that share a prompt (S33). No source
+        token_ids: the ids of all positions computed, concatenated in row order. In a content
+            segment they are placeholders; the inputs there follow from ``RequestInfo.segments``,
+            the content's hash and the position's offset in it. A negative id, ``-(j + 1)``, is the
+            j-th token that the previous step sampled (samples concatenated in row order) and that
+            may exist only on the device. Beyond a pipeline depth of 1, j continues into earlier
+            steps, newest first. A ``range`` if each row feeds the token that the same row of the
+            previous step sampled.
+        copies: (source, destination) block ids, for requests that share a prompt (S33). No source
             is a destination.
-        prefixes: of each row admitted in this step whose request needs its history, the ids at
-            positions ``[0, start)``, which it does not compute, by row; all of them settled.
-            Together with ``token_ids`` of this and the later plans that is all its tokens (S39).
-        tables: the whole block table of each row that was admitted in this step, by row.
+        prefixes: by row, for each row admitted in this step whose request needs its history: the
+            settled ids at positions ``[0, start)``, which the row does not compute. Together with
+            ``token_ids`` of this and later plans they are all tokens of the request (S39).
+        tables: the whole block table of each row admitted in this step, by row.
         new_blocks: the ids appended to the block tables of other rows, by row.
-        state_tables: the whole state table of each row that was admitted in this step, by row; -1
-            where it has no slot. Empty, as ``new_state_slots``, without recurrent layers.
+        state_tables: the whole state table of each row admitted in this step, by row; -1 for an
+            entry without a slot. Empty without recurrent layers, like ``new_state_slots``.
         new_state_slots: the ids appended to the state tables of other rows, by row.
-        released: ids of requests that left the running ones since the plan before, those of
-            ``preempted`` included; one of them may be admitted again in this very plan.
-        preempted: requests whose blocks were taken back for this step; none of them is a row.
+        released: ids of requests that left the running set since the previous plan, including
+            those of ``preempted``; one of them may be admitted again in this same plan.
+        preempted: requests preempted for this step; none of them is a row.
         is_decode_only: every row computes one position and samples one token from it.
     """
 
@@ -81,7 +81,7 @@ class StepPlan:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the step samples."""
+        """Number of tokens that the step samples."""
         return sum(self.num_samples)
 
     @property
@@ -93,7 +93,7 @@ class StepPlan:
         return zip(self.requests, self.starts, self.num_tokens, self.num_samples, strict=True)
 
     def drafts(self) -> dict[int, tuple[int, ...]]:
-        """The draft tokens of each row that has some, by row."""
+        """The draft tokens of each row that has any, by row."""
         found: dict[int, tuple[int, ...]] = {}
         end = 0
         for row, (num_tokens, num_samples) in enumerate(
@@ -105,11 +105,11 @@ class StepPlan:
         return found
 
     def accepted(self, token_ids: Sequence[int]) -> list[Sequence[int]]:
-        """Per row the samples that settling may take: the first, and each that follows a draft
-        token equal to the sample at its place.
+        """Per row, the samples that settling may accept: the first sample, and each sample that
+        follows a draft token equal to the previous sample.
 
         Args:
-            token_ids: the samples of the step, row after row.
+            token_ids: the samples of the step, concatenated in row order.
         """
         found: list[Sequence[int]] = []
         drafts = self.drafts() if self.has_drafts else {}
@@ -132,8 +132,9 @@ def refuse_drafts(plan: StepPlan, runner: str, *, takes_plain: bool = False) -> 
     """Raises EngineError if a row has draft tokens that ``runner`` does not compute.
 
     Args:
-        takes_plain: it computes those of requests that neither edit their logits nor have a
-            constraint; else it samples one token per row.
+        runner: the name used in the error.
+        takes_plain: the runner computes draft tokens of requests without logit edits and without a
+            constraint; otherwise it samples at most one token per row.
     """
     for row in plan.drafts() if plan.has_drafts else ():
         info = plan.requests[row]
@@ -151,9 +152,9 @@ class StepResult:
     """The results of a plan.
 
     Attributes:
-        token_ids: the samples of the step, ``num_samples`` of each row, row after row.
-        logprobs: if parameters of a row request some.
-        failures: why a request cannot go on, by its id; its sampled token is discarded.
+        token_ids: the samples of the step, ``num_samples`` per row, concatenated in row order.
+        logprobs: present if parameters of a row request log-probabilities.
+        failures: why a request cannot continue, by request id; its sampled token is discarded.
     """
 
     token_ids: Sequence[int]
@@ -162,8 +163,8 @@ class StepResult:
 
 
 class InFlightStep(NamedTuple):
-    """A dispatched plan and the live requests of its rows, which only the scheduler may change. It
-    is not passed to runners."""
+    """A dispatched plan and the live requests of its rows, which only the scheduler may change.
+    Not passed to runners."""
 
     plan: StepPlan
     requests: tuple[Request, ...]
@@ -175,10 +176,11 @@ class InFlightStep(NamedTuple):
 
 
 class LastTwoBatches(Generic[_T]):
-    """Values derived from the requests of plans, for the two batches that steps may alternate.
+    """Values derived from the requests of plans, kept for the last two batches.
 
-    The keys are ``StepPlan.requests``: the tuples are the same objects while a batch comes again.
-    With overlap, settled-only requests have a row in every second step (S42).
+    The keys are ``StepPlan.requests``, compared by identity: an unchanged batch keeps the same
+    tuple. With overlap, settled-only requests have a row in every second step (S42), so two batches
+    may alternate.
     """
 
     __slots__ = ("_kept",)
@@ -187,14 +189,14 @@ class LastTwoBatches(Generic[_T]):
         self._kept: tuple[tuple[_Requests, _T], ...] = ()
 
     def get(self, requests: _Requests) -> _T | None:
-        """The value kept for these requests, unless two other batches came since."""
+        """The value kept for these requests; None if two other batches came since."""
         for kept, value in self._kept:
             if kept is requests:
                 return value
         return None
 
     def put(self, requests: _Requests, value: _T) -> _T:
-        """Keep a value, and return it."""
+        """Keep a value and return it."""
         self._kept = ((requests, value), *self._kept[:1])
         return value
 
@@ -209,13 +211,14 @@ def row_token_ids(
     in_flight: Sequence[InFlightStep],
     drafts: Mapping[int, Sequence[int]],
 ) -> tuple[int, ...]:
-    """Settled ids as they are, others by their place among the tokens that steps in flight sample
-    (see ``StepPlan.token_ids``).
+    """Token ids of the rows: settled ids as they are, others as references to samples of steps in
+    flight (see ``StepPlan.token_ids``).
 
     Args:
-        num_tokens: draft tokens included.
-        in_flight: dispatched and not settled, oldest first.
-        drafts: the draft tokens of each row that has some, by row; all before them is settled.
+        num_tokens: per row, including draft tokens.
+        in_flight: dispatched but unsettled steps, oldest first.
+        drafts: the draft tokens of each row that has any, by row; all tokens before them are
+            settled.
     """
     ids: list[int] = []
     places: dict[Request, int] | None = None
@@ -236,9 +239,9 @@ def row_token_ids(
 
 
 def _places_in_flight(newest_first: Iterable[InFlightStep]) -> dict[Request, int]:
-    """The place of each request's latest token among the samples in flight, newest first. A row
-    with draft tokens has several samples, of which no later row names one before they are settled
-    (S42); it counts for the places behind it."""
+    """The index of each request's latest token among the samples in flight, newest step first. A
+    row with draft tokens has several samples; no later row refers to one of them before they are
+    settled (S42), but they do count in the indices of other rows."""
     places: dict[Request, int] = {}
     num_places = 0
     for plan, requests in newest_first:

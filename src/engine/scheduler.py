@@ -1,12 +1,12 @@
-"""The scheduler: owns the requests and the pool, plans steps and settles them.
+"""The scheduler: owns the requests and the block pool, plans steps and settles them.
 
 ``schedule`` (dispatch) and ``commit`` (settle) are separate: up to ``pipeline_depth`` earlier
-steps may be unsettled when the next is scheduled. Requests have no phases; a row of a plan is a
-range of positions. All order comes from ``Request.rank``. ``planner`` decides a
-step, ``queues`` hold waiting and running requests. Everything irreversible (tokens, publishing,
-finishing, giving blocks back) happens in ``commit``.
+steps may be unsettled when the next one is scheduled. Requests have no prefill or decode phase; a
+row of a plan is a range of positions. All ordering uses ``Request.rank``. ``planner`` decides a
+step; ``queues`` hold waiting and running requests. Everything irreversible (tokens, publishing,
+finishing, releasing blocks) happens in ``commit``.
 
-No torch here: the scheduler runs, and is checked, without a model.
+The module imports no torch: the scheduler runs, and is checked, without a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .segments import check_segments
 
 _RUNNING = RequestState.RUNNING
 DEAD_END = "allowed_token_ids, bad_words and min_tokens leave no token to sample"
-# What samplers give for a row without a finite logit (kernels/sampling/sampler.py).
+# The token id that samplers return for a row without a finite logit (kernels/sampling/sampler.py).
 _OF_NONE = 0
 
 
@@ -35,13 +35,13 @@ class Scheduler:
     """Owns the requests and the block pool.
 
     Args:
-        blocks: the pool.
-        max_num_seqs: cap on the running set.
+        blocks: the block pool.
+        max_num_seqs: maximum number of running requests.
         max_num_batched_tokens: token budget of a step; at least ``max_num_seqs``, so that every
-            running decode has its token.
-        pipeline_depth: unsettled steps allowed when the next one is scheduled.
-        policy: order of service.
-        drafter: offers draft tokens for rows of settled-only requests; None: no row has any.
+            running request can decode one token.
+        pipeline_depth: number of unsettled steps allowed when the next one is scheduled.
+        policy: the order of service.
+        drafter: proposes draft tokens for rows of settled-only requests; None: no draft tokens.
     """
 
     def __init__(
@@ -71,32 +71,32 @@ class Scheduler:
         self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
         self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
-        self.failures: dict[str, str] = {}  # why on_token raised, by id; the engine clears them
+        self.failures: dict[str, str] = {}  # error of on_token, by request id; the engine clears it
         self.num_steps = 0
         self.last_budget = max_num_batched_tokens  # of the newest dispatched step
         # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
         # row with draft tokens.
         self.last_accepted: list[tuple[str, int]] = []
-        self.account: PlanAccount | None = None  # of each plan, where a run is traced
+        self.account: PlanAccount | None = None  # reasons for each plan, in traced runs
 
     @property
     def has_work(self) -> bool:
         """Whether some request is waiting or running, or some step is in flight."""
         return bool(self.queues.running or self.queues.waiting or self.in_flight)
 
-    # The life of a request --------------------------------------------------------------------
+    # The life cycle of a request --------------------------------------------------------------
 
     def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
-        """Admit ``request`` to the waiting ones.
+        """Append ``request`` to the waiting requests.
 
         Args:
-            siblings: other continuations of its prompt (:meth:`.Request.sibling`), each a request
-                of its own, which wait once it has computed that.
+            siblings: other continuations of its prompt (:meth:`.Request.sibling`), each a separate
+                request. A sibling waits once ``request`` has computed the prompt.
 
         Raises:
-            InvalidInputError: an id is in use; the segments are not the prompt (S59); the prompt
-                leaves no room for an output; or the request exceeds the whole pool (S30). Nothing
-                was changed.
+            InvalidInputError: an id is in use; the segments do not cover the prompt (S59); the
+                prompt leaves no space for an output; or the request exceeds the whole pool (S30).
+                Nothing was changed.
         """
         arrivals = (request, *siblings)
         for arrival in arrivals:
@@ -116,27 +116,27 @@ class Scheduler:
             raise InvalidInputError("prompt + max_tokens", request.max_num_tokens, limit)
         for arrival in arrivals:
             if self.drafter is not None and self.drafter.serves(arrival):
-                arrival.settled_only = True  # draft tokens follow settled ones alone
+                arrival.settled_only = True  # draft tokens follow settled tokens only
         for arrival in arrivals:
             self.requests[arrival.request_id] = arrival
         self.queues.arrive(request, siblings)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
-        """End a request, whatever it is doing, and return it. Unknown or finished: no-op, None."""
+        """End a request in any state and return it; None if it is unknown or finished."""
         request = self.requests.get(request_id)
         if request is not None:
             self._finish(request, reason)
         return request
 
     def pause(self, request_id: str) -> None:
-        """Take a request out of service until ``resume``. What is in flight still settles; then
-        its blocks are given back, so that a paused request never keeps others from theirs."""
+        """Take a request out of service until ``resume``. Steps in flight still settle; then its
+        blocks are released, so that a paused request never blocks others."""
         request = self._live(request_id)
         if request.state is not RequestState.PAUSED:
             self.queues.withdraw(request, RequestState.PAUSED)
 
     def resume(self, request_id: str) -> None:
-        """Put a paused request back in its place: its rank is what it was (S27)."""
+        """Return a paused request to the waiting queue at its unchanged rank (S27)."""
         request = self._live(request_id)
         if request.state is RequestState.PAUSED:
             self.queues.join_waiting(request)
@@ -144,13 +144,13 @@ class Scheduler:
     # Dispatch ---------------------------------------------------------------------------------
 
     def schedule(self, budget: int | None = None) -> StepPlan:
-        """Decide the next step. A plan without rows means that nothing can be computed now (it
-        is not in flight and must not be committed). Deterministic in the state and ``budget``
+        """Decide the next step. A plan without rows means that nothing can be computed now; it is
+        not in flight and must not be committed. The plan depends only on the state and ``budget``
         (S31).
 
         Args:
-            budget: tokens that this step may compute, from the number of running requests, so that
-                each could have one, to ``max_num_batched_tokens``; None: as many as these (S18).
+            budget: token budget of this step, from the number of running requests (one token each)
+                to ``max_num_batched_tokens``; None: ``max_num_batched_tokens`` (S18).
         """
         if budget is None:
             budget = self.max_num_batched_tokens
@@ -181,18 +181,18 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[Request]:
         """Settle the oldest step in flight: count its positions as computed, append its tokens,
-        publish full blocks, apply stop conditions, give blocks back. Of a row with draft tokens a
-        prefix of the samples is taken: those accepted, up to the end of the request.
+        publish full blocks, apply stop conditions, release blocks. For a row with draft tokens,
+        take the accepted prefix of its samples, up to the end of the request.
 
         Args:
             plan: the oldest plan that ``schedule`` returned and that was not committed.
-            token_ids: the samples of the step, ``num_samples`` of each row, row after row.
+            token_ids: the samples of the step, ``num_samples`` per row, concatenated in row order.
 
         Returns:
             The requests that finished.
 
         Raises:
-            ValueError: another plan is older, or the count is wrong; nothing was changed.
+            ValueError: ``plan`` is not the oldest, or the count is wrong; nothing was changed.
         """
         if not self.in_flight or self.in_flight[0].plan is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
@@ -221,8 +221,8 @@ class Scheduler:
     def _commit_drafts(
         self, step: InFlightStep, token_ids: Sequence[int], finished: list[Request]
     ) -> None:
-        """Draft tokens are counted nowhere before this: each that is accepted adds one to all
-        three counters of its request."""
+        """Settle a step with draft tokens. They are counted only here: each accepted one adds one
+        to all three counters of its request."""
         rows = zip(step.rows(), step.plan.accepted(token_ids), strict=True)
         for (request, _, num_tokens, num_samples), tokens in rows:
             if num_samples < 2:
@@ -241,7 +241,10 @@ class Scheduler:
         finished: list[Request],
         more: Sequence[int] = (),
     ) -> None:
-        """``num_tokens``: without draft tokens. ``more``: samples behind accepted ones."""
+        """Args:
+        num_tokens: positions computed, without draft tokens.
+        more: samples after the first, which accepted draft tokens precede.
+        """
         request.num_computed += num_tokens
         if self.queues.pending and request.num_computed >= request.num_prompt_tokens:
             self.queues.release_siblings(request)
@@ -264,8 +267,8 @@ class Scheduler:
             self.queues.end_drain(request)
 
     def _take_more(self, request: Request, more: Sequence[int]) -> str | None:
-        """Append the samples behind accepted draft tokens, as far as the request goes on; returns
-        why it ends."""
+        """Append the samples that follow accepted draft tokens until the request ends. Returns the
+        reason if it ends."""
         reason = self._stop_reason(request, request.token_ids[-1])
         for token in more:
             if reason is not None:
@@ -280,7 +283,8 @@ class Scheduler:
         return reason
 
     def _stop_reason(self, request: Request, token: int) -> str | None:
-        """Stop token before stop string before length (S25)."""
+        """The reason to stop. A stop token takes precedence over a stop string, and a stop string
+        over the length limit (S25)."""
         if token in request.stop_token_ids:
             return "stop"
         if request.on_token is not None:
@@ -294,12 +298,12 @@ class Scheduler:
     # Reset of the prefix cache ----------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Make the pool as it was at the start: no block is owned or cached, so that nothing is
-        read again that was computed under other weights (S41). Running requests are preempted:
-        they wait at their ranks, and compute all their tokens afresh.
+        """Reset the pool to its initial state: no block is owned or cached, so that KV computed
+        under other weights is never read again (S41). Running requests are preempted: they wait at
+        their ranks and recompute all their tokens.
 
         Raises:
-            RuntimeError: steps are in flight, which would settle into it; nothing was changed.
+            RuntimeError: steps are in flight and would settle into the pool; nothing was changed.
         """
         if self.in_flight:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit them first")
@@ -310,11 +314,11 @@ class Scheduler:
     # Failure ----------------------------------------------------------------------------------
 
     def reset(self, reason: str) -> None:
-        """End every live request with ``reason``, forget the steps in flight, and empty the pool
+        """End every live request with ``reason``, discard the steps in flight, and empty the pool
         with its prefix cache: blocks that a failed step wrote are never found again (S37).
 
-        It assumes only that a request with no ``finish_reason`` is in ``requests``. So it is safe
-        after an interrupt anywhere, also in ``reset``."""
+        It only assumes that every request without a ``finish_reason`` is in ``requests``. So it is
+        safe after an interrupt anywhere, including in ``reset``."""
         for request in (*self.requests.values(), *self.queues.draining):
             request.state = RequestState.FINISHED
             request.finish_reason = request.finish_reason or reason
@@ -324,7 +328,7 @@ class Scheduler:
         self.blocks.reset()
         self.queues.reset()
         self.in_flight = deque()
-        self.last_steps = deque(maxlen=2)  # the runner forgets them too
+        self.last_steps = deque(maxlen=2)  # the runner discards its own as well
         self.requests = {}
         self.failures = {}
 
@@ -343,13 +347,14 @@ class Scheduler:
 
 
 def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
-    """Why requests of a step cannot go on, by their ids: their first sample is a token that their
-    edits ban. Called just before the step is committed; the scheduler sees to further samples.
+    """Requests of a step that cannot continue, with the reason by request id. Their first
+    sample is a token that their edits ban. Called just before the step is committed; ``commit``
+    checks further samples.
 
     Completed sequences of ``bad_words`` are known only after sampling. Logits are not read.
 
     Args:
-        token_ids: the samples of the step, row after row.
+        token_ids: the samples of the step, concatenated in row order.
     """
     if _OF_NONE not in token_ids:
         return {}
@@ -363,7 +368,7 @@ def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
 
 
 def is_dead_end(request: Request, token_id: int) -> bool:
-    """Whether a sample behind the settled tokens of ``request`` is one that its edits ban."""
+    """Whether a sample after the settled tokens of ``request`` is banned by its edits."""
     edits = request.info.edits
     if token_id != _OF_NONE or edits is None:
         return False
