@@ -10,8 +10,8 @@ from .state import State
 def l3(m: Move) -> bool:
     ranks = [request.rank for request in m.before.requests]
     return all(
-        ranks[asker] < ranks[victim]
-        for victim, asker in zip(m.plan.preempted, m.plan.askers, strict=True)
+        ranks[preemptor] < ranks[victim]
+        for victim, preemptor in zip(m.plan.preempted, m.plan.preempted_for, strict=True)
     )
 
 

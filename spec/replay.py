@@ -223,7 +223,7 @@ class Replay:
         """S31: why a plan is as it is follows from the state, as the plan does."""
         starts = {row.request: row.start for row in made.rows}
         expected = {
-            "askers": list(made.askers),
+            "askers": list(made.preempted_for),
             "hits": [(r, starts[r]) for r, _ in made.admitted if starts[r]],
             "evicted": num_evicted,
             "refused": [(r, reason) for r, reason in made.refused if reason != "behind"],

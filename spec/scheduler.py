@@ -18,7 +18,7 @@ class Scheduler(Shares):
         self.budget_left = budget
         self.rows: list[PlanRow] = []
         self.preempted: list[int] = []
-        self.askers: list[int] = []
+        self.preempted_for: list[int] = []
         self.admitted: list[tuple[int, tuple[int, ...]]] = []
         self.held: list[int] = []
         self.displaced_ones: list[int] = []
@@ -49,7 +49,7 @@ class Scheduler(Shares):
         return Plan(
             tuple(self.rows),
             tuple(self.preempted),
-            tuple(self.askers),
+            tuple(self.preempted_for),
             tuple(self.admitted),
             tuple(self.held),
             self.closed_by,
@@ -331,12 +331,12 @@ class Scheduler(Shares):
 
     # ------------------------------------------------------------------ preemption
     def make_room(
-        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+        self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
         """Preempt ``displaced``, and younger running requests until ``shortage`` more blocks are
         available; or none. Victims with a step in flight are held instead: they drain while the
-        asker waits."""
-        chosen = self.choose_victims(asker, shortage, hits, displaced)
+        preemptor waits."""
+        chosen = self.choose_victims(preemptor, shortage, hits, displaced)
         if not chosen:
             return False
         if any(self.requests[v].in_flight for v in chosen):
@@ -345,18 +345,18 @@ class Scheduler(Shares):
         self.displaced_ones += [v for v in chosen if v == displaced]
         for victim in chosen:
             self.preempt(victim)
-            self.askers.append(asker)
+            self.preempted_for.append(preemptor)
         return True
 
-    def victim_order(self, asker: int) -> list[int]:
+    def victim_order(self, preemptor: int) -> list[int]:
         """L3: only younger requests, the youngest first."""
-        return [v for v in reversed(self.running) if self.is_older(asker, v)]
+        return [v for v in reversed(self.running) if self.is_older(preemptor, v)]
 
     def choose_victims(
-        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+        self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> list[int]:
         refs, gained, chosen = list(self.refs), set(), []
-        order = self.victim_order(asker)
+        order = self.victim_order(preemptor)
         if displaced is not None:
             order = [displaced, *(v for v in order if v != displaced)]
         for victim in order:

@@ -335,7 +335,7 @@ class Plan(NamedTuple):
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
-    askers: tuple[int, ...] = ()  # for whom, parallel to preempted
+    preempted_for: tuple[int, ...] = ()  # for whom, parallel to preempted
     admitted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (request, its hit blocks)
     held: tuple[int, ...] = ()  # victims that must drain first, not scheduled
     closed_by: int | None = None  # the first request that wanted more blocks than it could get

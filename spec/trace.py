@@ -72,8 +72,8 @@ def plan_text(plan: Plan | None) -> str:
     ]
     parts += [f"admit r{r} with {len(hits)} hits" for r, hits in plan.admitted]
     parts += [
-        f"preempt r{victim} for r{asker}"
-        for victim, asker in zip(plan.preempted, plan.askers, strict=True)
+        f"preempt r{victim} for r{preemptor}"
+        for victim, preemptor in zip(plan.preempted, plan.preempted_for, strict=True)
     ]
     parts += [f"fork r{r} from r{source}" for r, source in plan.forked]
     parts += [f"copy b{a} to b{b}" for a, b in plan.copies]

@@ -159,8 +159,10 @@ def s20(m: Move) -> bool:
 
 def s21(m: Move) -> bool:
     gone: set[int] = set()
-    for asker in dict.fromkeys(m.plan.askers):
-        victims = [v for v, a in zip(m.plan.preempted, m.plan.askers, strict=True) if a == asker]
+    for preemptor in dict.fromkeys(m.plan.preempted_for):
+        victims = [
+            v for v, a in zip(m.plan.preempted, m.plan.preempted_for, strict=True) if a == preemptor
+        ]
         gone.update(victims)
         kept = {
             block
@@ -168,7 +170,7 @@ def s21(m: Move) -> bool:
             if r not in gone
             for block in request.table
         }
-        kept.update(m.hits.get(asker, ()))
+        kept.update(m.hits.get(preemptor, ()))
         if any(
             kept.issuperset(m.before.requests[v].table) and v not in m.plan.displaced
             for v in victims
@@ -180,13 +182,13 @@ def s21(m: Move) -> bool:
 def takes_a_place(m: Move, victim: int) -> bool:
     """Whether the request that ``victim`` was preempted for is of another owner, was admitted, and
     had no place beside it."""
-    asker = m.plan.askers[m.plan.preempted.index(victim)]
-    others = {*m.before.running, *m.hits} - {asker}
+    preemptor = m.plan.preempted_for[m.plan.preempted.index(victim)]
+    others = {*m.before.running, *m.hits} - {preemptor}
     return (
         m.scope.policy == "fair"
-        and asker in m.hits
+        and preemptor in m.hits
         and len(others) >= m.scope.cap
-        and m.before.requests[victim].owner != m.before.requests[asker].owner
+        and m.before.requests[victim].owner != m.before.requests[preemptor].owner
     )
 
 

@@ -22,12 +22,12 @@ from .registry import LONG, A, defect
 )
 class VictimBecomesTheElder(Machine):
     def make_room(
-        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+        self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
-        made = super().make_room(asker, shortage, hits, displaced)
+        made = super().make_room(preemptor, shortage, hits, displaced)
         if made:
-            mine, other = self.requests[asker].rank, self.requests[self.preempted[-1]].rank
-            self.update(asker, rank=other)
+            mine, other = self.requests[preemptor].rank, self.requests[self.preempted[-1]].rank
+            self.update(preemptor, rank=other)
             self.update(self.preempted[-1], rank=mine)
             for queue in (self.waiting, self.running):
                 queue.sort(key=lambda q: self.requests[q].rank)
@@ -48,8 +48,8 @@ class YoungestFirst(Machine):
     def walk_order(self, queue: list[int]) -> list[int]:
         return queue[::-1]
 
-    def victim_order(self, asker: int) -> list[int]:
-        return [v for v in self.running if self.is_older(asker, v)]
+    def victim_order(self, preemptor: int) -> list[int]:
+        return [v for v in self.running if self.is_older(preemptor, v)]
 
 
 @defect(

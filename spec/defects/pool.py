@@ -128,9 +128,9 @@ class EvictionBetweenLookUpAndAcquisition(Machine):
 )
 class FailedAdmissionKeepsItsHits(Machine):
     def make_room(
-        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+        self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
-        made = super().make_room(asker, shortage, hits, displaced)
+        made = super().make_room(preemptor, shortage, hits, displaced)
         if not made:
             self.lru = [block for block in self.lru if block not in hits]
         return made

@@ -1,13 +1,13 @@
-"""Token budgets of steps, to bound the time between tokens of running answers.
+"""Token budgets of steps, which bound the time between tokens of running answers.
 
-A step that computes a long prompt beside answers takes as long as its tokens do, and each answer
-waits for it. The time of the prompt's tokens beyond a step of answers alone is modelled as
-``per_token * tokens + per_read * reads``. Each token reads all positions before it. Both costs are
-fitted to the measured steps, recent ones weighted most. A step with answers beside a prompt gets
-the tokens that fit in the target; a step without answers, or without a prompt, gets all.
+A step that computes a long prompt together with running answers takes as long as the prompt's
+tokens do, and delays each answer. The extra time of the prompt's tokens is modelled as
+``per_token * tokens + per_read * reads``, where each token reads all positions before it. Both
+costs are fitted to the measured steps, with more weight on recent ones. A step with answers and a
+prompt gets the number of tokens that fits in the target; any other step gets the full budget.
 
-The budget of a step is an input of the scheduler and no part of its state: any choice from the
-number of running requests up to ``max_num_batched_tokens`` keeps the properties (S18, L4, L6).
+The budget of a step is an input of the scheduler, not part of its state: any value from the number
+of running requests up to ``max_num_batched_tokens`` keeps the properties (S18, L4, L6).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MIN_PROMPT_TOKENS = 16
 """Prompt tokens that a step computes even if they take longer than the target."""
 
 _FORGETTING = 0.7  # weight of earlier measurements, per step with a prompt
-_SMOOTHING = 0.2  # weight of the latest step of answers alone
+_SMOOTHING = 0.2  # weight of the latest step with answers only
 _GROWTH, _FIRST_TOKENS = 8, 256
-_RIDGE = 1.05  # steps at one position do not separate the costs: then per_token has all of it
+_RIDGE = 1.05  # steps at one position cannot separate the costs: then per_token gets all of it
 
 
 class StepPace:
-    """Measures steps, and chooses the budget of the next.
+    """Measures steps and chooses the budget of the next one.
 
     Args:
-        target_s: longest that a step should take which has answers beside a prompt, in seconds.
+        target_s: target for the duration of a step with both answers and a prompt, in seconds.
     """
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self._largest = 0  # prompt tokens of the largest step that was measured
-        self._answers_s = 0.0  # a step of answers alone
+        self._answers_s = 0.0  # duration of a step with answers only
         # Normal equations of the weighted least squares, and their solution.
         self._squares = [0.0, 0.0]
         self._product = 0.0
@@ -45,7 +45,7 @@ class StepPace:
         self._costs = 0.0, 0.0
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         if plan.is_decode_only:
             if not self._answers_s:
                 self._answers_s = seconds
@@ -61,8 +61,8 @@ class StepPace:
             self._fit(num_tokens, reads, max(seconds - self._answers_s, 0.1 * seconds, 1e-6))
 
     def _fit(self, num_tokens: float, reads: float, seconds: float) -> None:
-        """Least squares of the seconds per token, with no negative cost: the steps count alike,
-        whatever their lengths."""
+        """Least squares of the seconds per token, with non-negative costs. Every step has the same
+        weight, whatever its length."""
         weight = 1.0 / num_tokens**2
         squares, right = self._squares, self._right
         for i, feature in enumerate((num_tokens, reads)):
@@ -80,7 +80,7 @@ class StepPace:
         self._costs = per_token, per_read
 
     def budget(self, queues: Queues, max_num_tokens: int) -> int | None:
-        """Tokens of the next step, at most ``max_num_tokens``; None: as many as there may be."""
+        """Token budget of the next step, at most ``max_num_tokens``; None: no limit."""
         running = queues.running
         prompt: Request | None = None
         has_answers = False
@@ -96,8 +96,8 @@ class StepPace:
         return min(max_num_tokens, len(running) + num_tokens)
 
     def _num_prompt_tokens(self, start: int) -> int:
-        """Tokens of a prompt from position ``start`` on that fit in the target, beside answers."""
-        most = max(_FIRST_TOKENS, _GROWTH * self._largest)  # beyond, the model is no guide
+        """Tokens of a prompt from position ``start`` on that fit in the target, next to answers."""
+        most = max(_FIRST_TOKENS, _GROWTH * self._largest)  # the model does not extrapolate further
         left_s = self.target_s - self._answers_s
         if left_s <= 0:
             return MIN_PROMPT_TOKENS

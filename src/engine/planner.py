@@ -1,26 +1,29 @@
-"""Plans one step: continuous batching with chunked prefill, a single walk in rank order.
+"""Plans one step: continuous batching with chunked prefill, one pass over requests in rank order.
 
-The rules, with the properties of ``spec/README.md`` they serve:
+The rules, with the properties of ``spec/README.md`` that they serve:
 
 * While an older request is short of blocks, no younger one allocates any in that step, and none is
   admitted behind a blocked one (L1).
-* A request that needs a block when none is available preempts the youngest requests, and only those
-  whose release makes blocks available (S21). Being younger, they are not rows yet.
-* A victim gives its blocks back only once none of its tokens is in flight; until then it is held
-  out of the plan, so that it drains (S28).
-* One token of the budget is kept for every running decode, so that a long prompt never stalls
-  them (L6); a prompt is admitted only when blocks for all its present tokens are available.
-* Under the policy "fair" a waiting request may take the place of a younger running one of another
-  owner, where the running ones are ``max_num_seqs``: this is what bounds its wait for a slot.
-* Of a settled-only request no token is computed that is not settled: it is left out of steps until
-  then, and the others are not (S42).
-* A sibling shares the blocks of an older one that has computed the prompt. It gets a copy of the
-  block that the shared tokens fill in part (S33). States are not copied: with recurrent layers it
-  is admitted as any request.
-* After the walk, rows of settled-only requests may carry draft tokens: with the tokens of the
-  budget and the blocks that are left, and with no block where a request is short of some (S56).
-* With recurrent layers a request is admitted only when there is a state slot for it alone. None is
-  preempted for a slot: steps in flight give slots back, and each running request keeps one.
+* A request that needs a block when none is available preempts the youngest requests, but only those
+  whose release makes blocks available (S21). They are younger, so they have no row in the plan yet.
+* A victim releases its blocks only when none of its tokens is in flight. Until then it is held: it
+  gets no row, so that it drains (S28).
+* One token of the budget is reserved for every running decode, so that a long prompt never stalls
+  them (L6). A prompt is admitted only when blocks for all its present tokens are available.
+* Under the policy "fair", if ``max_num_seqs`` requests run, a waiting request may replace a younger
+  running one of another owner. This bounds its wait for a place among the running requests.
+* A settled-only request computes settled tokens only: it has no row in a step until its last token
+  is settled. Other requests are not delayed (S42).
+* A sibling shares the blocks of an older request that has computed the prompt. It gets a copy of
+  the block that the shared tokens fill in part (S33). Recurrent states are not copied: with
+  recurrent layers a sibling is admitted like any other request.
+* After the pass, rows of settled-only requests may carry draft tokens, within the remaining budget
+  and blocks. They get no new block if any request is short of blocks (S56).
+* With recurrent layers a request is admitted only when a state slot is available for it alone. No
+  request is preempted for a slot: steps in flight release slots; each running request keeps one.
+
+A traced run has a :class:`PlanAccount`, which records why each request without a row has none. The
+reasons are those of ``spec/state.py`` (``REFUSALS``).
 
 A traced run has a :class:`PlanAccount`, in which each decision that leaves a request without a row
 writes its reason. The reasons are those of ``spec/state.py`` (``REFUSALS``).
@@ -44,36 +47,37 @@ from .state_slots import StateSlots
 
 @dataclass(slots=True)
 class PlanAccount:
-    """Why the latest plan is what it is; each plan overwrites it.
+    """The reasons behind the latest plan; each plan overwrites it.
 
     Attributes:
-        askers: per preempted request of the plan, in order, the id of the request it was preempted
-            for.
-        refused: (id, reason) of requests without a row, in rank order. Of the waiting requests only
-            the oldest refused is named: those behind it wait because it does.
+        preempted_for: per preempted request of the plan, in order, the id of the request that
+            gained its blocks or place.
+        refused: (id, reason) of requests without a row, in rank order. Among the waiting requests
+            only the oldest refused one is listed; those behind it wait because it does.
         num_evicted: cached blocks that were evicted for this step.
     """
 
-    askers: list[str] = field(default_factory=list)
+    preempted_for: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     num_evicted: int = 0
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Planner:
-    """The draft of one step. Used once: ``plan()``.
+    """A step while it is being planned. Used once: ``plan()``.
 
     Args, in order:
         queues: their requests are served, admitted and preempted.
-        max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
+        max_num_seqs: maximum number of running requests. max_num_batched_tokens: token budget of
+            the step.
         step: its number.
-        in_flight: dispatched and not settled, oldest first.
-        last_steps: the one or two newest dispatched, settled or not; the newest comes last.
-        drafter: offers draft tokens; None: no row has any.
-        account: to be overwritten with the reasons of the plan; None: reasons are not kept.
+        in_flight: dispatched but unsettled steps, oldest first.
+        last_steps: the one or two newest dispatched steps, settled or not; the newest comes last.
+        drafter: proposes draft tokens; None: no row has any.
+        account: receives the reasons for the plan; None: reasons are not recorded.
 
-    Rows of one sampled token are the rule, so only the exceptions are written down a row at a
-    time; ``_freeze`` fills in the rest.
+    Most rows compute one position and sample one token. Only the exceptions are recorded per row;
+    ``_freeze`` fills in the rest.
     """
 
     _queues: Queues
@@ -89,16 +93,16 @@ class Planner:
     _drafts: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
     _requests: list[Request] = field(init=False, default_factory=list)
     _starts: list[int] = field(init=False, default_factory=list)
-    # Numbers of tokens and of samples.
+    # Per exceptional row: (number of tokens, number of samples).
     _unusual_rows: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)
     _num_extra_tokens: int = 0
-    # Blocks are taken, and requests admitted, for the row that is written next.
+    # Blocks and admissions are recorded under the index of the next row to be appended.
     _admitted_rows: list[int] = field(init=False, default_factory=list)
     _new_blocks: dict[int, Blocks] = field(init=False, default_factory=dict)
     _new_state_slots: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
     _copies: list[tuple[int, int]] = field(init=False, default_factory=list)
     _preempted: list[Request] = field(init=False, default_factory=list)
-    # Victims with tokens in flight: kept out of the plan until they have drained.
+    # Victims with tokens in flight: they get no row until they have drained.
     _held: set[Request] = field(init=False, default_factory=set)
     # An older request is short of blocks, so younger ones may not allocate in this step.
     _is_closed: bool = False
@@ -107,11 +111,11 @@ class Planner:
         self._blocks, self._running = self._queues.blocks, self._queues.running
 
     def plan(self) -> InFlightStep:
-        """Walk, moving requests between the queues and blocks into tables; return the plan with
-        its rows' requests."""
+        """Make the plan: admits and preempts requests and allocates blocks. Returns the plan with
+        the requests of its rows."""
         account, running, index = self._account, self._running, self._blocks.index
         if account is not None:
-            account.askers, account.refused, account.num_evicted = [], [], len(index)
+            account.preempted_for, account.refused, account.num_evicted = [], [], len(index)
         position = 0
         head = self._next_waiting()
         while head is not None:
@@ -120,17 +124,17 @@ class Planner:
                 end = bisect_left(running, head.rank, key=by_rank)
             self._serve(position, end)
             position = end
-            if self._preempted:  # victims may have left from before it
+            if self._preempted:  # some victims may have been older than the admitted request
                 position = bisect_left(running, head.rank, key=by_rank)
             if not self._admit(head, position):
                 break
             head = self._next_waiting()
-        # Younger than the refused head, or all if none waits.
+        # Requests younger than the refused head, or all requests if none waits.
         self._serve(position, len(running))
         if self._drafter is not None:
             self._draft(self._drafter)
         if account is not None:
-            # An eviction removes a key, and nothing is published while a step is planned.
+            # An eviction removes a key, and no key is added while a step is planned.
             account.num_evicted -= len(index)
         return self._freeze()
 
@@ -142,22 +146,22 @@ class Planner:
         return waiting[0] if waiting else None
 
     def _refuse(self, request: Request, reason: str) -> None:
-        """``request`` has no row in this step."""
+        """Record that ``request`` has no row in this step, and why."""
         if self._account is not None:
             self._account.refused.append((request.request_id, reason))
 
     # Draft tokens -----------------------------------------------------------------------------
 
     def _draft(self, drafter: Drafter) -> None:
-        """Extend rows that sample behind settled tokens by draft tokens. Nothing counts them as
-        dispatched: the next row starts behind those that are accepted."""
+        """Append draft tokens to rows that sample after settled tokens. Draft tokens do not count
+        as dispatched: the next row starts after the accepted ones."""
         blocks = self._blocks
         for row, request in enumerate(self._requests):
             end = request.num_dispatched
             if not request.settled_only or end != len(request.token_ids):
-                continue  # it samples none, or has its next row before these are settled
+                continue  # it samples nothing, or its last tokens are still unsettled
             num_left = self._max_num_batched_tokens - len(self._requests) - self._num_extra_tokens
-            # A sample behind the last draft token may not exceed the longest form.
+            # A sample after the last draft token may not exceed the maximum length.
             most = min(num_left, request.max_num_tokens - 1 - end, drafter.max_draft_tokens)
             drafts = tuple(drafter.propose(request)[:most]) if most > 0 else ()
             num_wanted = blocks.num_blocks_for(end + len(drafts)) - len(request.block_table)
@@ -176,13 +180,13 @@ class Planner:
     # Running requests -------------------------------------------------------------------------
 
     def _serve(self, begin: int, end: int) -> None:
-        """Give running requests ``begin .. end`` their rows."""
+        """Make the rows of running requests ``begin .. end``."""
         add_request, add_start = self._requests.append, self._starts.append
         held = self._held
         for request in self._running[begin:end]:
             start = request.num_dispatched
             total = request.num_total
-            # By far the commonest row first: one token to go, not the last one, and a slot for it.
+            # The most common row first: one token left, not the last one, and a slot for it.
             if (
                 total - start == 1
                 and total != request.max_num_tokens
@@ -208,7 +212,7 @@ class Planner:
         return True
 
     def _extend_states(self, states: StateSlots, request: Request, num_tokens: int) -> None:
-        """State slots of the row that is written next, as far as it is computed."""
+        """Allocate state slots of the next row up to position ``num_tokens``."""
         slots = states.extend(request, num_tokens)
         if slots:
             self._new_state_slots[len(self._requests)] = slots
@@ -231,13 +235,13 @@ class Planner:
         request.num_total += is_sampled
 
     def _fit(self, request: Request) -> tuple[int, str]:
-        """Tokens of the row of ``request``, whose blocks are allocated; or 0, and why it has no
-        row."""
+        """Number of tokens in the row of ``request``, whose blocks are allocated here; or 0, and
+        the reason why it has no row."""
         num_tokens = request.num_total - request.num_dispatched
         if request in self._held:
             return 0, "held"
         if num_tokens == 0 or request.num_total == request.max_num_tokens:
-            return 0, "ending"  # its last token is being sampled
+            return 0, "ending"  # a step in flight samples its last token
         if request.must_settle:
             return 0, "unsettled"
         if num_tokens > 1:
@@ -253,8 +257,8 @@ class Planner:
         return num_tokens, ""
 
     def _budget_behind(self, request: Request) -> int:
-        """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
-        younger running request that has one token to go."""
+        """Tokens that ``request`` may take when it takes more than one: the remaining budget minus
+        one token for each younger running request with one token left."""
         num_rows = len(self._requests)
         num_left = self._max_num_batched_tokens - num_rows - self._num_extra_tokens
         if num_left <= 0:
@@ -270,8 +274,8 @@ class Planner:
         )
 
     def _take_blocks(self, request: Request, num_tokens: int) -> int:
-        """Allocate what ``num_tokens`` more positions need, or what there is; preempt younger
-        ones if there is none at all. Returns the slots gained."""
+        """Allocate the blocks for ``num_tokens`` more positions, or as many as are available;
+        preempt younger requests if none is. Returns the number of token slots gained."""
         if self._is_closed:
             return 0
         blocks = self._blocks
@@ -289,8 +293,8 @@ class Planner:
     # Admission and preemption -----------------------------------------------------------------
 
     def _obstacle(self, request: Request) -> str:
-        """Why a waiting request is not admitted, whatever the pool has; empty: nothing forbids
-        it."""
+        """Why a waiting request is not admitted, regardless of the pool; empty if there is no
+        reason."""
         if self._is_closed:
             return "closed"
         if self._preempted:
@@ -306,7 +310,7 @@ class Planner:
 
     def _displaced_by(self, request: Request) -> Request | None:
         """Under the policy "fair", the running request that ``request`` may displace: the youngest
-        of another owner, if it is younger than ``request``."""
+        one of another owner, if it is younger than ``request``; else None."""
         if self._queues.shares is not None:
             for other in reversed(self._running):
                 if other.rank <= request.rank:
@@ -316,8 +320,8 @@ class Planner:
         return None
 
     def _admit(self, request: Request, position: int) -> bool:
-        """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
-        False nothing was admitted, and the walk admits no other request in this step."""
+        """Move the oldest waiting request to ``running[position]``, with its prefix hits. If False,
+        nothing was admitted, and this step admits no other request."""
         obstacle = self._obstacle(request)
         if obstacle:
             self._refuse(request, obstacle)
@@ -357,10 +361,10 @@ class Planner:
         hits: Sequence[int] = (),
         displaced: Request | None = None,
     ) -> bool:
-        """Make ``num_blocks`` more blocks available by preempting younger requests, and
-        ``displaced``. True when the blocks are available. On False no request was preempted; if the
-        victims have tokens in flight they are held out of this step, so that a later step can
-        preempt them."""
+        """Make ``num_blocks`` more blocks available by preempting younger requests and
+        ``displaced``. Returns whether they are available. If False, no request was preempted;
+        victims with tokens in flight are held out of this step, so that a later step can preempt
+        them."""
         if num_blocks <= 0 and displaced is None:
             return True
         victims = choose_victims(self._blocks, self._running, request, num_blocks, hits, displaced)
@@ -373,7 +377,7 @@ class Planner:
             self._queues.preempt(victim)
         self._preempted += victims
         if self._account is not None:
-            self._account.askers += [request.request_id] * len(victims)
+            self._account.preempted_for += [request.request_id] * len(victims)
         return True
 
     # ------------------------------------------------------------------------------------------
@@ -417,9 +421,9 @@ class Planner:
         return InFlightStep(plan, requests)
 
     def _batch(self) -> tuple[tuple[Request, ...], tuple[RequestInfo, ...], bool]:
-        """The rows' requests, what the plan says of them, and whether each row feeds the token
-        that the same row of the step before sampled. A batch that comes again, at once or in turns
-        with another, is the same objects: what is made of it can be kept."""
+        """The rows' requests, their infos, and whether each row feeds the token that the same row
+        of the previous step sampled. If one of the last two batches recurs, the same tuples are
+        returned, so that runners can cache values derived from them."""
         requests = tuple(self._requests)
         for age, (plan, batch) in enumerate(reversed(self._last_steps)):
             if requests == batch:
@@ -432,23 +436,25 @@ class Planner:
 def choose_victims(
     blocks: BlockManager,
     running: Sequence[Request],
-    asker: Request,
+    request: Request,
     num_blocks: int,
     hits: Sequence[int] = (),
     displaced: Request | None = None,
 ) -> list[Request] | None:
-    """The fewest youngest of ``running``, all younger than ``asker``, whose release together makes
-    ``num_blocks`` more blocks available. Changes nothing.
+    """The fewest, youngest requests in ``running``, all younger than ``request``, whose release
+    together makes ``num_blocks`` more blocks available. Changes nothing.
 
     Args:
         running: in rank order, oldest first.
-        hits: blocks that the asker is about to share, which therefore do not become available.
-        displaced: one of ``running`` whose place the asker takes. It is the first of the victims,
-            and needs give no block.
+        request: the request that needs the blocks.
+        hits: cached blocks that ``request`` will share, which therefore do not become available.
+        displaced: a request in ``running`` whose place ``request`` takes. It is the first victim,
+            even if it releases no block.
 
     Returns:
-        The victims, youngest first, each of which gives at least one block (S21): one that shares
-        all its blocks with requests that stay would lose its work for nothing. None if not even
+        The victims, youngest first. Each releases at least one block (S21): a victim whose blocks
+        are all shared with remaining requests would lose its work for nothing. None if all younger
+        requests together have too few blocks.
         all the younger ones together have enough.
     """
     num_refs = {block: blocks.ref_counts[block] + 1 for block in hits}
@@ -456,7 +462,7 @@ def choose_victims(
     victims: list[Request] = []
     younger = (v for v in reversed(running) if v is not displaced)
     for victim in younger if displaced is None else chain((displaced,), younger):
-        if victim is not displaced and (victim.rank <= asker.rank or num_gained >= num_blocks):
+        if victim is not displaced and (victim.rank <= request.rank or num_gained >= num_blocks):
             break
         victims.append(victim)
         for block in victim.block_table:
@@ -472,13 +478,14 @@ def choose_victims(
 def find_source(
     older: Iterable[Request], request: Request, num_cached_tokens: int
 ) -> Request | None:
-    """The oldest that continues the prompt of ``request`` and has settled what they share, if that
-    is more than ``request`` finds in the cache.
+    """The oldest running request with the same prompt as ``request`` that has settled the shared
+    tokens. None if the cache holds at least as many tokens for ``request``.
 
     Args:
         older: running requests older than ``request``, in rank order. Younger ones may be
             preempted for its admission, and then have no blocks.
-        request: a sibling; others have a prompt of their own.
+        request: a sibling; other requests have no common prompt.
+        num_cached_tokens: tokens of ``request`` found in the prefix cache.
     """
     num_shared = request.num_shared_tokens
     if not request.reads_cache or num_shared <= num_cached_tokens:

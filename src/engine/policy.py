@@ -1,10 +1,10 @@
-"""Scheduling policies: each gives a request its rank once, so that the order is static.
+"""Scheduling policies: each assigns a request's rank once, so that the order is static.
 
-The policy "fair" gives ranks by the owner of a request (see ``shares``). Each other policy gives
-them at arrival. It adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``.
+The policy "fair" ranks requests by their owner (see ``shares``). Every other policy ranks them at
+arrival: it adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``.
 A request that arrives more than ``K`` later always ranks behind. So at most ``K`` later arrivals
-are ever served before a request (L5), whatever the policy: waiting *is* ageing. And because a rank
-never changes, "older" is a total order and the liveness proof is one for all policies.
+are ever served before a request (L5), under any policy; no separate ageing is needed. Because a
+rank never changes, "older" is a total order, and one liveness proof covers all policies.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ from ..errors import InvalidInputError
 if TYPE_CHECKING:
     from .request import Request
 
-# Ranks are compared once a row and step: one integer is cheaper to compare than a tuple.
+# Ranks are compared per row and step: comparing one integer is cheaper than comparing a tuple.
 SENIORITY_BITS = 48
 
 ARRIVALS_PER_PRIORITY = 16
 """A request of priority p yields to more urgent ones among the next 16 * p arrivals."""
 
 TOKENS_PER_ARRIVAL = 64
-"""Under shortest first, a request yields one later arrival for each so many tokens of its own."""
+"""Under shortest first, a request yields to one later arrival per this many tokens of its own."""
 
 UNRANKED = 1 << 62 << SENIORITY_BITS
-"""Ranks from here on are those of requests that had no turn yet, under the policy "fair"."""
+"""Smallest rank of requests that had no turn yet, under the policy "fair"."""
 
 TICKS_PER_TOKEN = 64
 CREDIT_TOKENS = 2048
-"""Under fair, an owner that was idle may be served so many tokens ahead of the others."""
+"""Under fair, an owner that was idle may be served this many tokens ahead of the others."""
 
 REPLY_TOKENS = 256
-"""Under fair, an answer is expected to have at most so many tokens until it has ended."""
+"""Under fair, the assumed maximum length of an answer, in tokens, until it has ended."""
 
 MAX_OVERTAKES = {"fcfs": 0, "fair": 0, "shortest_first": 256, "priority": 4096}
-"""By the name of a policy: how many later arrivals may be served before a request."""
+"""By policy name: how many later arrivals may be served before a request."""
 
 MAX_PRIORITY = MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
-"""The least urgent priority a caller may give: any beyond it would be served as this one is."""
+"""The least urgent priority that a caller may give; larger values would be served like it."""
 
 
 @dataclass(eq=False)
 class Policy:
-    """Gives each arrival its rank.
+    """Assigns each arrival its rank.
 
     Args:
         name: "fcfs", "fair", "shortest_first" or "priority".
         max_overtakes: K, how many later arrivals may be served before a request; -1: the policy's
-            own (0, 256, 4096). Under "fair" the bound is another: see ``shares``.
-        tokens_per_arrival: how much length is worth one place, under "shortest_first".
-        arrivals_per_priority: how many places a level of priority is worth, under "priority"
-            (0 is the most urgent; a caller gives it as ``"priority"`` of a prompt's dict).
-        credit: ticks that a turn may start before the clock, under "fair".
-        ticks_per_token, reply_tokens: of the charge of a turn, under "fair".
+            default (0, 256, 4096). "fair" has a different bound: see ``shares``.
+        tokens_per_arrival: length in tokens that delays a request by one place, under
+            "shortest_first".
+        arrivals_per_priority: places per priority level, under "priority" (0 is the most urgent;
+            a caller gives it as ``"priority"`` of a prompt's dict).
+        credit: how many ticks before the clock a turn may start, under "fair".
+        ticks_per_token, reply_tokens: determine the charge of a turn, under "fair".
     """
 
     name: str = "fcfs"
@@ -78,14 +79,14 @@ class Policy:
         return self.name == "fair"
 
     def expected_cost(self, request: Request) -> int:
-        """Ticks that a turn is charged until the request has ended: the prompt, and an answer of
-        at most ``reply_tokens``."""
+        """Ticks charged for a turn until the request has ended: the prompt, and an answer of at
+        most ``reply_tokens``."""
         num_answer_tokens = request.max_num_tokens - request.num_prompt_tokens
         num_tokens = request.num_prompt_tokens + min(num_answer_tokens, self.reply_tokens)
         return self.ticks_per_token * num_tokens
 
     def rank(self, request: Request) -> int:
-        """Smaller is served first. Reads ``seniority``, ``priority`` and ``max_num_tokens``."""
+        """The rank, from ``seniority``, ``priority`` and ``max_num_tokens``; smaller goes first."""
         if self.is_fair:
             return UNRANKED | request.seniority
         delay = 0

@@ -1,7 +1,7 @@
-"""The waiting and the running queue, both in rank order, and the ways in and out of them.
+"""The waiting and the running queue, both in rank order, and the transitions between them.
 
-A request that leaves gives its blocks back at once, or, while a step in flight still writes them,
-when that step has settled. Admission and preemption are decided in ``planner``.
+A request that leaves the running queue releases its blocks at once or, if a step in flight still
+writes them, when that step has settled. ``planner`` decides admission and preemption.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _RUNNING = RequestState.RUNNING
 
 
 class Queues:
-    """Holds the requests that wait and that run, and those whose blocks cannot be given back yet.
+    """Holds waiting and running requests, and those whose blocks cannot be released yet.
 
     Attributes:
         waiting, running: in rank order, oldest first.
         released: ids that left ``running`` since the last plan, for the next plan.
-        draining: finished or paused, but some step in flight still writes their blocks.
-        pending: siblings by their leader, which waits or runs and has still to compute the prompt
-            (S40). They are in no queue, so that requests behind them do not wait for the prompt.
+        draining: finished or paused requests whose blocks some step in flight still writes.
+        pending: siblings by leader, while the leader has not computed the prompt yet (S40). They
+            are in no queue, so that requests behind them do not wait for the prompt.
         shares: under the policy "fair", the owners' accounts, and the requests that had no turn
             yet; else None.
-        num_preemptions: how often a running request lost its blocks to an older one or to a reset
-            of the prefix cache.
-        num_queried_tokens: tokens, at their admissions, of requests that read the prefix cache.
-            Siblings are left out: their prompt is looked up once, for their leader.
-        num_hit_tokens: as many of these were found. The three only grow.
+        num_preemptions: number of times that a running request lost its blocks to an older one or
+            to a reset of the prefix cache.
+        num_queried_tokens: tokens, at admission, of requests that read the prefix cache. Siblings
+            do not count: their prompt is looked up once, for their leader.
+        num_hit_tokens: how many of those tokens were found. The three counters only grow.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy) -> None:
@@ -43,7 +43,7 @@ class Queues:
         self.reset()
 
     def reset(self) -> None:
-        """Empty the queues; no blocks are given back, and the counters go on."""
+        """Empty the queues without releasing blocks; the counters keep their values."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.released: list[str] = []
@@ -52,7 +52,7 @@ class Queues:
         self.shares = Shares(self._policy) if self._policy.is_fair else None
 
     def arrive(self, request: Request, siblings: Sequence[Request] = ()) -> None:
-        """A new request, which gets its rank, waits. Its siblings get theirs, and are pending."""
+        """Rank a new request and queue it as waiting. Its siblings are ranked, and pending."""
         for arrival in (request, *siblings):
             arrival.seniority = self._num_arrivals
             self._num_arrivals += 1
@@ -64,8 +64,8 @@ class Queues:
         self.join_waiting(request)
 
     def join_waiting(self, request: Request) -> None:
-        """Wait at its rank, or, before its turn, behind others of its owner. The rank of a paused
-        request is what it was (S27)."""
+        """Queue the request at its rank, or, before its turn, behind others of its owner. A paused
+        request keeps its rank (S27)."""
         shares = self.shares
         if shares is not None and request.rank >= UNRANKED:
             request.state = RequestState.QUEUED
@@ -81,7 +81,8 @@ class Queues:
             self.shares.note_waiting(request, 1)
 
     def _take_turn(self, owner: str) -> None:
-        """An owner that has requests has one that waits (S53)."""
+        """Give an owner's next request its turn, so that an owner with requests has one waiting
+        (S53)."""
         if self.shares is not None:
             request = self.shares.take_turn(owner)
             if request is not None:
@@ -89,15 +90,15 @@ class Queues:
                 self._wait(request)
 
     def release_siblings(self, leader: Request) -> None:
-        """Its siblings wait in their places: the prompt is computed, or no longer under way."""
+        """Move siblings to the waiting queue, when the prompt is computed or its leader left."""
         num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
             sibling.block_keys = leader.block_keys[:num_prompt_blocks]  # hashed once for all
             self.join_waiting(sibling)
 
     def admit(self, request: Request, position: int, num_tokens: int) -> None:
-        """Move the head of the waiting ones to its place in rank order among the running ones.
-        ``num_tokens``: of its tokens, those in the blocks of its table."""
+        """Move the oldest waiting request to its place in rank order among the running ones.
+        ``num_tokens``: the number of its tokens whose KV is already in its blocks."""
         assert self.waiting[0] is request
         self.waiting.pop(0)
         self.running.insert(position, request)
@@ -117,16 +118,16 @@ class Queues:
             self._take_turn(request.owner)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks, with nothing of it in flight; its outputs, seed and
-        rank stay (S20)."""
+        """Take the blocks of a running request that has nothing in flight; it keeps its outputs,
+        seed and rank (S20)."""
         self.withdraw(request, RequestState.WAITING)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._wait(request)
 
     def withdraw(self, request: Request, state: RequestState) -> None:
-        """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the
-        last step that writes them settles (S28)."""
+        """Take ``request`` out of its queue into ``state``. Its blocks are released now, or when
+        the last step that writes them settles (S28)."""
         if self.shares is not None and state is RequestState.FINISHED:
             self.shares.settle_charge(request)
         queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
@@ -160,13 +161,13 @@ class Queues:
         self.release_siblings(request)
 
     def end_drain(self, request: Request) -> None:
-        """A step of ``request``, which is draining, has settled."""
+        """Release the blocks of a draining request if its last step in flight has settled."""
         if not request.num_in_flight:
             self.draining.discard(request)
             self._give_back(request)
 
     def set_next_event(self, request: Request) -> None:
-        """Set the smallest ``num_computed`` at which commit has more to do than append."""
+        """Set the smallest ``num_computed`` at which commit does more than append."""
         next_event = 0
         if request.on_token is None and request not in self.pending:
             next_event = request.max_num_tokens - 1

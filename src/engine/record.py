@@ -1,4 +1,4 @@
-"""The engine's records of requests until they are forgotten: callers, times, failures."""
+"""Per-request records until they are dropped: callers, times, failures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _T = TypeVar("_T")
 
 class Lease(weakref.ref[Any], Generic[_T]):
     """A weak reference to the caller, or the handle, of ``item``. Its callback is C code
-    (``deque.append``): called wherever the referent is freed, it cannot be interrupted then."""
+    (``deque.append``), so it cannot be interrupted when the referent is freed."""
 
     __slots__ = ("item",)
     item: _T
 
     @classmethod
     def of(cls, referent: object, item: _T, gone: deque[Lease[_T]]) -> Lease[_T]:
-        """``gone``: gets the lease once the referent is freed."""
+        """``gone``: the lease is appended to it when the referent is freed."""
         lease = cls(referent, gone.append)
         lease.item = item
         return lease
@@ -33,7 +33,7 @@ class Lease(weakref.ref[Any], Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended; ``error`` of reason "error"."""
+    """How a request ended; ``error`` is set for reason "error"."""
 
     metrics: RequestMetrics
     error: EngineError | None = None
@@ -43,21 +43,21 @@ class Owner(Protocol):
     """Waits for requests without stepping the engine; see ``Engine.add``.
 
     Its methods are called by the thread whose operation ended or advanced the requests, before that
-    operation returns and while it holds the engine's lock. They return at once, raise nothing, and
-    use no operation of the engine.
+    operation returns and while it holds the engine's lock. They must return at once, raise nothing,
+    and call no operation of the engine.
     """
 
     def on_ends(self, ends: Mapping[Request, End]) -> None:
-        """These requests have ended, in whatever way. Called once for each request, or again with
-        the same end if an interrupt came meanwhile."""
+        """These requests have ended, for any reason. Called once per request; after an interrupt
+        possibly again, with the same end."""
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` positions was settled, perhaps one of other requests."""
+        """A step of ``num_tokens`` positions was settled, possibly without this owner's requests."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Times are of ``time.perf_counter``."""
+    """Times of one request, from ``time.perf_counter``."""
 
     arrival: float
     lease: Lease[Request] | None = None
@@ -69,7 +69,7 @@ class Record:
     failed_alone: bool = False
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """Metrics of ``request``, whose record this is, as far as it got."""
+        """Metrics of ``request``, to which this record belongs, up to its present state."""
         metrics = RequestMetrics(
             num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
         )
@@ -86,13 +86,13 @@ class Record:
         return metrics
 
     def end(self, request: Request) -> End:
-        """The end of ``request``, whose record this is."""
+        """The end of ``request``, to which this record belongs."""
         return End(self.metrics(request), error_of(request, self))
 
 
 def error_of(request: Request, record: Record | None) -> EngineError | None:
-    """Why a request ended with reason "error"; None if it did not. ``record``: if it is still
-    there."""
+    """The error of a request that ended with reason "error"; None if it did not. ``record``: its
+    record, or None if that was dropped."""
     if request.finish_reason != "error":
         return None
     failure = (record and record.failure) or "an operation of the engine was interrupted"
@@ -101,13 +101,13 @@ def error_of(request: Request, record: Record | None) -> EngineError | None:
 
 
 class Records:
-    """The records of all requests that are not forgotten yet. Nothing here decides anything.
+    """The records of all requests that were not dropped yet. They influence no decision.
 
-    An interrupt may come between any two lines (S37), so a record appears in one piece.
+    An interrupt may come between any two lines (S37), so a record is added in one statement.
 
     Attributes:
-        gone: leases whose callers are gone, and whose requests are still to be dropped. Filled by
-            C code alone, from any thread, at any moment.
+        gone: leases whose callers were freed, and whose requests are still to be dropped. Only C
+            code appends to it, from any thread, at any moment.
         owned: the live requests of each owner.
     """
 
@@ -121,17 +121,17 @@ class Records:
         return len(self._records)
 
     def find(self, request: Request) -> Record | None:
-        """None if it was forgotten."""
+        """The record of a request; None if it was dropped."""
         return self._records.get(request)
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """Metrics of a request that was not forgotten yet."""
+        """Metrics of a request whose record was not dropped yet."""
         return self._records[request].metrics(request)
 
     def leases(
         self, requests: Sequence[Request], caller: object | None
     ) -> list[Lease[Request] | None]:
-        """A lease per request; None without a caller."""
+        """One lease per request; None without a caller."""
         if caller is None:
             return [None] * len(requests)
         return [Lease.of(caller, request, self.gone) for request in requests]
@@ -142,21 +142,21 @@ class Records:
         leases: Sequence[Lease[Request] | None],
         owner: Owner | None = None,
     ) -> None:
-        """Requests that have just arrived."""
-        if owner is not None:  # first: a record with an owner is then forgotten in a recovery
+        """Add records of requests that have just arrived."""
+        if owner is not None:  # first: a recovery then drops each record that has an owner
             self.owned.setdefault(owner, set()).update(requests)
         now = time.perf_counter()
         for request, lease in zip(requests, leases, strict=True):
-            # In one piece: a record without its lease yet could stay for ever.
+            # One statement: a record without its lease could otherwise stay forever.
             self._records[request] = Record(now, lease, owner)
 
     def forget(self, request: Request) -> None:
-        """Drop the record of a request; a no-op if it is gone."""
+        """Drop the record of a request; a no-op if it is already dropped."""
         self._records.pop(request, None)
         self._awaiting_first_token.discard(request)
 
     def deliver(self, ended: Iterable[Request]) -> None:
-        """Give the ends of those that have an owner to it, and forget them."""
+        """Deliver the ends of those requests that have an owner, then drop their records."""
         by_owner: dict[Owner, dict[Request, End]] = {}
         for request in ended:
             record = self._records.get(request)
@@ -164,7 +164,7 @@ class Records:
                 by_owner.setdefault(record.owner, {})[request] = record.end(request)
         for owner, ends in by_owner.items():
             owner.on_ends(ends)
-            # Only now, and in this order: an interrupt before has them delivered again.
+            # After the delivery, in this order: after an earlier interrupt they are sent again.
             for request in ends:
                 self.forget(request)
             waiting = self.owned[owner]
@@ -173,12 +173,12 @@ class Records:
                 del self.owned[owner]
 
     def deliver_all(self) -> None:
-        """Deliver the end of every request with an owner: all of them have ended."""
+        """Deliver the end of every request with an owner, all of which have ended."""
         self.deliver([request for waiting in self.owned.values() for request in waiting])
         self.owned.clear()
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
-        """Requests are in a step, some for the first time."""
+        """Record that requests are in a step, some of them for the first time."""
         now = time.perf_counter()
         for request in requests:
             record = self._records[request]
@@ -187,7 +187,7 @@ class Records:
                 self._awaiting_first_token.add(request)
 
     def note_settled(self, finished: Iterable[Request]) -> None:
-        """A step was settled, and these requests finished."""
+        """Record that a step was settled, and that these requests finished."""
         now = time.perf_counter()
         if self._awaiting_first_token:
             for request in [
@@ -199,16 +199,16 @@ class Records:
             self._records[request].finished = now
 
     def note_aborted(self, request: Request) -> None:
-        """The caller ended the request."""
+        """Record that the caller aborted the request."""
         self._records[request].finished = time.perf_counter()
 
     def note_failed(self, request: Request, failure: str) -> None:
-        """The request has failed alone."""
+        """Record that this request alone failed."""
         record = self._records[request]
         record.failure, record.failed_alone = failure, True
 
     def note_all_failed(self, requests: Iterable[Request], failure: str) -> None:
-        """No step is in flight any more, and none of these goes on. May be done again."""
+        """Record that all these requests failed, with no step in flight. May be repeated."""
         for request in requests:
             record = self._records.get(request)
             if record is not None:

@@ -15,9 +15,9 @@ from .text.reasoning import Reasoning
 
 
 class RequestState(enum.Enum):
-    """Where a request is. Every added request is in exactly one of these (S23). A sibling is
-    pending while its leader has still to compute the prompt (S40). Under the policy "fair" a
-    request is queued until its turn (S53)."""
+    """The state of a request; every added request is in exactly one state (S23). A sibling is
+    pending until its leader has computed the prompt (S40). Under the policy "fair" a request is
+    queued until its turn (S53)."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,20 +29,20 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestInfo:
-    """The part of a request that never changes, and so may stand in a plan. Compared by identity.
+    """The immutable part of a request, to which plans refer. Compared by identity.
 
     Attributes:
-        request_id: no other live request has it.
-        seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
-            parameters, the request's own tokens and the absolute position only (T7).
+        request_id: unique among live requests.
+        seed: 64-bit random seed. A sample depends only on the seed, the logits, the parameters, the
+            request's own tokens and the absolute position (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
-        needs_history: a runner needs all its tokens: plans have those that its rows do not
-            compute (``StepPlan.prefixes``).
+        needs_history: the runner needs all tokens of the request. Plans then include the tokens
+            that its rows do not compute (``StepPlan.prefixes``).
         prompt_token_ids: only with ``prompt_logprobs``.
-        edits: of its logits; None for none.
-        reasoning: that may come before constrained content; None for none.
-        end_token_ids: end content that a constraint is for, beside the model's own end tokens.
-        segments: of its prompt, in order. Those of a row's positions name the content where its
+        edits: edits of its logits; None for none.
+        reasoning: the reasoning that may precede constrained content; None for none.
+        end_token_ids: tokens that end constrained content, in addition to the model's end tokens.
+        segments: segments of its prompt, in order. They identify the content at positions whose
             tokens are placeholders.
     """
 
@@ -59,8 +59,8 @@ class RequestInfo:
     segments: tuple[Segment, ...] = ()
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
-        """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
-        reported: those whose next token lies in a prompt with ``prompt_logprobs``."""
+        """How many of the positions ``[start, start + num_tokens)`` report log-probabilities: those
+        whose next token is in a prompt with ``prompt_logprobs``."""
         if self.prompt_token_ids is None:
             return 0
         return max(0, min(start + num_tokens, self.num_prompt_tokens - 1) - start)
@@ -68,45 +68,48 @@ class RequestInfo:
 
 class Request:
     """Token ids, three progress counters and a block table. There is no prefill or decode phase:
-    a request simply has tokens that are not computed yet.
+    a request only has tokens that are not computed yet.
 
     ``num_computed <= num_dispatched <= num_total`` always holds:
 
     ======================  ==================================================================
     ``num_computed``        settled: KV of these positions is written and the step is committed
-    ``num_dispatched``      settled plus in flight: positions some dispatched step writes
+    ``num_dispatched``      settled or in flight: positions that dispatched steps write
     ``num_total``           ``len(token_ids)`` plus tokens that steps in flight are sampling
     ======================  ==================================================================
 
     Blocks are freed and published on ``num_computed`` only.
 
     Attributes:
-        token_ids: the prompt, then the settled outputs. Grows in ``Scheduler.commit`` only.
-        max_num_tokens: prompt plus output length at which the request ends with "length".
-        stop_token_ids: ids that end it with "stop" (the model's end tokens unless ignored).
-        on_token: called with each settled output id, in order; True ends it with "stop" (stop
-            strings). If it raises, the engine ends the request with reason "error".
-        info: what never changes of it; plans refer to this.
-        leader: of a sibling, the request that computes the prompt for it; see :meth:`sibling`.
-        reads_cache: False computes every position itself, at each admission (S38); it publishes
-            its blocks all the same. Always so with ``prompt_logprobs``.
-        settled_only: its rows compute settled tokens only (S42), so that a runner has all its text
-            before it samples. Always so where the parameters have a constraint.
-        seniority: arrival number given by the scheduler. rank: place in the order of service
-            (smaller is older), given once by the policy: at arrival, or at its turn.
-        owner: its share is charged under the policy "fair". charge: its cost on its
-            owner's account, in ticks.
-        contents: the content segments of its prompt, in order; none of tokens alone.
-        block_keys: of its full blocks (chained prefix key, content of the block as bytes: token ids
-            and other content), computed on demand, never changed.
-        num_published: how many of its leading blocks are cache hits or offered to the index.
+        token_ids: the prompt, then the settled outputs. Only ``Scheduler.commit`` appends to it.
+        max_num_tokens: length of prompt plus output at which the request ends with "length".
+        stop_token_ids: ids that end it with "stop" (including the model's end tokens unless
+            ignored).
+        on_token: called with each settled output id, in order; True ends the request with "stop"
+            (stop strings). If it raises, the engine ends the request with reason "error".
+        info: the immutable part; plans refer to it.
+        leader: for a sibling, the request that computes the prompt; see :meth:`sibling`.
+        reads_cache: if False, the request computes every position itself at each admission (S38)
+            but still publishes its blocks. Always False with ``prompt_logprobs``.
+        settled_only: its rows compute settled tokens only (S42), so that the runner has all its
+            tokens before it samples. Always True for constrained requests.
+        seniority: arrival number, assigned by the scheduler. rank: place in the order of service
+            (smaller is older), assigned once by the policy: at arrival, or at its turn.
+        owner: the owner that the policy "fair" charges. charge: the cost charged to the owner's
+            account, in ticks.
+        contents: the content segments of its prompt, in order; empty for a prompt of tokens only.
+        block_keys: of its full blocks, (chained prefix key, content of the block as bytes: token
+            ids and other content); computed on demand, never changed.
+        num_published: number of its leading blocks that are cache hits or were offered to the
+            prefix index.
         num_slots: ``len(block_table) * block_size``.
-        state_table: a state slot, or -1 for one that was given up, for each interval that it has
-            begun (see ``state_slots``); empty if the model has no recurrent layers.
-        num_past_states: how many of its leading entries were given up.
+        state_table: for each interval that it has begun, a state slot, or -1 for a released one
+            (see ``state_slots``); empty if the model has no recurrent layers.
+        num_past_states: number of its leading entries that are released.
         logprobs: settled rows of its ``logprobs`` and ``prompt_logprobs``.
-        num_cached_tokens: prompt tokens its first admission found in the prefix cache.
+        num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         next_event: smallest ``num_computed`` at which commit has more to do (block full, length
+            reached); 0: at every commit. Derived; see ``Queues.set_next_event``.
             reached); 0: at every commit. Derived; see ``Queues.set_next_event``.
     """
 
@@ -166,8 +169,8 @@ class Request:
         scores_prompt: bool = True,
         segments: Sequence[Segment] | None = None,
     ) -> None:
-        """``segments``: of the prompt; None: tokens alone. ``prompt_token_ids`` has placeholders
-        where a segment has other content."""
+        """``segments``: segments of the prompt; None: tokens only. ``prompt_token_ids`` has
+        placeholders where a segment has other content."""
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
         is_constrained = sampling_params.structured_outputs is not None
         self.contents = () if segments is None else contents_of(segments)
@@ -211,8 +214,8 @@ class Request:
     def sibling(
         self, request_id: str, seed: int, on_token: Callable[[int], bool] | None
     ) -> Request:
-        """Another continuation of the same prompt, which this request computes for both. It reads
-        the cache: only its leader computes the whole prompt (S38)."""
+        """Another continuation of the same prompt, which only this request computes. The sibling
+        reads the prefix cache even if this request does not (S38)."""
         info = self.info
         sibling = Request(
             request_id,
@@ -238,7 +241,7 @@ class Request:
 
     @property
     def num_shared_tokens(self) -> int:
-        """Tokens that siblings share: the prompt but its last one, which each computes itself."""
+        """Tokens that siblings share: all of the prompt except its last token."""
         return self.num_prompt_tokens - 1
 
     @property
@@ -259,29 +262,29 @@ class Request:
 
     @property
     def num_in_flight(self) -> int:
-        """Positions that dispatched, unsettled steps are computing."""
+        """Number of positions that dispatched, unsettled steps compute."""
         return self.num_dispatched - self.num_computed
 
     @property
     def must_settle(self) -> bool:
-        """Whether the token it would compute next has to be settled first (S42)."""
+        """Whether its next token to compute has to be settled first (S42)."""
         return self.settled_only and self.num_total > len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The settled outputs (a copy)."""
+        """The settled outputs, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def stop_token_id(self) -> int | None:
-        """The stop token that ended it; it can only be the last."""
+        """The stop token that ended it, which is always the last token; else None."""
         last = self.token_ids[-1]
         has_output = len(self.token_ids) > self.num_prompt_tokens
         return last if has_output and last in self.stop_token_ids else None
 
     @property
     def text_token_ids(self) -> list[int]:
-        """The settled outputs that have text: without the stop token, unless it is included."""
+        """The settled outputs that become text: without the stop token, unless it is included."""
         is_cut = self.stop_token_id is not None
         is_cut = is_cut and not self.sampling_params.include_stop_str_in_output
         return self.output_token_ids[:-1] if is_cut else self.output_token_ids

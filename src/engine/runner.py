@@ -10,7 +10,7 @@ from .plan import StepPlan, StepResult
 from .request import Request
 
 MAX_DRAFT_TOKENS = 16
-"""Draft tokens per row that a runner has room for, if it computes any."""
+"""Maximum number of draft tokens per row, for runners that compute any."""
 
 
 class Runner(Protocol):
@@ -18,16 +18,16 @@ class Runner(Protocol):
 
     Attributes:
         pipeline_depth: how many earlier steps may still be unsettled when the next one is
-            scheduled. 0 means each step is collected and settled before the next is planned.
-        max_draft_tokens: draft tokens that a row of a plan may have. 0 means that each row samples
-            one token at most.
+            scheduled. 0: each step is collected and settled before the next one is planned.
+        max_draft_tokens: maximum number of draft tokens in a row of a plan. 0: each row samples at
+            most one token.
     """
 
     pipeline_depth: int
     max_draft_tokens: int
 
     def dispatch(self, plan: StepPlan) -> object:
-        """Start computing ``plan`` and return a handle at once. The plans, in their order, are
+        """Start computing ``plan`` and return a handle immediately. The plans, in order, are
         the only input: block tables are derived from them."""
         ...
 
@@ -37,29 +37,29 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """A step failed or was interrupted, anywhere. Wait until the device writes no more. Forget
-        every step that was not collected, and all block tables, which begin afresh. May itself be
-        interrupted, and is then called again."""
+        """Recover from a failed or interrupted step. Wait until the device has stopped writing,
+        then discard every step that was not collected, and all block tables. ``reset`` may itself
+        be interrupted, and is then called again."""
         ...
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of a request. No output depends on the guesses: a draft token is
-    accepted if and only if it is the token that is sampled at its place (S58).
+    """Proposes the next tokens of a request. No output depends on the proposals: a draft token is
+    accepted if and only if it equals the token that is sampled at its position (S58).
 
     Attributes:
-        max_draft_tokens: draft tokens that a row may carry at most.
+        max_draft_tokens: maximum number of draft tokens per row.
     """
 
     max_draft_tokens: int
 
     def serves(self, request: Request) -> bool:
-        """Whether it proposes for a request, which the scheduler then makes settled-only as it
-        arrives. Others have draft tokens if they are settled-only anyway."""
+        """Whether it drafts for a request; the scheduler then makes the request settled-only on
+        arrival. Other settled-only requests may have draft tokens too."""
         ...
 
     def propose(self, request: Request) -> Sequence[int]:
-        """Token ids of the target's vocabulary that may follow ``request.token_ids``, all of which
-        are settled; the first ``max_draft_tokens`` of them are used, or fewer. Called for
-        settled-only requests, at most once per plan. It may not change the request."""
+        """Token ids of the target model's vocabulary that may follow ``request.token_ids``, all of
+        which are settled. At most ``max_draft_tokens`` of them are used. Called for settled-only
+        requests, at most once per plan. Must not change the request."""
         ...

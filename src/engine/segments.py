@@ -1,12 +1,12 @@
-"""Segments: the parts of a prompt, which are tokens or, in place of tokens, other content.
+"""Segments: the parts of a prompt, either tokens or other content such as image embeddings.
 
-A content segment (the embeddings of an image) has placeholder tokens, which are alike for all
-contents. So a block key names, beside the tokens of its block, the content in it: for each content
-segment that overlaps the block, how many positions from which place on, the content's hash, and the
-offset of the first of them. Blocks of tokens alone have the keys of their tokens.
+A content segment has placeholder tokens, which are the same for all contents. A block key therefore
+covers the block's tokens and, for each content segment that overlaps the block, the positions it
+covers, the content's hash, and the offset of its first position in the content. Blocks of tokens
+only have keys of their tokens only.
 
 A row, a prefix hit and a copied block may end anywhere inside a content segment: attention is
-causal, so the KV of a position depends on nothing behind it, and every row takes the embeddings of
+causal, so the KV of a position depends on no later position, and every row reads the embeddings of
 its own positions by their offset.
 """
 
@@ -25,11 +25,11 @@ class Segment(NamedTuple):
     """Consecutive positions of a prompt.
 
     Attributes:
-        length: how many.
-        content_hash: None of a token segment: its tokens are themselves the content. Of other
-            content a hash of all that decides its embeddings, their number included (such as pixels
-            and settings of the processor); equal hashes stand for equal embeddings.
-        content: input of the runner for these positions. Plans hold it; the engine never reads
+        length: number of positions.
+        content_hash: None for a token segment. For other content, a hash of everything that
+            determines its embeddings and their number (such as pixels and settings of the
+            processor); equal hashes mean equal embeddings.
+        content: the runner's input for these positions. Plans carry it; the engine never reads
             it.
     """
 
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A content segment in its place: positions ``[begin, end)`` of the prompt."""
+    """A content segment with its position: ``[begin, end)`` in the prompt."""
 
     begin: int
     end: int
@@ -47,7 +47,7 @@ class Content(NamedTuple):
 
 
 def contents_of(segments: Sequence[Segment]) -> tuple[Content, ...]:
-    """The content segments, in order; none of a prompt of tokens alone."""
+    """The content segments, in order; empty for a prompt of tokens only."""
     found, begin = [], 0
     for segment in segments:
         end = begin + segment.length
@@ -59,7 +59,7 @@ def contents_of(segments: Sequence[Segment]) -> tuple[Content, ...]:
 
 def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
     """Raises InvalidInputError unless the segments cover a prompt of ``num_tokens`` positions, each
-    with at least one of them (S59), and no content hash is empty."""
+    segment has at least one position (S59), and no content hash is empty."""
     for i, segment in enumerate(segments):
         if segment.length < 1:
             limit = "must be at least 1 position"
@@ -73,7 +73,7 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
 
 
 def refuse_contents(segments: Sequence[Segment]) -> None:
-    """Raises InvalidInputError at the first content segment, for a runner that computes none."""
+    """Raises InvalidInputError for the first content segment, for runners that support none."""
     for i, segment in enumerate(segments):
         if segment.content_hash is not None:
             limit = "must be tokens: no other content is supported"
@@ -81,8 +81,8 @@ def refuse_contents(segments: Sequence[Segment]) -> None:
 
 
 def content_key(contents: Sequence[Content], begin: int, end: int) -> bytes:
-    """The content of positions ``[begin, end)`` as bytes; empty for tokens alone. Two ranges of
-    equal length and equal tokens have equal content exactly if their keys are equal."""
+    """The content of positions ``[begin, end)`` as bytes; empty for tokens only. For two ranges of
+    equal length and equal tokens, keys are equal if and only if contents are."""
     parts = []
     for i in range(bisect_right(contents, begin, key=attrgetter("end")), len(contents)):
         content = contents[i]

@@ -1,10 +1,10 @@
 """The pool of state slots: recurrent states of requests, and their checkpoints.
 
-Time is cut into intervals. Entry i of a request's *state table* is the slot that its state is in
-while positions of interval i are computed. Where the next entry is another slot, the first keeps
-the state at the end of its interval: a *checkpoint*, which is published once it is settled. Where
-it is the same slot, the state moves on in place. Like a block, every slot is in exactly one of
-three places (S43), see ``ledger``.
+The positions of a request are divided into intervals. Entry i of a request's *state table* is the
+slot that holds its state while positions of interval i are computed. If the next entry is another
+slot, the first one keeps the state at the end of its interval: a *checkpoint*, which is published
+once it is settled. If it is the same slot, the state is updated in place. Like a block, every slot
+is in exactly one of three places (S43), see ``ledger``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from ..errors import InvalidInputError
 from .ledger import BlockKey, Ledger
 from .request import Request
 
-NO_SLOT = -1  # an entry whose slot was given up
+NO_SLOT = -1  # an entry whose slot was released
 
 
 class StateSlots(Ledger):
     """Allocates, shares, caches and evicts state slots.
 
     Args:
-        num_slots: slots in the pool, ids ``0 .. num_slots - 1`` (the runner's null slot is not
-            among them).
+        num_slots: slots in the pool, ids ``0 .. num_slots - 1`` (without the runner's null slot).
         interval: tokens per entry of a state table, a multiple of block_size.
-        enable_prefix_caching: leave checkpoints, and find them again.
+        enable_prefix_caching: keep checkpoints, and look them up.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class StateSlots(Ledger):
     # Prefix look-up ---------------------------------------------------------------------------
 
     def longest(self, block_keys: Sequence[BlockKey]) -> int:
-        """How many of these blocks end at the last checkpoint that is cached (S49)."""
+        """Number of leading blocks up to the last cached checkpoint (S49)."""
         size = self.blocks_per_interval
         for num_blocks in range(len(block_keys) // size * size, 0, -size):
             if self.find(block_keys[num_blocks - 1]) is not None:
@@ -51,16 +50,16 @@ class StateSlots(Ledger):
         return 0
 
     def has_one_beside(self, request: Request, num_hits: int) -> bool:
-        """Whether there is a slot for ``request`` alone, beside the checkpoint after its first
-        ``num_hits`` blocks, as found by ``longest``."""
+        """Whether a slot is available for ``request`` alone, in addition to the checkpoint after
+        its first ``num_hits`` blocks, as found by ``longest``."""
         num_left = self.num_available
         if num_hits:
             num_left -= self.ref_counts[self.index[request.block_keys[num_hits - 1][0]]] == 0
         return num_left >= 1
 
     def acquire(self, request: Request, num_hits: int) -> None:
-        """Begin ``request``'s empty state table with the checkpoint after its first ``num_hits``
-        blocks, as found by ``longest``. It is shared, and only read."""
+        """Start ``request``'s empty state table with the checkpoint after its first ``num_hits``
+        blocks, as found by ``longest``. The checkpoint is shared and read-only."""
         if num_hits:
             slot = self.index[request.block_keys[num_hits - 1][0]]
             self.share([slot])
@@ -70,9 +69,10 @@ class StateSlots(Ledger):
     # Ownership --------------------------------------------------------------------------------
 
     def extend(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Make ``request``'s state table cover its first ``num_tokens`` tokens (S44); returns the
-        entries appended. A checkpoint is left at the end of an interval where another slot is
-        available: a free one, else the least recently used checkpoint, which loses its key (S52).
+        """Extend ``request``'s state table to its first ``num_tokens`` tokens (S44); returns the
+        entries appended. The state at the end of an interval is kept as a checkpoint if another
+        slot is available: a free one, else the least recently used checkpoint, which loses its key
+        (S52).
         """
         table = request.state_table
         num_new = -(-num_tokens // self.interval) - len(table)
@@ -87,7 +87,7 @@ class StateSlots(Ledger):
         return tuple(table[-num_new:])
 
     def settle(self, request: Request) -> None:
-        """Give up the entries of ``request`` whose intervals lie behind settled positions: no step
+        """Release the entries of ``request`` whose intervals precede its settled positions: no step
         reads or writes them again. Publish the checkpoints among them (S46)."""
         table, begin = request.state_table, request.num_past_states
         end = (request.num_computed - 1) // self.interval
@@ -102,7 +102,7 @@ class StateSlots(Ledger):
         request.num_past_states = max(begin, end)
 
     def release(self, request: Request) -> None:
-        """Give back all of ``request``'s slots, the last first. Safe only when no step in flight
+        """Release all of ``request``'s slots, the last first. Safe only when no step in flight
         reads or writes them (S47)."""
         slots = dict.fromkeys(reversed(request.state_table))
         self.drop(slot for slot in slots if slot != NO_SLOT)

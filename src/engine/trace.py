@@ -172,7 +172,7 @@ class TraceWriter:
             copies=plan.copies,
             drafts=self._by_id(plan, plan.drafts()) if plan.has_drafts else [],
             released=plan.released,
-            askers=account.askers,
+            askers=account.preempted_for,
             hits=hits,
             evicted=account.num_evicted,
             refused=account.refused,
