@@ -1,4 +1,4 @@
-"""Checks of sampling parameters that are lists or mappings."""
+"""Checks sampling parameters that are lists or mappings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..params.checks import is_int, is_list, is_number
 
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1000
-MAX_TOKEN_IDS = 1 << 18  # no vocabulary has more
+MAX_TOKEN_IDS = 1 << 18  # more than any vocabulary
 _BIAS_LIMIT = 100.0
 
 
 def checked_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """By token id. Ids may be written as text, as JSON has to."""
+    """Biases by token id. Ids may be strings, as JSON keys are."""
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
         limit = f"must be a dict of at most {MAX_LOGIT_BIAS} token ids and biases"
         raise InvalidInputError(name, value, limit)
@@ -39,7 +39,7 @@ def _token_id(key: object) -> int | None:
 
 
 def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids, or None for none; the request factory checks them against the
+    """A list of token ids, or None for none. The request factory checks them against the
     vocabulary."""
     if value is None:
         return ()
@@ -73,7 +73,7 @@ def checked_bad_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def checked_beside_a_constraint(min_tokens: int, bad_words: Sequence[str]) -> None:
-    """Refuses what bans tokens where ``structured_outputs`` may allow no others."""
+    """Refuses parameters that ban tokens which ``structured_outputs`` may require."""
     if min_tokens:
         limit = (
             "must be 0 with structured_outputs: behind a text that is complete, nothing but an end "

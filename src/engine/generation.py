@@ -26,12 +26,12 @@ from .sampling_params import SamplingParams
 from .text.detokenizer import GrowingText
 
 _SHOW_EVERY_S = 0.1
-_END = object()  # of a stream: None may be one of its items, which is then refused
+_END = object()  # end of a stream; None could be an item, which is then refused
 
 
 class _Caller:
-    """Held by a call, or for one item of it, as long as it waits for requests: when it is gone, in
-    whatever way the call ended, the engine aborts and forgets them."""
+    """Held by a call, or for one item of it, while it waits for requests. When it is freed,
+    however the call ended, the engine aborts the requests and drops their records."""
 
     __slots__ = ("__weakref__",)
 
@@ -40,12 +40,12 @@ _Started = tuple[list[Request], PromptInput, _Caller]
 
 
 class GenerationLoop:
-    """Makes requests, adds them to the engine, and steps it until they are done.
+    """Makes requests, adds them to the engine, and steps it until they have ended.
 
     A call that ends early, by an error or because its iterator was closed, aborts its requests.
     Calls of several threads are served together: each steps the engine, or waits while another
-    does, until its own requests are done. A call whose requests were ended by the failed or
-    interrupted step of another raises EngineError.
+    thread steps it, until its own requests have ended. If a failed or interrupted step of another
+    call ended its requests, a call raises EngineError.
     """
 
     def __init__(self, engine: Engine, factory: RequestFactory) -> None:
@@ -55,10 +55,10 @@ class GenerationLoop:
     def run(
         self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Serve all of them; results in their order.
+        """Serve all prompts; the results are in their order.
 
         Raises:
-            InvalidInputError: one was refused; none is served.
+            InvalidInputError: a prompt is refused; none is served then.
             EngineError: a step failed.
         """
         groups = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
@@ -66,7 +66,7 @@ class GenerationLoop:
         try:
             for leader, *siblings in groups:
                 self._engine.add(leader, caller, siblings)
-            is_shown = use_tqdm and sys.stderr is not None  # there is none under pythonw
+            is_shown = use_tqdm and sys.stderr is not None  # pythonw has no stderr
             with tqdm(total=len(groups), desc="generate", disable=not is_shown) as bar:
                 shown = time.perf_counter()
                 for requests in groups:
@@ -83,7 +83,7 @@ class GenerationLoop:
             self._engine.sweep()
 
     def score(self, inputs: Sequence[PromptInput], use_tqdm: bool) -> list[ScoreOutput]:
-        """The log-probabilities of the prompts' own tokens. Raises as :meth:`run`."""
+        """The log-probabilities of the prompts' own tokens. Raises like :meth:`run`."""
         outputs = self.run(inputs, [SCORE_PARAMS] * len(inputs), use_tqdm)
         return [score_of(output, self._factory.decode_one) for output in outputs]
 
@@ -96,14 +96,14 @@ class GenerationLoop:
         """Serve a stream of (prompt, parameters) in its order.
 
         Args:
-            items: one that is an InvalidInputError yields it in its place; one that is no such
-                pair yields a new one.
-            read: checks a prompt, given its parameters. What it or the engine refuses, or is too
-                busy for, yields its error in its place.
-            window: how many items are read and not yet yielded at most.
+            items: an item that is an InvalidInputError is yielded unchanged; an item that is not
+                a pair yields a new InvalidInputError.
+            read: checks a prompt, given its parameters. An error that it or the engine raises is
+                yielded in place of the result, also if the engine is busy.
+            window: maximum number of items that are read but not yet yielded.
 
         Raises:
-            InvalidInputError: ``items`` cannot be iterated over.
+            InvalidInputError: ``items`` is not iterable.
             EngineError: a step failed.
         """
         try:
@@ -142,7 +142,7 @@ class GenerationLoop:
                         self._engine.step()
                     try:
                         output: RequestOutput | RequestError = self._output(*head[:2])
-                    except RequestError as error:  # it failed alone
+                    except RequestError as error:  # only this request failed
                         output = error
                     yield output
                 head = None
@@ -165,8 +165,8 @@ class GenerationLoop:
     def stream(
         self, prompt: PromptInput, params: SamplingParams, tokenizer: Any
     ) -> Generator[tuple[int, str]]:
-        """The texts of the answers as they grow, in pieces with the index of their answer. A
-        refusal is raised here, not by the iterator."""
+        """The texts of the answers as they grow, as (answer index, piece). Refusals are raised
+        here, not by the iterator."""
         requests = self._factory.make(prompt, params)
         if not params.detokenize:
             raise InvalidInputError("detokenize", False, "must be True: a stream is text")
@@ -185,7 +185,7 @@ class GenerationLoop:
         texts = [GrowingText(request, prompt, tokenizer) for request in requests]
         caller: _Caller | None = _Caller()
         try:
-            # Added on the first step of the iterator: one that is never read must not be served.
+            # Added on the iterator's first step: an iterator that is never read is not served.
             self._engine.add(requests[0], caller, requests[1:])
             while not _have_finished(requests):
                 self._engine.step()
@@ -202,7 +202,7 @@ class GenerationLoop:
             self._engine.sweep()
 
     def stream_tokens(self, prompt: PromptInput, params: SamplingParams) -> Generator[list[int]]:
-        """The token ids of one answer as they grow. A refusal is raised here, not by the iterator.
+        """The token ids of one answer as they grow. Refusals are raised here, not by the iterator.
 
         Raises:
             InvalidInputError: a parameter is refused; ``n`` must be 1.
@@ -220,7 +220,7 @@ class GenerationLoop:
             has_finished = False
             while not has_finished:
                 self._engine.step()
-                has_finished = request.finish_reason is not None  # before its last tokens are read
+                has_finished = request.finish_reason is not None  # before reading its last tokens
                 token_ids = request.token_ids[place:]
                 place += len(token_ids)
                 if token_ids:
@@ -240,7 +240,7 @@ class GenerationLoop:
 
 
 def only_text(pieces: Generator[tuple[int, str]]) -> Iterator[str]:
-    """The pieces of a stream of one answer, without its index."""
+    """The pieces of a stream with a single answer, without the index."""
     try:
         for _, piece in pieces:
             yield piece

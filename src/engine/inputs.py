@@ -1,4 +1,4 @@
-"""Parses, tokenises and validates prompts of all forms."""
+"""Parses, tokenises and validates prompts in all their forms."""
 
 from __future__ import annotations
 
@@ -19,32 +19,38 @@ from .segments import Segment
 from .text.reasoning import Reasoning
 from .text.text_bounds import TextBound, is_plain, text_bound
 
-# A text of more characters per token of the context is counted piece by piece first.
+# Texts with more characters per token of context are first tokenised piece by piece, to bound them.
 _MAX_CHARS_PER_TOKEN = 8
 _PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
-# Where a piece may end if tokens may swallow the white space beside them: little is there.
+# A cut between pieces, for tokenizers whose tokens may absorb white space: few blanks are near it.
 _CUT = re.compile(r"\S\s{0,8}(?=\S)")
 _PROMPT_FORMS = ("prompt", "prompt_token_ids", "segments")
-# Other content than tokens, as vLLM's prompts have it.
+# Fields of vLLM's prompts for content other than tokens.
 _CONTENT_KEYS = ("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs")
 _NO_CONTENT = "is not supported: a prompt has tokens only"
 _PLACEHOLDER = 0
-"""The token id of a position of other content."""
+"""The token id at positions of other content."""
 
 ReadContent = Callable[[str, Any], Segment]
-"""Reads a content segment of one kind: from its field's name and its value; raises
+"""Reads a content segment of one kind, from the field's name and its value; raises
 InvalidInputError."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
-    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: has the
-    share of the policy "fair". ``is_scored``: only log-probabilities of the prompt are computed;
-    the one sampled token is discarded, and needs no room in the context. ``end_token_ids`` end its
-    answers beside the model's own, unless these are ignored. ``reasoning``: of a conversation, may
-    come before the content of the answer. ``segments``: of a prompt with other content
-    than tokens, in whose place ``token_ids`` has placeholders; None of any other."""
+    """A checked prompt.
+
+    Attributes:
+        text: None when token ids were given.
+        token_ids: with placeholders at the positions of content segments.
+        priority: 0 (the most urgent) to ``MAX_PRIORITY``; used by the policy "priority" only.
+        owner: the owner that the policy "fair" charges.
+        is_scored: only log-probabilities of the prompt are computed; the one sampled token is
+            discarded, and needs no space in the context.
+        end_token_ids: tokens that end its answers in addition to the model's own, unless ignored.
+        reasoning: for a conversation, reasoning that may precede the content of the answer.
+        segments: for a prompt with content other than tokens; otherwise None.
+    """
 
     text: str | None
     token_ids: list[int]
@@ -58,10 +64,10 @@ class PromptInput:
 
 
 def require_unicode(field: str, text: str) -> None:
-    """Refuse lone surrogates: Python's text and JSON can carry them, tokenizers cannot.
+    """Refuse lone surrogates, which Python strings and JSON can contain but tokenizers refuse.
 
     Raises:
-        InvalidInputError: ``text`` has one.
+        InvalidInputError: ``text`` contains one.
     """
     try:
         text.encode()
@@ -70,7 +76,7 @@ def require_unicode(field: str, text: str) -> None:
 
 
 class Marks(TypedDict, total=False):
-    """Fields of a prompt's dict beside its form, each as of :class:`PromptInput`."""
+    """Optional fields of a prompt's dict, see :class:`PromptInput`."""
 
     cache_salt: str | None
     priority: int | None
@@ -96,7 +102,7 @@ _MARKS: dict[str, Check] = {
 
 
 def _checked_marks(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The marks among ``given``, checked."""
+    """The validated optional fields among ``given``."""
     known = (name for name in _MARKS if name in given)
     return {name: _MARKS[name](f"{field}.{name}", given[name]) for name in known}
 
@@ -104,8 +110,8 @@ def _checked_marks(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _read_segments(
     field: str, segments: Any, kinds: Mapping[str, ReadContent]
 ) -> tuple[list[Any], tuple[Segment, ...] | None]:
-    """The tokens of a list of segments, joined, and the segments; None of token segments alone:
-    where one ends has no meaning."""
+    """The tokens of a list of segments, concatenated, and the segments; None if all are token
+    segments, whose boundaries have no meaning."""
     if not is_list(segments) or not segments:
         limit = "must be a list of {'prompt_token_ids': ...}, at least one"
         raise InvalidInputError(field, segments, limit)
@@ -134,8 +140,8 @@ def _read_segments(
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One item per request, of the argument of ``generate``: a text, a list of token ids, a dict,
-    or a list of those."""
+    """Split the argument of ``generate`` into prompts: a text, a list of token ids, a dict, or a
+    list of those."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not is_list(prompts):
@@ -148,13 +154,13 @@ def split_prompts(prompts: Any) -> list[Any]:
 def pair_params(
     prompts: Sequence[Any], params: Any, default: Callable[[], SamplingParams]
 ) -> list[Any]:
-    """One set of sampling parameters per prompt; those of a list are not checked.
+    """One set of sampling parameters per prompt; items of a list are not checked.
 
     Args:
-        default: makes them where none are given.
+        default: makes the parameters if none are given.
 
     Raises:
-        InvalidInputError: neither parameters nor a list, or one of another length than ``prompts``.
+        InvalidInputError: ``params`` is neither parameters nor a list, or its length is wrong.
     """
     if params is None:
         params = default()
@@ -178,14 +184,14 @@ class PromptReader:
     """Tokenises and checks prompts for one model.
 
     Args:
-        tokenizer: a transformers tokenizer, or None: then only token ids are accepted.
-        vocab_size: ids must be below it.
-        max_model_len: prompts must leave room for one generated token, unless they are scored.
-        kinds: of content segments, each with what reads it. Others are refused.
+        tokenizer: a transformers tokenizer; None: only token ids are accepted.
+        vocab_size: token ids must be below it.
+        max_model_len: prompts must leave space for one generated token, unless they are scored.
+        kinds: supported kinds of content segments, each with its reader. Others are refused.
 
     Attributes:
-        encoding_lock: held while a tokenizer that threads may not share encodes a text or renders
-            a chat template.
+        encoding_lock: held while a tokenizer that is not thread-safe encodes a text or renders a
+            chat template.
     """
 
     def __init__(
@@ -199,9 +205,9 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        # Threads may share a fast tokenizer as long as no call changes its settings: it cannot be
-        # set up for one ("Already borrowed") while it encodes for another. Decoding sets nothing
-        # up. No step of the engine waits for this lock.
+        # Threads may share a fast tokenizer if no call changes its settings: changing them during
+        # another thread's encoding raises "Already borrowed". Decoding changes no setting. No step
+        # of the engine waits for this lock.
         self._is_shared = is_plain(tokenizer)
         self.encoding_lock = threading.RLock()
 
@@ -215,11 +221,11 @@ class PromptReader:
     ) -> PromptInput:
         """
         Args:
-            truncate: keep that many of the last tokens; -1 as many as leave room for one token.
+            truncate: number of the last tokens to keep; -1: as many as leave space for one token.
             is_scored: see :class:`PromptInput`; the prompt may have ``max_model_len`` tokens.
 
         Raises:
-            InvalidInputError: it is refused; names ``field``, the value and the limit.
+            InvalidInputError: the prompt is refused; names ``field``, the value and the limit.
         """
         marks: dict[str, Any] = {}
         segments: tuple[Segment, ...] | None = None
@@ -269,7 +275,7 @@ class PromptReader:
         *,
         is_scored: bool = False,
     ) -> list[PromptInput]:
-        """The prompts of one call; an error names the one it is about."""
+        """The prompts of one call; an error names the prompt that it refers to."""
         is_single = len(prompts) == 1
         return [
             self.read(
@@ -282,12 +288,12 @@ class PromptReader:
         ]
 
     def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
-        """A prompt that was read before, as ``read`` would have cut it."""
+        """A prompt that was read before, truncated as ``read`` truncates."""
         token_ids = self._truncated(prompt.token_ids, truncate, prompt.segments)
         return replace(prompt, token_ids=token_ids)
 
     def marked(self, prompt: PromptInput, **marks: Unpack[Marks]) -> PromptInput:
-        """A prompt that was read before, with these; None leaves what it has."""
+        """A prompt that was read before, with these fields; None keeps a field."""
         for name in marks.keys() - _MARKS:
             raise TypeError(f"a prompt has no {name}")
         given = {name: value for name, value in marks.items() if value is not None}
@@ -310,7 +316,7 @@ class PromptReader:
     def encode(
         self, text: str, field: str = "bad_words", *, add_special_tokens: bool = False
     ) -> list[int]:
-        """The tokens of a text.
+        """The token ids of a text.
 
         Raises:
             InvalidInputError: the model has no tokenizer.
@@ -323,8 +329,8 @@ class PromptReader:
     def encode_prompt(
         self, text: str, field: str = "prompt", truncate: int | None = None
     ) -> list[int]:
-        """The tokens of a prompt's text, none added. A text that cannot fit the context is refused
-        before it is tokenised, unless it is truncated.
+        """The token ids of a prompt's text, without special tokens added. A text that cannot fit
+        in the context is refused before it is tokenised, unless it is truncated.
 
         Raises:
             InvalidInputError: the model has no tokenizer, or the text is too long.
@@ -338,7 +344,7 @@ class PromptReader:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold the lock for a tokenizer that threads may not share."""
+        """Hold the lock if the tokenizer is not thread-safe."""
         if self._is_shared:
             yield
         else:
@@ -346,18 +352,18 @@ class PromptReader:
                 yield
 
     def _encode(self, text: str, **options: Any) -> list[int]:
-        # Masks and types are not used; of a long text they are millions of numbers.
+        # Masks and token types are not used, and would be millions of elements for a long text.
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         with self.guarded():
             if self._is_shared and not self._is_set_up:
                 with self.encoding_lock:
-                    self._tokenizer("", **options)  # sets it up, for this call and all others
+                    self._tokenizer("", **options)  # sets it up for this and all later calls
             token_ids: list[int] = self._tokenizer(text, **options)["input_ids"]
         return token_ids
 
     @property
     def _is_set_up(self) -> bool:
-        """Whether a call without truncation and padding changes no setting."""
+        """Whether a call without truncation and padding changes no setting of the tokenizer."""
         backend = self._tokenizer.backend_tokenizer
         splits = getattr(self._tokenizer, "split_special_tokens", False)
         return (
@@ -371,10 +377,10 @@ class PromptReader:
         return text_bound(self._tokenizer)
 
     def _require_room(self, text: str, field: str) -> None:
-        """Refuse a text that cannot fit the context, without tokenising all of it.
+        """Refuse a text that cannot fit in the context, without tokenising all of it.
 
-        First by its bytes. A text with long tokens passes; then its pieces are counted until they
-        have twice the tokens of the context, which no cut between pieces accounts for.
+        The first bound uses its bytes. If that does not decide, its pieces are tokenised until they
+        have twice the tokens of the context, more than cuts between pieces can account for.
         """
         most = self._max_model_len
         if len(text) <= most:
@@ -392,10 +398,10 @@ class PromptReader:
                 raise ContextLengthError(field, num_tokens // 2, self._max_model_len, is_least=True)
 
     def decode(self, token_ids: list[int], field: str) -> str:
-        """The text of tokens, special ones among them.
+        """The text of tokens, including special tokens.
 
         Raises:
-            InvalidInputError: the model has no tokenizer, or not these tokens.
+            InvalidInputError: the model has no tokenizer, or no such tokens.
         """
         if self._tokenizer is None:
             raise InvalidInputError(field, token_ids, "this model has no tokenizer")
@@ -404,8 +410,8 @@ class PromptReader:
         return text
 
     def read_rendered(self, text: str, field: str, truncate: int | None = None) -> PromptInput:
-        """A text that has its special tokens already, as chat templates make it. Raises as
-        :meth:`read`."""
+        """Read a text that already contains special tokens, such as a rendered chat template.
+        Raises like :meth:`read`."""
         token_ids = self.encode_prompt(text, field, truncate)
         return PromptInput(text, self._check(self._truncated(token_ids, truncate), field))
 
@@ -430,7 +436,7 @@ class PromptReader:
         return token_ids
 
     def _check_ids(self, token_ids: list[Any], field: str) -> None:
-        # Loops in C: one in Python took 0.2 us per id, before the first step of long prompts.
+        # Loops in C: a Python loop took 0.2 us per id, which delays the first step of long prompts.
         are_ints = set(map(type, token_ids)) == {int}
         if are_ints and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
             return
@@ -442,10 +448,10 @@ class PromptReader:
 
 
 def _pieces(text: str, num_chars: int, spares_spaces: bool) -> Iterator[str]:
-    """A text in pieces of so many characters, or somewhat more.
+    """Pieces of a text with about ``num_chars`` characters, or somewhat more.
 
     Args:
-        spares_spaces: cut only where little white space is.
+        spares_spaces: cut only where little white space is nearby.
     """
     begin = 0
     while begin < len(text):

@@ -13,14 +13,14 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitEdits:
-    """The edits of one request, resolved for its model; nothing of it changes.
+    """The edits of one request, resolved for its model; immutable.
 
     Attributes:
         repetition_penalty, presence_penalty, frequency_penalty: as in ``SamplingParams``.
-        bias: (token id, added value) by id.
-        allowed: the ids that can be sampled, by id; None for all.
-        bad_words: sequences of ids of which the last is banned once the others were generated.
-        min_tokens: how long the output is when ``stop_token_ids`` can be sampled.
+        bias: (token id, added value), sorted by id.
+        allowed: the ids that can be sampled, sorted; None: all.
+        bad_words: sequences of ids; the last id is banned right after the others were generated.
+        min_tokens: output length from which ``stop_token_ids`` can be sampled.
         processors: functions of (output ids, row of logits).
     """
 
@@ -41,16 +41,17 @@ class LogitEdits:
         stop_token_ids: Iterable[int] = (),
         bad_words: Sequence[tuple[int, ...]] = (),
     ) -> LogitEdits | None:
-        """
+        """Resolve the edits of ``params``.
+
         Args:
-            stop_token_ids: what ``min_tokens`` bans.
-            bad_words: those of ``params`` as token ids.
+            stop_token_ids: the tokens that ``min_tokens`` bans.
+            bad_words: the ``bad_words`` of ``params``, as token ids.
 
         Returns:
             None if ``params`` edit nothing.
 
         Raises:
-            InvalidInputError: nothing is left to sample.
+            InvalidInputError: no token is left to sample.
         """
         stops = tuple(sorted(stop_token_ids)) if params.min_tokens else ()
         allowed = params.allowed_token_ids
@@ -77,13 +78,13 @@ class LogitEdits:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the edits depend on the tokens so far."""
+        """Whether the edits depend on earlier tokens."""
         has_prefixes = any(len(word) > 1 for word in self.bad_words)
         return self.has_penalties or has_prefixes or bool(self.processors)
 
     @property
     def is_lasting(self) -> bool:
-        """Whether there are other edits than that of ``min_tokens``."""
+        """Whether there are edits besides ``min_tokens``."""
         is_restricted = self.allowed is not None or bool(self.bad_words)
         return self.has_penalties or is_restricted or bool(self.bias or self.processors)
 
@@ -101,21 +102,21 @@ class LogitEdits:
         return False
 
     def is_active(self, num_output_tokens: int) -> bool:
-        """Whether there is an edit for the token that follows so many outputs."""
+        """Whether the token after ``num_output_tokens`` outputs has an edit."""
         return self.is_lasting or num_output_tokens < self.min_tokens
 
 
 def bad_word_ids(
     encode: Callable[[str], Sequence[int]], bad_words: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """The token ids of words at the beginning of a text, and of those that are other ones behind a
-    space: as many tokens, of which the first differs (as in vLLM).
+    """The token ids of words at the beginning of a text, and after a space if those differ in the
+    first token only (as in vLLM).
 
     Args:
-        encode: gives a text's tokens, no special ones added.
+        encode: returns a text's token ids without special tokens.
 
     Raises:
-        InvalidInputError: a word has no tokens, or they are too many sequences.
+        InvalidInputError: a word has no tokens, or there are too many sequences.
     """
     found: list[tuple[int, ...]] = []
     for word in bad_words:

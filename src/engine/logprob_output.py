@@ -1,4 +1,4 @@
-"""Log-probabilities: from a settled step to its requests, and from requests to outputs."""
+"""Moves log-probabilities from settled steps to requests, and from requests to outputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .request import Request
 from .sampling_params import SamplingParams
 
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-"""Parameters of a request that is only scored; its one sampled token is dropped."""
+"""Parameters of a request that is only scored; its one sampled token is discarded."""
 
 
 def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[int]) -> None:
-    """Give the rows of a step to its requests. Called just before the step is committed: a request
-    that has ended by then gets no more tokens. Of a row with draft tokens the rows of the samples
-    that may be taken are kept; :func:`trim_logprobs` drops those behind the end of the request.
+    """Copy the rows of a step to its requests. Called just before the step is committed: a request
+    that has ended by then gets no more tokens. For a row with draft tokens, the rows of accepted
+    samples are kept; :func:`trim_logprobs` drops those after the end of the request.
 
     Args:
-        token_ids: the samples of the step, row after row.
+        token_ids: the samples of the step, concatenated in row order.
     """
     plan = step.plan
     sampled_row = prompt_row = 0
@@ -44,7 +44,7 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[i
 
 
 def trim_logprobs(step: InFlightStep) -> None:
-    """Drop the rows of samples that were not taken. Called when a step with draft tokens has been
+    """Drop the rows of samples that were not appended. Called after a step with draft tokens was
     committed."""
     for request, num_samples in zip(step.requests, step.plan.num_samples, strict=True):
         if num_samples > 1 and request.logprobs is not None:
@@ -52,18 +52,18 @@ def trim_logprobs(step: InFlightStep) -> None:
 
 
 class LogprobList(Sequence[Any]):
-    """The log-probabilities of some tokens: for each a dict of its own entry, first, and those of
-    the likeliest tokens, made on access.
+    """The log-probabilities of some tokens: for each token a dict with its own entry first, then
+    the most likely tokens. Dicts are created on access.
 
-    Made at once, hundreds of thousands of dicts would keep Python's garbage collector busy while
-    the device waits. It reads as a list, equals one, and is pickled as one.
+    Creating hundreds of thousands of dicts eagerly would keep Python's garbage collector busy while
+    the device waits. It behaves like a list, compares equal to one, and is pickled as one.
 
     Args:
         token_ids: the tokens.
         kept: their rows; the first is at ``begin``.
-        num_top: how many of the likeliest tokens.
-        decode: the text of one token; None leaves the texts out.
-        first: an element before them; of a prompt None, whose first token has none.
+        num_top: number of most likely tokens per entry.
+        decode: decodes one token; None: entries have no text.
+        first: an element before them: None for a prompt, whose first token has no row.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class LogprobList(Sequence[Any]):
 def add_logprobs(
     output: RequestOutput, requests: Sequence[Request], decode: Callable[[int], str] | None
 ) -> None:
-    """Fill in the log-probabilities that the parameters of finished requests request.
+    """Set the log-probabilities that the parameters of finished requests select.
 
     Args:
         output: with its token ids.
-        requests: its continuations; the first has the prompt's.
-        decode: the text of one token; None leaves the texts out.
+        requests: its continuations; the first has the rows of the prompt.
+        decode: decodes one token; None: entries have no text.
     """
     params = requests[0].sampling_params
     if params.logprobs is not None:
@@ -141,12 +141,12 @@ def add_logprobs(
 def prompt_entries(
     leader: Request, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob] | None] | None:
-    """The entries of the prompt's tokens computed so far; None without ``prompt_logprobs``."""
+    """Entries of the prompt tokens computed so far; None without ``prompt_logprobs``."""
     num_top = leader.sampling_params.prompt_logprobs
     if num_top is None or leader.logprobs is None:
         return None
     kept = leader.logprobs.prompt
-    # All of them, unless the request was aborted in its prompt, or is still in it.
+    # All tokens, unless the request is still in its prompt or was aborted there.
     token_ids = leader.token_ids[1 : len(kept) + 1]
     return LogprobList(token_ids, kept, num_top, decode, first=(None,))
 
@@ -154,7 +154,7 @@ def prompt_entries(
 def logprob_entries(
     request: Request, begin: int, end: int, decode: Callable[[int], str] | None
 ) -> Sequence[dict[int, Logprob]] | None:
-    """The entries of settled outputs ``begin`` to ``end``; None without ``logprobs``."""
+    """Entries of the settled outputs ``begin`` to ``end``; None without ``logprobs``."""
     num_top = request.sampling_params.logprobs
     if num_top is None or request.logprobs is None:
         return None
@@ -168,7 +168,7 @@ def plain_logprobs(
     number: Callable[[float], float | None] = float,
 ) -> list[list[dict[str, Any]] | None]:
     """Log-probabilities as plain lists, for JSON and Arrow: per token its own entry, then those of
-    the likeliest others; None where a token has none.
+    the most likely other tokens; None for a token without a row.
 
     Args:
         number: converts a log-probability.
@@ -190,7 +190,7 @@ def plain_logprobs(
 
 
 def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:
-    """The score of a finished request with :data:`SCORE_PARAMS`."""
+    """The score from a finished request with :data:`SCORE_PARAMS`."""
     token_ids = output.prompt_token_ids
     entries = output.prompt_logprobs or [None] * len(token_ids)
     own = [

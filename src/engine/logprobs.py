@@ -1,9 +1,9 @@
-"""Log-probabilities while a request runs: rows of its steps, in the runner's own form.
+"""Log-probabilities of running requests: rows of their steps, in the runner's own form.
 
-A row is the log-probability of one token, its rank, and those of the likeliest tokens. A runner
-returns rows of sampled tokens with ``logprobs``, and of prompt positions whose next token lies in
-the prompt. Rows of sampled tokens are kept if the scheduler appends the token. Rows of the prompt
-are kept once per position: a preempted request recomputes them, to the same bits.
+A row is the log-probability of one token, its rank, and those of the most likely tokens. A runner
+returns rows for sampled tokens with ``logprobs``, and for prompt positions whose next token is in
+the prompt. A row of a sampled token is kept if the scheduler appends the token. Rows of the prompt
+are kept once per position: a preempted request recomputes them with the same bits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 
 
 class LogprobRows(Protocol):
-    """Rows of one step; never changed once they were handed over."""
+    """Rows of one step; immutable once returned."""
 
     def logprob(self, index: int) -> float: ...
 
     def row(self, index: int, num_top: int) -> tuple[float, int, Sequence[int], Sequence[float]]:
-        """(log-probability, rank, ids of the ``num_top`` likeliest tokens, theirs)."""
+        """(log-probability, rank, ids of the ``num_top`` most likely tokens, their values)."""
         ...
 
 
@@ -29,10 +29,9 @@ class StepLogprobs:
     """The log-probabilities of a step.
 
     Attributes:
-        sampled: a row for each sample of the rows whose parameters have ``logprobs``, row after
-            row.
-        prompt: one for each position whose next token lies in a prompt with ``prompt_logprobs``
-            (``RequestInfo.num_prompt_rows``), row after row.
+        sampled: a row for each sample of the plan's rows with ``logprobs``, in row order.
+        prompt: a row for each position whose next token is in a prompt with ``prompt_logprobs``
+            (``RequestInfo.num_prompt_rows``), in row order.
     """
 
     sampled: LogprobRows
@@ -42,11 +41,11 @@ class StepLogprobs:
 class KeptRows:
     """Rows of several steps, in order.
 
-    A list and an array, not a tuple for each row: Python's garbage collector would look through
-    these again and again, which took longer than all else that log-probabilities cost the host.
+    Stored as a list and an array, not as a tuple per row: Python's garbage collector would scan
+    such tuples repeatedly, at more than the total host cost of all other work on log-probabilities.
 
     Attributes:
-        rows, places: of each, the rows of its step and which of them it is.
+        rows, places: for each row, the rows of its step, and its index among them.
     """
 
     __slots__ = ("places", "rows")
@@ -59,16 +58,16 @@ class KeptRows:
         return len(self.places)
 
     def __iter__(self) -> Iterator[tuple[LogprobRows, int]]:
-        return zip(self.rows, self.places, strict=False)  # another thread may be adding one
+        return zip(self.rows, self.places, strict=False)  # another thread may be appending
 
 
 class RequestLogprobs:
-    """The log-probabilities of a request so far.
+    """The settled log-probabilities of a request.
 
     Attributes:
-        sampled: of each settled output.
-        prompt: of the prompt tokens, from the second on.
-        cumulative: the sum over ``sampled``, added up in their order.
+        sampled: one row per settled output.
+        prompt: one row per prompt token, from the second on.
+        cumulative: the sum over ``sampled``, added in order.
     """
 
     __slots__ = ("cumulative", "prompt", "sampled")
@@ -84,8 +83,8 @@ class RequestLogprobs:
         self.cumulative += rows.logprob(place)
 
     def trim_sampled(self, num_outputs: int) -> None:
-        """Drop the rows behind the first ``num_outputs``. The sum is added up anew, in order, so
-        that it has the bits of one that never had them."""
+        """Drop the rows after the first ``num_outputs``. The sum is computed again in order, so
+        that it has the bits of a sum that never contained them."""
         kept = self.sampled
         if len(kept) <= num_outputs:
             return
@@ -95,10 +94,10 @@ class RequestLogprobs:
             self.cumulative += rows.logprob(place)
 
     def add_prompt(self, rows: LogprobRows, first: int, start: int, count: int) -> None:
-        """The ``count`` rows from ``first`` on are those of the positions from ``start`` on."""
+        """Append ``count`` rows, from ``first`` on; they belong to positions from ``start`` on."""
         if not count:
             return
-        num_known = len(self.prompt) - start  # of these; more than none after a preemption
+        num_known = len(self.prompt) - start  # rows known already; above 0 after a preemption
         if num_known < 0:
             raise RuntimeError(f"positions {len(self.prompt)} to {start} were never computed")
         self.prompt.rows += [rows] * (count - num_known)

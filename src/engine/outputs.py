@@ -1,4 +1,4 @@
-"""Results of requests (outputs and metrics, by vLLM's names), and the statistics of an engine."""
+"""Results of requests (outputs and metrics, named as in vLLM), and the statistics of an engine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times and counts of one request; of several continuations as :func:`joined` says.
+    """Times and counts of one request. For several continuations, see :func:`joined`.
 
     Attributes:
-        queue_time_s: from arrival until its first tokens were scheduled, seconds.
-        time_to_first_token_s: from arrival until its first token was settled, seconds; None if it
-            ended before.
-        total_time_s: from arrival until it finished, seconds.
-        tokens_per_second: output tokens after the first, over the time they took; None with fewer
-            than two tokens.
-        num_cached_tokens: prompt tokens found in the prefix cache on first admission.
-        num_preemptions: how often its blocks were taken and its tokens computed again.
+        queue_time_s: seconds from arrival until its first tokens were scheduled.
+        time_to_first_token_s: seconds from arrival until its first token was settled; None if it
+            ended earlier.
+        total_time_s: seconds from arrival until it finished.
+        tokens_per_second: decode rate: output tokens after the first, divided by their time; None
+            with fewer than two tokens.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_preemptions: how often it was preempted and its tokens were recomputed.
     """
 
     queue_time_s: float | None = None
@@ -33,8 +33,8 @@ class RequestMetrics:
 
 
 def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """The metrics of all continuations of one prompt: the first's wait and cache hits, the time
-    until the last had finished, and the sums of their preemptions and rates."""
+    """The metrics of all continuations of one prompt: the wait and cache hits of the first, the
+    time until the last one finished, and the sums of preemptions and rates."""
     first = metrics[0]
     totals = [m.total_time_s for m in metrics if m.total_time_s is not None]
     rates = [m.tokens_per_second for m in metrics if m.tokens_per_second is not None]
@@ -48,15 +48,15 @@ def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
 
 @dataclass(slots=True)
 class Logprob:
-    """The log-probability of a token at a place.
+    """The log-probability of a token at a position.
 
     Attributes:
-        logprob: the natural logarithm, a float32; NaN where the model's logits have no finite
+        logprob: natural logarithm, as a float32 value; NaN if the model's logits have no finite
             maximum.
-        rank: 1 plus the number of tokens before it, by logit downwards and then by id upwards. So
-            ranks are distinct, and a greedy token has rank 1.
-        decoded_token: its text inside a text, U+FFFD for bytes that form no character; None if the
-            model has no tokenizer, or with ``detokenize=False``.
+        rank: 1 plus the number of tokens that precede it in descending order of logits (ties: by
+            ascending id). Ranks are therefore distinct, and a greedy token has rank 1.
+        decoded_token: its text as inside a text, U+FFFD for bytes that form no character; None if
+            the model has no tokenizer, or with ``detokenize=False``.
     """
 
     logprob: float
@@ -69,23 +69,24 @@ class CompletionOutput:
     """One generated continuation.
 
     Attributes:
-        index: position among the request's continuations, from 0.
+        index: index among the request's continuations, from 0.
         text: decoded text, cut before a stop string, without special tokens and without the stop
-            token that ended it (as in vLLM); incomplete characters: see :mod:`.text.detokenizer`;
-            "" if the model has no tokenizer.
-        token_ids: every generated id, the end or stop token included.
+            token that ended it (as in vLLM); "" if the model has no tokenizer. For incomplete
+            characters see :mod:`.text.detokenizer`.
+        token_ids: every generated id, including the end or stop token.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
-            max_model_len) or "abort". (A request of reason "error" has no output: its call raises
-            EngineError.)
-        cumulative_logprob: the sum of the log-probabilities of ``token_ids``; None if the
-            parameters have no ``logprobs``.
-        logprobs: for each of ``token_ids`` its own log-probability and those of the ``logprobs``
-            likeliest tokens, by id; None if the parameters have no ``logprobs``. Its dicts are made
+            max_model_len) or "abort". (A request with reason "error" has no output: its call
+            raises EngineError.)
+        cumulative_logprob: the sum of the log-probabilities of ``token_ids``; None without
+            ``logprobs``.
+        logprobs: for each of ``token_ids``, a dict by token id with its log-probability and those
+            of the ``logprobs`` most likely tokens; None without ``logprobs``. The dicts are created
             on access.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
-            the model's end tokens and every other end.
-        message: of ``LLM.chat``: the answer as a message of OpenAI's form (``role``, ``content``,
-            ``reasoning_content``, ``tool_calls``); None otherwise, or with ``detokenize=False``.
+            the model's end tokens and any other end.
+        message: with ``LLM.chat``, the answer as a message in OpenAI's form (``role``,
+            ``content``, ``reasoning_content``, ``tool_calls``); otherwise, and with
+            ``detokenize=False``, None.
     """
 
     index: int
@@ -100,12 +101,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answers to a request; ``finished`` once all of them have ended, as ``LLM`` returns them.
+    """The answers to a request; ``finished`` is True when all have ended, as in ``LLM``'s results.
 
     Attributes:
         prompt: None when token ids were given.
-        prompt_logprobs: for each prompt token as :attr:`CompletionOutput.logprobs`; None for the
-            first, which follows nothing. None if the parameters have no ``prompt_logprobs``.
+        prompt_logprobs: as :attr:`CompletionOutput.logprobs`, for each prompt token; None for the
+            first token, which has no predecessor. None without ``prompt_logprobs``.
     """
 
     request_id: str
@@ -118,19 +119,19 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache: ``metrics.num_cached_tokens`` by vLLM's name."""
+        """vLLM's name for ``metrics.num_cached_tokens``."""
         return self.metrics.num_cached_tokens
 
 
 @dataclass(slots=True)
 class ScoreOutput:
-    """The log-probability of each token of a prompt, given those before it.
+    """The log-probability of each token of a prompt, given the tokens before it.
 
     Attributes:
         prompt: None when token ids were given.
-        tokens: the text of each token inside a text; None if the model has no tokenizer.
-        logprobs: None for the first token, which follows nothing.
-        ranks: as of :class:`Logprob`; 1 for a token that greedy sampling would have chosen.
+        tokens: the text of each token as inside a text; None if the model has no tokenizer.
+        logprobs: None for the first token, which has no predecessor.
+        ranks: see :class:`Logprob`; 1 for a token that greedy sampling would have chosen.
     """
 
     prompt: str | None
@@ -147,28 +148,28 @@ class ScoreOutput:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot; counters grow, nothing is reset.
+    """A snapshot of cumulative counters, which are never reset.
 
     Attributes:
-        attention: the attention implementation chosen, and attention_reason why.
-        num_captures: graphs traced from the model; 0 if the graph was read from the disk.
-        num_compilations: pieces compiled by Inductor, and forms of Triton's and Gluon's kernels,
-            in this process; compiled or taken from the disk.
+        attention: the attention implementation; attention_reason: why it was chosen.
+        num_captures: graphs traced from the model; 0 if the graph was read from the disk cache.
+        num_compilations: in this process, pieces compiled by Inductor plus variants of Triton and
+            Gluon kernels; compiled, or loaded from the disk cache.
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
-        quantization: how weights are held that stay quantised, in words; None if none are.
-        weight_formats: then, how many elements of the weights are held in which format ("int4",
-            "fp8", or a dtype); else empty. float32_matrices: which stay in float32, on a GPU in
-            the model's dtype, by name.
-        library_matmuls: of a transparent engine on a GPU, by operation, the number of matmuls with
-            weights that cuBLAS computes. A row's bits may then depend on the number of rows
+        quantization: the format of quantised weights, as text; None if there are none.
+        weight_formats: if quantised, number of weight elements per format ("int4", "fp8", or a
+            dtype); otherwise empty. float32_matrices: names of matrices that are not quantised (on
+            a GPU these have the model's dtype).
+        library_matmuls: on a GPU with ``transparent``, the number of weight matmuls that cuBLAS
+            computes, per operation. A row's bits may then depend on the number of rows
             (docs/transparency.md).
-        startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
+        startup_s: seconds of start-up by phase ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "states" (of recurrent layers), "activations",
             "graphs", "peak", "budget", "total"; empty on a CPU.
         host_s: seconds of the engine's thread by part ("schedule", "pack", "masks", "commit",
-            "wait"); masks is waiting for masks of constrained rows, wait is for the device.
+            "wait"); masks: waiting for bitmasks of constrained rows; wait: waiting for the device.
     """
 
     attention: str = ""
@@ -187,7 +188,7 @@ class EngineStats:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the seconds of a block to a part of start-up."""
+        """Add the duration of a block to a phase of start-up."""
         begin = time.perf_counter()
         yield
         self.startup_s[part] = self.startup_s.get(part, 0.0) + time.perf_counter() - begin

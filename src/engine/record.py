@@ -52,7 +52,7 @@ class Owner(Protocol):
         possibly again, with the same end."""
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` positions was settled, possibly without this owner's requests."""
+        """A step of ``num_tokens`` positions was settled, maybe without this owner's requests."""
 
 
 @dataclass(slots=True)

@@ -28,21 +28,21 @@ _SEED_SPAN = 1 << 64
 
 
 class Structures(Protocol):
-    """The constraints that a runner keeps."""
+    """The compiled constraints that a runner keeps."""
 
     def check(self, outputs: StructuredOutputs, reasoning: Reasoning | None = None) -> None:
-        """Compile a constraint, unless that was done.
+        """Compile a constraint, unless it is compiled already.
 
         Args:
-            reasoning: that may come before the constrained content.
+            reasoning: reasoning that may precede the constrained content.
 
         Raises:
-            InvalidInputError, EngineBusyError: it cannot be kept, or not compiled now.
+            InvalidInputError, EngineBusyError: it cannot be kept, or cannot be compiled now.
         """
         ...
 
     def is_known(self, outputs: StructuredOutputs) -> bool:
-        """Whether a constraint was compiled and is kept."""
+        """Whether a constraint is compiled and kept."""
         ...
 
 
@@ -52,12 +52,12 @@ class RequestFactory:
     Args:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: token ids are below it.
-        eos_token_ids: end a request unless it ignores them.
-        max_model_len: most tokens of prompt plus output.
-        seed: engine seed, from which requests without a seed get theirs.
-        can_score: whether the runner gives log-probabilities of prompts.
-        encode: gives a text's tokens, none added, for ``bad_words``.
-        structures: of the runner; None with several ranks, which keep no constraint.
+        eos_token_ids: tokens that end a request unless it ignores them.
+        max_model_len: maximum number of tokens of prompt plus output.
+        seed: engine seed, from which seeds of requests without one are derived.
+        can_score: whether the runner computes log-probabilities of prompts.
+        encode: returns a text's token ids without special tokens, for ``bad_words``.
+        structures: the runner's constraints; None with several ranks, which support none.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class RequestFactory:
         self._max_model_len = max_model_len
         self._seed = seed
         self._can_score = can_score
-        self._numbers = itertools.count()  # threads share it
+        self._numbers = itertools.count()  # shared by threads
 
     def make(
         self, prompt: PromptInput, params: SamplingParams, *, checks_structure: bool = True
     ) -> list[Request]:
-        """The continuations of a prompt, the leader first; mostly one.
+        """The continuations of a prompt, the leader first; usually one.
 
         Args:
-            checks_structure: compile the constraint, which may take seconds; else the caller does
-                so by :attr:`structures`.
+            checks_structure: compile the constraint here, which may take seconds; otherwise the
+                caller compiles it with :attr:`structures`.
 
         Raises:
-            InvalidInputError: ``params`` do not suit the model.
+            InvalidInputError: ``params`` do not fit the model.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
@@ -101,7 +101,7 @@ class RequestFactory:
         self._check_spaces(params)
         self._check_structured_outputs(prompt, params, checks_structure)
         if params.num_generated > params.n and params.logprobs is None:
-            params = replace(params, logprobs=0)  # by which they are ranked
+            params = replace(params, logprobs=0)  # best_of ranks by them
         for is_refused, reason in (
             (not self._can_score, "this model's head is not found behind its hidden states"),
             (prompt.segments is not None, "the prompt has other content than tokens"),
@@ -111,7 +111,7 @@ class RequestFactory:
                 raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
-        # The last token is sampled and never computed, so that of a scored prompt may lie beyond.
+        # The last token is sampled but never computed, so a scored prompt may fill the context.
         max_num_tokens = self._max_model_len + prompt.is_scored
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
@@ -119,7 +119,7 @@ class RequestFactory:
         stops = frozenset() if params.ignore_eos else ends
         own_ends = frozenset() if params.structured_outputs is None else stops - self._eos_token_ids
         edits = self._edits(params, ends)
-        if prompt.is_scored:  # the sampled token is discarded, and has no place in a history
+        if prompt.is_scored:  # the sampled token is discarded: no edits are needed
             edits = None
         number = next(self._numbers)
         leader = Request(
@@ -168,13 +168,13 @@ class RequestFactory:
     def _tracker(
         self, reasoning: Reasoning | None, params: SamplingParams
     ) -> ReasoningTracker | None:
-        """None if it does not matter where the content begins."""
+        """None if the start of the content does not matter."""
         if reasoning is None or (reasoning.stops_inside and params.structured_outputs is None):
             return None
         return ReasoningTracker(reasoning, self._token_bytes)
 
     def _seed_of(self, params: SamplingParams, index: int, number: int) -> int:
-        """The seed of continuation ``index``, which is request ``number``."""
+        """The seed of continuation ``index``, whose request number is ``number``."""
         if params.seed is None:
             return xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
         seed = params.seed + index
@@ -186,8 +186,8 @@ class RequestFactory:
                 raise InvalidInputError(name, token_id, f"ids must be below {self._vocab_size}")
 
     def _check_spaces(self, params: SamplingParams) -> None:
-        """Refuse ``spaces_between_special_tokens=False`` if the tokenizer writes such spaces: fast
-        tokenizers, except word pieces, write none."""
+        """Refuse ``spaces_between_special_tokens=False`` if the tokenizer writes such spaces. Fast
+        tokenizers, except word-piece ones, write none."""
         if params.spaces_between_special_tokens or params.skip_special_tokens:
             return
         for token in getattr(self._tokenizer, "all_special_tokens", ())[:1]:
@@ -209,7 +209,7 @@ class RequestFactory:
             self.structures.check(outputs, prompt.reasoning)
 
     def _edits(self, params: SamplingParams, ends: frozenset[int]) -> LogitEdits | None:
-        """``ends``: of the prompt's answers, unless ignored."""
+        """``ends``: end tokens of the prompt's answers, unless ignored."""
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
             if self._encode is None:
@@ -217,7 +217,7 @@ class RequestFactory:
                 raise InvalidInputError("bad_words", list(params.bad_words), limit)
             bad_words = bad_word_ids(self._encode, params.bad_words)
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
-        # min_tokens keeps the model's end tokens away also where they would not end the request.
+        # min_tokens bans the model's end tokens even if they would not end the request.
         stop_token_ids = ends | set(params.stop_token_ids or ())
         return LogitEdits.of(params, stop_token_ids, bad_words)
 
@@ -249,7 +249,7 @@ class RequestFactory:
         if isinstance(watcher, StopStringWatcher):
             text = watcher.finish(stop_token_id if params.include_stop_str_in_output else None)
             if watcher.is_stopped and finish_reason == "length":
-                finish_reason = "stop"  # by U+FFFD: incomplete until it was the end
+                finish_reason = "stop"  # stopped by U+FFFD, incomplete until the end
             stop_reason = watcher.found
         elif self._tokenizer is not None and params.detokenize:
             text = decode_output(
@@ -282,11 +282,11 @@ class RequestFactory:
 
     @cached_property
     def decode_one(self) -> Callable[[int], str] | None:
-        """The text of a token inside a text, each decoded once; None without a tokenizer."""
+        """Decodes a token as in the middle of a text, cached; None without a tokenizer."""
         return None if self._tokenizer is None else cache(self._token_bytes.text)
 
 
 def _unlikelihood(answer: CompletionOutput) -> float:
-    """Minus the log-probability; infinite for NaN, which has no order."""
+    """Minus the log-probability; infinite for NaN, which cannot be ordered."""
     total = answer.cumulative_logprob
     return math.inf if total is None or math.isnan(total) else -total

@@ -1,4 +1,4 @@
-"""Sampling parameters of one request: declared once, frozen and validated at construction."""
+"""Sampling parameters of a request: declared once, frozen, validated at construction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEED = integer(-(1 << 63), (1 << 64) - 1, "that fits in 64 bits, or None")
 class UnsupportedParams:
     """Parameters of vLLM's SamplingParams that are refused by name unless they have their default.
 
-    A parameter that gets an implementation moves to ``SamplingParams``. Each has a line in
+    A parameter that is implemented later moves to ``SamplingParams``. Each has a line in
     ``docs/sampling_parameters.md``.
     """
 
@@ -45,7 +45,7 @@ class UnsupportedParams:
     trace_decode_token_ids: Any = field(default=None, repr=False)
 
     def refuse_unsupported(self) -> None:
-        """Raises InvalidInputError naming the first field that is not at its default."""
+        """Raises InvalidInputError for the first field that does not have its default."""
         for known in fields(UnsupportedParams):
             value = getattr(self, known.name)
             if value is not known.default and value != known.default:
@@ -64,7 +64,7 @@ def _min_p_distance(min_p: float) -> float:
 
 
 def _stop(name: str, value: Any) -> Any:
-    """A string, or a tuple of strings."""
+    """Check a string or a list of strings."""
     strings = (value,) if isinstance(value, str) else value
     if not is_list(strings) or len(strings) > MAX_STOP_STRINGS:
         limit = f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"
@@ -83,10 +83,10 @@ def _structured(name: str, value: Any) -> StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(UnsupportedParams):
-    """How the tokens of a request are chosen and when it stops. Names as in vLLM.
+    """How a request's tokens are chosen and when it stops. Names as in vLLM.
 
-    ``docs/sampling_parameters.md`` says in which order they act, and which are refused. Precedence
-    when several conditions are met by one token: stop token, stop string, length.
+    ``docs/sampling_parameters.md`` gives the order in which they apply, and those that are refused.
+    If one token meets several stop conditions, the precedence is: stop token, stop string, length.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -94,28 +94,28 @@ class SamplingParams(UnsupportedParams):
 
     n: int = param(
         1,
-        "Continuations to generate of the prompt, which is computed once; 1 at temperature 0, "
-        "where all are the same. Each counts as a request.",
+        "Number of continuations of the prompt, which is computed once; must be 1 at temperature "
+        "0, where all would be equal. Each counts as a request.",
         integer(1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}"),
         flag="--n",
     )
     best_of: int | None = param(
         None,
-        "Generate so many, and return the n of the largest cumulative log-probability, the best "
-        "first, with their logprobs. Not for streams.",
+        "Generate this many continuations and return the n with the largest cumulative "
+        "log-probability, best first, with logprobs. Not for streams.",
         integer(-math.inf, math.inf, "from n up"),
         flag=None,
     )
     temperature: float = param(
         1.0,
-        "0 is greedy: the highest logit, ties to the lowest token id. Else logits are divided by "
+        "0 is greedy: the highest logit, ties to the lowest token id. Otherwise logits are divided "
         "it.",
         number(0.0, 1e6, "finite, from 0 to 1,000,000"),
         is_of_model=True,
     )
     top_k: int = param(
         0,
-        "Keep this many of the likeliest tokens; 0 or -1 keeps all.",
+        "Keep only this many most likely tokens; 0 or -1 keeps all.",
         integer(-1, math.inf, "from -1 up (-1 and 0 keep all tokens)"),
         is_of_model=True,
         stage="cut",
@@ -123,14 +123,14 @@ class SamplingParams(UnsupportedParams):
     )
     top_p: float = param(
         1.0,
-        "Keep the smallest set of the likeliest tokens whose probability reaches this.",
+        "Keep the smallest set of most likely tokens whose probability reaches this value.",
         number(0.0, 1.0, "above 0 and at most 1", is_above=True),
         is_of_model=True,
         stage="cut",
     )
     min_p: float = param(
         0.0,
-        "Drop tokens less likely than this times the likeliest.",
+        "Drop tokens whose probability is below this fraction of the most likely token's.",
         number(0.0, 1.0, "from 0 to 1"),
         is_of_model=True,
         stage="cut",
@@ -138,7 +138,7 @@ class SamplingParams(UnsupportedParams):
     )
     max_tokens: int | None = param(
         16,
-        "Most tokens to generate.",
+        "Maximum number of tokens to generate.",
         integer(1, math.inf, "of 1 or more, or None"),
         takes_none=True,
         absent="up to max_model_len",
@@ -149,80 +149,80 @@ class SamplingParams(UnsupportedParams):
     )
     stop_token_ids: Sequence[int] | None = param(
         None,
-        "Token ids that end generation, besides the model's own end tokens. The one that does is "
-        "in token_ids and not in text.",
+        "Token ids that end generation, in addition to the model's own end tokens. The one that "
+        "ends it is in token_ids but not in text.",
         checks.checked_token_ids,
         takes_none=False,
         flag=None,
     )
-    ignore_eos: bool = param(False, "Go on past the model's end-of-sequence tokens.", flag())
+    ignore_eos: bool = param(False, "Continue past the model's end-of-sequence tokens.", flag())
     seed: int | None = param(
         None,
-        "64-bit seed of this request's random numbers. Continuation i has seed + i, and the "
-        "tokens of a request with that seed.",
+        "64-bit random seed of this request. Continuation i uses seed + i, and gives the same "
+        "tokens as a request with that seed.",
         _SEED,
         absent="derived from the engine's",
     )
     logprobs: int | None = param(
         None,
-        "Give the log-probability of each sampled token, and of so many of the likeliest.",
+        "Return the log-probability of each sampled token, and of this many most likely tokens.",
         _LOGPROBS,
         flag=None,
         wire="object",
     )
     prompt_logprobs: int | None = param(
         None,
-        "The same of each prompt token but the first. Such a request computes all of its prompt: "
-        "it reads nothing from the prefix cache.",
+        "Like logprobs, for each prompt token but the first. Such a request computes its whole "
+        "prompt: it reads nothing from the prefix cache.",
         _LOGPROBS,
         flag=None,
     )
     repetition_penalty: float = param(
         1.0,
-        "Divide the logits of tokens of the prompt or the answer by this if positive, else "
-        "multiply them; 1 changes nothing.",
-        # Finite, also as the float32 it becomes, and so that logits can be divided.
+        "For tokens of the prompt or the answer: divide positive logits by this, multiply "
+        "negative ones. 1 changes nothing.",
+        # Bounded so that its float32 value is finite and not 0.
         number(1e-3, 1e3, "from 0.001 to 1000"),
         is_of_model=True,
     )
     presence_penalty: float = param(
         0.0,
-        "Subtract this from the logits of tokens of the answer. From -2 to 2.",
+        "Subtract this from the logits of tokens that the answer contains. From -2 to 2.",
         number(-2.0, 2.0, "from -2 to 2"),
     )
     frequency_penalty: float = param(
         0.0,
-        "The same, times how often the answer has the token. From -2 to 2.",
+        "Subtract this times the token's count in the answer from its logit. From -2 to 2.",
         number(-2.0, 2.0, "from -2 to 2"),
     )
     logit_bias: Mapping[int, float] | None = param(
         None,
-        "Added to the logits of these token ids. From -100 to 100.",
+        "Values added to the logits of these token ids. From -100 to 100.",
         checks.checked_logit_bias,
         flag=None,
         is_hashed=False,
     )
     allowed_token_ids: Sequence[int] | None = param(
-        None, "Only these can be sampled.", checks.checked_allowed_token_ids, flag=None
+        None, "Sample from these token ids only.", checks.checked_allowed_token_ids, flag=None
     )
     bad_words: Sequence[str] | None = param(
         None,
-        "Text that is not generated, also behind a space: the last token of a word is banned "
-        "where the others were just generated. Several may be given.",
+        "Words that are not generated, with or without a leading space: the last token of a word "
+        "is banned right after the others were generated. Several may be given.",
         checks.checked_bad_words,
         takes_none=False,
         flag="--bad-word",
     )
     min_tokens: int = param(
         0,
-        "Tokens before which no end token and no token of stop_token_ids can be sampled. A stop "
-        "string that is complete before does not count either.",
+        "Ban end tokens and stop_token_ids until this many tokens are generated. A stop string "
+        "that is complete earlier does not count either.",
         integer(0, math.inf, "of 0 or more"),
     )
     logits_processors: Sequence[Callable[..., Any]] | None = param(
         None,
-        "Functions of (the output's token ids, a float32 row of logits) that return the row to "
-        "sample from. Slow: each step with one waits for the device.",
+        "Functions of (output token ids, float32 row of logits) that return the row to sample "
+        "from. Slow: each step with one waits for the device.",
         checks.checked_processors,
         takes_none=False,
         flag=None,
@@ -231,22 +231,22 @@ class SamplingParams(UnsupportedParams):
     include_stop_str_in_output: bool = param(
         False, "Keep the stop string, or the text of the stop token.", flag(), flag=None
     )
-    skip_special_tokens: bool = param(True, "Special tokens have no text.", flag(), flag=None)
+    skip_special_tokens: bool = param(True, "Omit special tokens from text.", flag(), flag=None)
     spaces_between_special_tokens: bool = param(
-        True, "False is refused where the tokenizer has such spaces.", flag(), flag=None
+        True, "False is refused if the tokenizer writes such spaces.", flag(), flag=None
     )
     detokenize: bool = param(True, "False leaves the text empty.", flag(), flag=None, wire="object")
     truncate_prompt_tokens: int | None = param(
         None,
-        "Keep that many of the prompt's last tokens; -1 as many as leave room for one token of "
+        "Keep this many of the prompt's last tokens; -1: as many as leave space for one token of "
         "output.",
         checks.checked_truncation,
         absent="all",
     )
     structured_outputs: StructuredOutputs | None = param(  # noqa: RUF009
         None,
-        "A JSON schema, regex, choice or grammar that the text meets, unless it is cut by its "
-        "length; of an answer in chat, the content behind its reasoning. Not with min_tokens or "
+        "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
+        "length; for chat answers, the content after the reasoning. Not with min_tokens or "
         "bad_words.",
         _structured,
         flag=None,
@@ -277,7 +277,7 @@ class SamplingParams(UnsupportedParams):
 
     @property
     def num_generated(self) -> int:
-        """Continuations that are generated for the ``n`` that are returned."""
+        """Number of continuations to generate, of which ``n`` are returned."""
         return self.n if self.best_of is None else self.best_of
 
 

@@ -1,4 +1,4 @@
-"""Constraints of an answer's text: a JSON schema, a regex, a choice or a grammar."""
+"""Constraints on an answer's text: a JSON schema, a regex, a choice or a grammar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_CONSTRAINT_BYTES = 1 << 18
 MAX_SCHEMA_DEPTH = 64
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Their values are no schemas, or schemas by arbitrary names.
+# Keywords whose values are not schemas, or are schemas under arbitrary names.
 PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
 NAMED_SCHEMAS = frozenset(("$defs", "definitions", "properties"))
-# The compiler ignores these, or implements them in part.
+# The compiler ignores these, or implements only a part of them.
 _UNSUPPORTED = {
     "patternProperties": "is not supported",
     "minProperties": "is not supported: nothing keeps a key from being written twice",
@@ -29,7 +29,7 @@ _UNSUPPORTED = {
 
 
 class Constraint(NamedTuple):
-    """One constraint in a form that can be compared and compiled.
+    """One constraint in a comparable form, ready to be compiled.
 
     Attributes:
         kind: "json" (a schema), "regex", "choice" (a JSON list) or "grammar".
@@ -49,16 +49,16 @@ class StructuredOutputs:
         json: a JSON schema, as a dict, as JSON text, or as a pydantic model class.
         regex: the whole text matches it (syntax of Rust's ``regex``: no look-around, no
             back-references).
-        choice: the text is one of these.
-        grammar: Lark, as llguidance reads it, or GBNF; it begins with ``start`` or ``root``.
+        choice: the text equals one of these.
+        grammar: Lark syntax as in llguidance, or GBNF; its start rule is ``start`` or ``root``.
         json_object: True: any JSON object.
-        disable_any_whitespace: of JSON: no whitespace between its tokens.
-        whitespace_pattern: of JSON: a regex of the whitespace that may stand between its tokens.
+        disable_any_whitespace: for JSON: no whitespace between tokens.
+        whitespace_pattern: for JSON: a regex for whitespace between tokens.
         disable_additional_properties, structural_tag: not supported.
 
     Raises:
-        InvalidInputError: not exactly one constraint, or one that is not well formed, too large,
-            or needs something that would not be enforced.
+        InvalidInputError: not exactly one constraint is given, or it is malformed, too large, or
+            uses a feature that would not be enforced.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -120,7 +120,7 @@ class StructuredOutputs:
             _refuse("json", self.json, f"must be a JSON schema: {error}")
         if not isinstance(schema, (dict, bool)) and not isinstance(schema, Mapping):
             _refuse("json", self.json, "a JSON schema is an object")
-        _require_short("json", text)  # before all of it is walked
+        _require_short("json", text)  # before walking all of it
         for keyword in _keywords(json.loads(text), 0):
             if keyword in _UNSUPPORTED:
                 _refuse("json", keyword, _UNSUPPORTED[keyword])
@@ -156,8 +156,8 @@ def _require_short(name: str, text: str) -> None:
 
 
 def _require_few(name: str, value: Any) -> None:
-    """Refuse a value that is too long as JSON, before all of it is written."""
-    num_bytes, waiting = 0, [value]  # bytes: a lower bound, of the values visited
+    """Refuse a value that is too long as JSON, before serialising all of it."""
+    num_bytes, waiting = 0, [value]  # bytes: a lower bound, for the values visited
     while waiting:
         one = waiting.pop()
         inside: list[Any] = []
@@ -176,7 +176,7 @@ def _require_few(name: str, value: Any) -> None:
 
 
 def _keywords(schema: object, depth: int) -> Iterator[str]:
-    """Every keyword in a schema and the schemas inside it."""
+    """Every keyword in a schema and its nested schemas."""
     if depth > MAX_SCHEMA_DEPTH:
         _refuse("json", "a schema", f"must be nested at most {MAX_SCHEMA_DEPTH} deep")
     if isinstance(schema, list):

@@ -1,4 +1,4 @@
-"""Limits of values, as functions of a field's name and value; and for whole fields."""
+"""Checks of values: functions of a field's name and value, which return the value to keep."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .declare import Check
 
 # Block numbers, token indices and context lengths of a step are int32 tensors.
 MAX_COUNT = (1 << 31) - 1
-# Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
+# At most the digits of a 32-bit integer: torch keeps only eight bits of a device index.
 _DEVICE = r"auto|cpu|cuda(:[0-9]{1,9})?"
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, and not True or False, which Python counts among them."""
+    """Whether ``value`` is an integer, excluding True and False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is an integer or a float."""
+    """Whether ``value`` is an integer or a float."""
     return is_int(value) or isinstance(value, float)
 
 
@@ -34,7 +34,7 @@ def is_list(value: object) -> bool:
 
 
 def path_of(value: object) -> str | None:
-    """The text of a path; None for a path of bytes, or another value."""
+    """The path as text; None for a bytes path or any other value."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     return path if isinstance(path, str) else None
 
@@ -53,7 +53,7 @@ def count(low: int = 1, high: int = MAX_COUNT) -> Check:
 
 
 def integer(low: float, high: float, limit: str) -> Check:
-    """Integers from ``low`` to ``high``; ``limit`` is their text in an error."""
+    """Integers from ``low`` to ``high``; ``limit`` describes the range in an error."""
 
     def check(name: str, value: Any) -> int:
         if not is_int(value) or not low <= value <= high:
@@ -64,10 +64,10 @@ def integer(low: float, high: float, limit: str) -> Check:
 
 
 def number(low: float, high: float, limit: str, *, is_above: bool = False) -> Check:
-    """Numbers from ``low`` (with ``is_above``, more) to ``high``; kept as floats."""
+    """Numbers from ``low`` (excluded with ``is_above``) to ``high``; returned as floats."""
 
     def check(name: str, value: Any) -> float:
-        # Exact for integers of any size, which may be too large for a float, and false for NaN.
+        # Exact for integers of any size, even those too large for a float; False for NaN.
         if not is_number(value) or not low <= value <= high or (is_above and value == low):
             raise InvalidInputError(name, value, f"must be a number {limit}")
         return float(value)
@@ -76,7 +76,7 @@ def number(low: float, high: float, limit: str, *, is_above: bool = False) -> Ch
 
 
 def choice(*choices: str, aliases: Mapping[str, str] | None = None) -> Check:
-    """One of some texts. ``aliases``: other engines' words for them."""
+    """One of several strings. ``aliases``: other engines' values for them."""
 
     def check(name: str, value: Any) -> str:
         known = (aliases or {}).get(value, value) if isinstance(value, str) else value
@@ -106,14 +106,14 @@ def function(name: str, value: Any) -> Any:
 
 
 def device_name(name: str, value: Any) -> str:
-    """A name of a device, whether or not there is one here."""
+    """A device name. The device need not exist."""
     if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
         raise InvalidInputError(name, value, 'must be "auto", "cpu", "cuda" or "cuda:N"')
     return value
 
 
 def writable_file(name: str, value: Any) -> Any:
-    """A file that could be written there. The place is left as it is."""
+    """A path to which a file can be written. Nothing is created."""
     path = path_of(value)
     if not path:
         raise InvalidInputError(name, value, "must be the path of a file to write, or None")
@@ -122,7 +122,7 @@ def writable_file(name: str, value: Any) -> Any:
     except FileNotFoundError:
         folder = os.path.dirname(path) or "."
         can_write = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-    except (OSError, ValueError):  # a name too long, a folder not to be entered, a NUL
+    except (OSError, ValueError):  # name too long, folder not accessible, NUL in the name
         can_write = False
     if not can_write:
         raise InvalidInputError(name, value, "must be a file that can be written in a folder")

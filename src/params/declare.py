@@ -1,7 +1,7 @@
-"""Declares parameters once: fields of a dataclass with limits, help and names.
+"""Declares parameters once: fields of a dataclass with limits, help texts and names.
 
-From the field follow its check, the keyword arguments of ``LLM`` (:func:`takes`), the option of the
-command line, the field of a request's body, and its row in the documentation.
+From a field are derived its check, the keyword argument of ``LLM`` (:func:`takes`), the command
+line option, the field of a request's body, and its row in the documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ..errors import UnknownArgumentError
 
 Check = Callable[[str, Any], Any]
-"""Takes a field's name and value; returns the value to keep, or raises InvalidInputError."""
+"""Maps a field's name and value to the value to keep, or raises InvalidInputError."""
 
 _P = ParamSpec("_P")
 _Args = TypeVar("_Args")
@@ -24,22 +24,22 @@ _Self = TypeVar("_Self")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Param:
-    """The declaration of a field beside its name, type and default.
+    """The declaration of a field, except its name, type and default.
 
     Attributes:
-        help: of the command line, ``help(LLM)`` and the documentation.
-        check: of its value, unless that is None and None is allowed.
-        takes_none: None is a value, and is not checked.
-        absent: the meaning of None, if that is no value of the field itself.
-        metavar: of its option; empty: that of its type.
+        help: text for the command line, ``help(LLM)`` and the documentation.
+        check: check of its value; not applied to None if None is allowed.
+        takes_none: None is allowed, and is not checked.
+        absent: the meaning of None, as text, if None stands for another value.
+        metavar: placeholder for its option; empty: derived from its type.
         flag: spellings of its option; empty: its name; None: it has no option.
-        stage: the reader. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
-            Of a sampling parameter "cut" if it decides which tokens are kept. Of a server's setting
-            the panel of the help.
-        wire: where a request over HTTP has it: "field" of its body, or only in the "object"
-            ``sampling_params``; None: nowhere.
-        is_of_model: the generation config may have its default.
-        sent: the number that a kernel gets in place of the value, in stage "cut".
+        stage: for an engine argument, "build" (read by every rank) or "serve" (rank 0 only). For
+            a sampling parameter, "cut" if it limits which tokens can be sampled. For a server
+            setting, its panel in the help.
+        wire: its place in a request over HTTP: "field" of the body, or only in the "object"
+            ``sampling_params``; None: not accepted.
+        is_of_model: the generation config may set its default.
+        sent: maps the value to the number that a kernel receives, in stage "cut".
     """
 
     help: str
@@ -61,7 +61,7 @@ class Param:
 def param(
     default: Any = MISSING, help: str = "", check: Check | None = None, **declared: Any
 ) -> Any:
-    """A field of a dataclass. None is allowed if it is the default; ``declared`` is as of
+    """A field of a dataclass. None is allowed if it is the default. ``declared``: fields of
     :class:`Param`."""
     declared.setdefault("takes_none", default is None)
     is_hashed = None if declared.pop("is_hashed", True) else False
@@ -77,7 +77,7 @@ def declared(cls: Any) -> Mapping[str, Param]:
 
 @cache
 def defaults(cls: Any) -> Mapping[str, Any]:
-    """The defaults of those that have one."""
+    """The defaults of the declared fields that have one."""
     named: Mapping[str, Field[Any]] = {f.name: f for f in fields(cls)}
     return {n: named[n].default for n in declared(cls) if named[n].default is not MISSING}
 
@@ -89,7 +89,7 @@ def _checks(cls: Any) -> tuple[tuple[str, Check, bool], ...]:
 
 
 def check_fields(made: Any) -> None:
-    """Check each declared field of a dataclass by itself, and keep the result of its check.
+    """Check each declared field of a dataclass separately, and store the value to keep.
 
     Raises:
         InvalidInputError: a value is outside its limits.
@@ -106,8 +106,8 @@ def check_fields(made: Any) -> None:
 def takes(
     arguments: Callable[_P, _Args],
 ) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:
-    """Have an ``__init__`` take the fields of a dataclass as its arguments, in place of the
-    dataclass. Type checkers, ``inspect.signature`` and ``help`` see names, types and defaults.
+    """Decorator: the ``__init__`` takes the fields of a dataclass as keyword arguments, instead of
+    the dataclass. Type checkers, ``inspect.signature`` and ``help`` show names, types and defaults.
     Arguments of other engines are translated (:mod:`.foreign`).
 
     Raises (when called):
@@ -121,15 +121,15 @@ def takes(
             own = {k: v for k, v in named.items() if k in signature.parameters}
             first = signature.bind_partial(*given).arguments
             for name in [name for name in named if name not in own]:
-                from .foreign import translate  # a large table, which few calls need
+                from .foreign import translate  # a large table that few calls need
 
                 try:
                     own |= translate(name, named[name], {**first, **own})
                 except KeyError:
                     names = signature.parameters
                     raise UnknownArgumentError(name, named[name], names) from None
-            made: Any = arguments  # checked by now
-            signature.bind(*given, **own)  # a missing argument is a TypeError of this call
+            made: Any = arguments  # already checked
+            signature.bind(*given, **own)  # a missing argument raises the TypeError of this call
             init(self, made(*given, **own))
 
         parameters = [next(iter(inspect.signature(init).parameters.values()))]
@@ -142,7 +142,7 @@ def takes(
 
 
 def describe(cls: Any, indent: int = 4) -> str:
-    """The declared fields as the ``Args`` of a docstring."""
+    """The declared fields, as the ``Args`` of a docstring."""
     lines = []
     for name, p in declared(cls).items():
         line = " " * indent + f"{name}:"

@@ -1,8 +1,8 @@
-"""Engine arguments of vLLM (0.6 to 0.33) and nano-vllm that have another name here, or none.
+"""Engine arguments of vLLM (0.6 to 0.33) and nano-vllm that have no equal name here.
 
-An argument of the same meaning is accepted under its own name, and a value without effect is
-ignored. Other values are refused with a replacement. Names of ``EngineConfig`` are not in the
-table. ``docs/engine_arguments.md`` shows the table.
+An argument with the same meaning is accepted under its own name. A value without effect is ignored.
+Any other value raises an error that names the replacement. Names of ``EngineConfig`` are not in
+the table. ``docs/engine_arguments.md`` shows the table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Foreign:
     """The meaning of another engine's argument.
 
     Attributes:
-        harmless: values without effect, or predicates of a value and of the other arguments. None
-            always is one.
-        instead: the replacement in the error.
-        same_as: our argument of that meaning and value.
-        as_ours: our arguments for a value.
+        harmless: values without effect, or predicates of a value and the other arguments. None is
+            always harmless.
+        instead: the replacement, for the error.
+        same_as: our argument with the same meaning and values.
+        as_ours: our arguments for each value.
     """
 
     harmless: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ class Foreign:
 
 
 def _is_same(value: Any, one: Any) -> bool:
-    # 0 and False are equal to Python.
+    # Python treats 0 and False as equal.
     return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)
 
 
@@ -221,7 +221,7 @@ SERVER: dict[str, Foreign] = {
     "api_server_count": Foreign((1,), "leave it out"),
     "headless": Foreign(_OFF, _REPLICAS),
 }
-"""Further flags of ``vllm serve``; ``same_as`` and ``as_ours`` are our options."""
+"""Additional flags of ``vllm serve``; ``same_as`` and ``as_ours`` name our options."""
 
 SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -235,7 +235,7 @@ SHORT = {
 def translate(
     name: str, value: Any, others: Arguments, table: Mapping[str, Foreign] = ENGINE
 ) -> dict[str, Any]:
-    """Our arguments for one of another engine.
+    """Translate an argument of another engine to ours.
 
     Args:
         others: the other arguments of the call, under our names.

@@ -82,7 +82,7 @@ def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:
     plan = step(scheduler)
     while not plan.preempted:
         plan = step(scheduler)
-    assert (account.askers, account.num_evicted) == (["a"], 1)
+    assert (account.preempted_for, account.num_evicted) == (["a"], 1)
     assert account.refused == []
     step(scheduler)
     assert account.refused == [("b", "blocks")]

@@ -287,8 +287,10 @@ class Pair:
             raise RefinementError(
                 f"refused: the specification says {refused}, the code {self.account.refused}"
             )
-        if sorted(self.account.askers) != sorted(map(str, made.askers)):
-            raise RefinementError(f"preempted for {made.askers}, the code {self.account.askers}")
+        if sorted(self.account.preempted_for) != sorted(map(str, made.preempted_for)):
+            raise RefinementError(
+                f"preempted for {made.preempted_for}, the code {self.account.preempted_for}"
+            )
 
     def compare(self, after: object) -> None:
         expected = _comparable(self.state)

@@ -1,7 +1,7 @@
-"""Finds delimiters, and possible beginnings of delimiters, in text that arrives in pieces.
+"""Finds delimiters, and prefixes of delimiters, in text that arrives in pieces.
 
-Some delimiters are headers: before their end they may name the type of what follows, as
-``<|channel|>final <|constrain|>json<|message|>`` of harmony does.
+Some delimiters are headers: before their end they may name the type of the content, like
+``<|channel|>final <|constrain|>json<|message|>`` of harmony.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Delimiter:
     """
     Attributes:
         text: not empty.
-        header_end: if ``text`` ends with it, a content type may stand before it. Empty: none may.
+        header_end: if ``text`` ends with it, a content type may precede it. Empty: no type.
     """
 
     text: str
@@ -31,13 +31,13 @@ class Delimiter:
 
     @property
     def pattern(self) -> str:
-        """A pattern of the delimiter, without groups. Its flag is ``re.ASCII``."""
+        """A regex for the delimiter, without groups. Its flag is ``re.ASCII``."""
         begin, end = self._parts
         return re.escape(begin) + (f"(?:{_TYPE})?{re.escape(end)}" if end else "")
 
     @property
     def begun(self) -> str:
-        """A pattern of the texts that more text may complete to the delimiter, none empty."""
+        """A regex for all non-empty texts that can be extended to the delimiter."""
         begin, end = self._parts
         if not end:
             return _beginnings(begin)
@@ -46,13 +46,13 @@ class Delimiter:
 
     @property
     def max_length(self) -> int:
-        """The most characters of a text that is the delimiter."""
+        """Maximum number of characters of a text that is the delimiter."""
         is_header = bool(self._parts[1])
         return len(self.text) + is_header * (3 * _MAX_BLANKS + len(CONSTRAIN) + _MAX_TYPE)
 
     @property
     def _parts(self) -> tuple[str, str]:
-        """The parts before and behind a content type; the second is empty if there is none."""
+        """The parts before and after a content type; the second is empty if there is none."""
         end = self.header_end
         if not end or not self.text.endswith(end):
             return self.text, ""
@@ -60,7 +60,7 @@ class Delimiter:
 
 
 def _beginnings(text: str) -> str:
-    """A pattern of all that ``text`` begins with, neither empty nor whole."""
+    """A regex for all proper, non-empty prefixes of ``text``."""
     pattern = ""
     for char in reversed(text[:-1]):
         pattern = re.escape(char) + (f"(?:{pattern})?" if pattern else "")

@@ -2,17 +2,17 @@
 
 The text of an answer is defined here, once, for ``generate``, ``generate_iter`` and ``stream``:
 
-* It is what follows the prompt in the text of prompt and output together: after the longest prefix
-  that this text shares with the prompt's own. A character that the prompt left incomplete and the
-  output completes belongs to the answer; one that stays incomplete belongs to the prompt.
+* It is the part of the text of prompt and output together that follows the prompt, that is, the
+  longest prefix shared with the prompt's own text. A character that the prompt leaves incomplete
+  belongs to the answer if the output completes it, otherwise to the prompt.
 * Bytes that form no character are shown as U+FFFD, as many as the tokenizer shows for them. The
-  characters beside them are unchanged. That is what byte-level tokenizers and SentencePiece
-  do. The byte fallback of the ``tokenizers`` library is stricter: its ``decode`` shows *all* bytes
-  of a run as U+FFFD if one of them is wrong. A stream could not be true to that, as a later token
-  would change characters that were sent long ago.
-* So a character that ``max_tokens`` cuts ends the text as U+FFFD, as with transformers' ``decode``
-  (vLLM leaves it out).
-* Special tokens have no text, and neither has the stop token that ended the request, unless
+  characters next to them are unchanged, as with byte-level tokenizers and SentencePiece.
+  The byte fallback of the ``tokenizers`` library differs: its ``decode`` shows *all* bytes
+  of a run as U+FFFD if one of them is invalid. A stream cannot reproduce that, because a later
+  token would change characters that were sent before.
+* A character that ``max_tokens`` cuts ends the text as U+FFFD, as with transformers' ``decode``
+  (vLLM omits it).
+* Special tokens, and the stop token that ended the request, have no text unless
   ``skip_special_tokens`` and ``include_stop_str_in_output`` say otherwise.
 """
 
@@ -27,29 +27,29 @@ from ..request import Request
 from .reasoning import Phase, ReasoningTracker
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# Tokens that can share one character: UTF-8 has at most four bytes, and each has one at least.
+# Maximum number of tokens that share one character: UTF-8 has at most four bytes per character.
 _MAX_CHARACTER_TOKENS = 4
-# Tokens of which each ends inside a character and the next completes it. Text has no longer chains.
+# Longest chain of tokens that each end inside a character which the next token completes.
 _MAX_GROUP_TOKENS = 16
 _NUM_CONTEXT_TOKENS = 8
-# Decoded at once where an output holds incomplete characters, but few.
+# Chunk size for decoding an output that has a few incomplete characters.
 _CHUNK_TOKENS = 16
 
 
 class Detokenizer:
     """Decodes the output of one request as it grows, in constant time per token.
 
-    Tokens are decoded in groups, each as small as possible: a token, or as many as share a
-    character. A token may join the one before it (by a space, or as the end of a word). So a group
-    is decoded behind its context, the end of the group before it, whose text is cut off again.
+    Tokens are decoded in minimal groups: one token, or the tokens that share a character. The text
+    of a token can depend on the token before it (by a space, or as the end of a word). A group is
+    therefore decoded after its context, the end of the previous group, whose text is then removed.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its tail is the first context.
+        prompt_token_ids: the prompt; its last tokens are the first context.
         skip_special_tokens: whether special tokens have no text.
 
     Attributes:
-        num_chars: of the text that was returned.
+        num_chars: number of characters returned so far.
     """
 
     def __init__(
@@ -57,30 +57,30 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
-        # Tokens with some text and no U+FFFD in it; none as long as there was no text at all.
+        # Tokens with some text and no U+FFFD in it; empty until there is any text.
         self._context: list[int] = []
         self._context_text = ""
-        self._pending: list[int] = []  # tokens whose text is not settled
+        self._pending: list[int] = []  # tokens whose text is not final
         self.num_chars = 0
-        self._num_prompt_pending = 0  # how many of them, the first ones, are the prompt's
+        self._num_prompt_pending = 0  # how many of them, at the start, are prompt tokens
         num_tokens = _NUM_CONTEXT_TOKENS
         while True:
             self.push_all(prompt_token_ids[-num_tokens:])
             if self._context or num_tokens >= len(prompt_token_ids):
                 break
-            num_tokens *= 2  # nothing but special tokens, which are no context: look further back
+            num_tokens *= 2  # only special tokens, which give no context: look further back
             self._pending.clear()
         self._num_prompt_pending, self.num_chars = len(self._pending), 0
 
     def push(self, token_id: int) -> str:
-        """Add one id; returns the text that became complete with it, possibly none."""
+        """Add one id; returns the text that became complete with it, possibly empty."""
         if (self._pending or not self._context) and self._is_textless(token_id):
             return ""
         self._pending.append(token_id)
         return self._settle(is_last=False)
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """As pushing one after the other, but ids of complete characters are decoded at once."""
+        """Like pushing one by one, but ids of complete characters are decoded together."""
         whole = self._push_complete(token_ids)
         if whole is not None:
             return whole
@@ -92,7 +92,7 @@ class Detokenizer:
         return "".join(pieces)
 
     def _push_complete(self, token_ids: Sequence[int]) -> str | None:
-        """Add ids that end with a character, all of whose characters are complete; else None."""
+        """Add ids whose characters are all complete; None, without adding them, otherwise."""
         group = [*self._pending, *token_ids]
         text = self._text_of(group)
         if not text or _INCOMPLETE in text:
@@ -101,7 +101,7 @@ class Detokenizer:
         return self._commit(len(group), text)
 
     def flush(self) -> str:
-        """Returns what was kept back, complete or not. Nothing may be pushed after."""
+        """Returns the remaining text, complete or not. Nothing may be pushed afterwards."""
         return self._settle(is_last=True)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -109,17 +109,17 @@ class Detokenizer:
         return text
 
     def _text_of(self, token_ids: list[int]) -> str:
-        """The text that ``token_ids`` add to the context's."""
+        """The text that ``token_ids`` add to the context's text."""
         text = self._decode(self._context + token_ids)
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        # Byte fallback: wrong bytes spoiled those of the context before them. As the context ends
-        # in a byte and not in a word, the next byte does not depend on it.
+        # Byte fallback: invalid bytes changed the text of bytes in the context. The context then
+        # ends in a byte token, not in a word, so the next byte does not depend on it.
         return self._decode(token_ids)
 
     def _is_textless(self, token_id: int) -> bool:
-        # Special tokens must not count among those of one character, nor as a beginning of the
-        # text. Twice, as a single space may vanish at the beginning, too.
+        # Special tokens must not count as tokens of a shared character, nor as the beginning of
+        # the text. Decoded twice, because a single space may also vanish at the beginning.
         return self._decode([*self._context, token_id, token_id]) == self._context_text
 
     def _settle(self, *, is_last: bool) -> str:
@@ -132,7 +132,7 @@ class Detokenizer:
         return "".join(pieces)
 
     def _next_group(self, is_last: bool) -> tuple[int, str]:
-        """How many pending tokens can be settled now, and their text."""
+        """How many pending tokens are final now, and their text."""
         pending = self._pending
         for num_tokens in range(1, len(pending) + 1):
             text = self._text_of(pending[:num_tokens])
@@ -141,15 +141,15 @@ class Detokenizer:
         may_grow = not is_last and text.endswith(_INCOMPLETE)
         if may_grow and len(pending) < _MAX_CHARACTER_TOKENS:
             return 0, ""
-        # The first token is in no complete character. It is settled alone, or with those that share
-        # U+FFFD with it.
+        # The first token is part of no complete character. It becomes final alone, or together with
+        # the tokens that share its U+FFFD.
         num_tokens = max(n for n in range(1, len(pending) + 1) if self._is_one(pending[:n]))
         if may_grow and num_tokens == len(pending) < _MAX_GROUP_TOKENS:
             return 0, ""
         return num_tokens, self._text_of(pending[:num_tokens])
 
     def _is_one(self, token_ids: list[int]) -> bool:
-        """Whether any cut through these tokens would give more U+FFFD than they have."""
+        """Whether every cut through these tokens would give more U+FFFD than they have."""
         num_now = self._text_of(token_ids).count(_INCOMPLETE)
         for cut in range(1, len(token_ids)):
             left, right = self._text_of(token_ids[:cut]), self._text_of(token_ids[cut:])
@@ -158,7 +158,7 @@ class Detokenizer:
         return True
 
     def _commit(self, num_tokens: int, text: str) -> str:
-        """Settle the first pending tokens, whose text is ``text``; returns the answer's part."""
+        """Make the first pending tokens final, with ``text``; returns the answer's part of it."""
         group = self._pending[:num_tokens]
         num_prompt = min(self._num_prompt_pending, num_tokens)
         if num_prompt:
@@ -174,7 +174,7 @@ class Detokenizer:
             if self._take_context(context):
                 return text
         if not self._context:
-            # Any letter: what comes next is not at the beginning of the text any more.
+            # Any letter will do: the following text is no longer at the beginning.
             self._take_context(self._tokenizer("a", add_special_tokens=False)["input_ids"])
         return text
 
@@ -187,20 +187,20 @@ class Detokenizer:
 
 
 class StopStringWatcher:
-    """Searches the text of a request, as it grows, for stop strings.
+    """Searches the growing text of a request for stop strings.
 
     Called with each settled output id (``Request.on_token``); True ends the request. The text is
-    then cut before the earliest stop string, or behind it.
+    then cut before the earliest stop string, or after it with ``include``.
 
     Args:
         include: keep the stop string.
-        min_tokens: a stop string does not count that is complete with so many tokens.
-        tracker: of an answer that may begin with reasoning. Stop strings that begin before the
-            content do not count, unless ``stops_inside``; none lies on both sides of its beginning.
+        min_tokens: a stop string that is complete within this many tokens does not count.
+        tracker: for answers that may begin with reasoning. Stop strings that begin before the
+            content do not count, unless ``stops_inside``. No stop string spans its beginning.
 
     Attributes:
-        settled_pieces: text that no later token can take back: no stop string begins in it.
-        found: the stop string, once there is one.
+        settled_pieces: final text: no stop string can begin in it.
+        found: the stop string, once it was found.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class StopStringWatcher:
     ) -> None:
         self._detokenizer = detokenizer
         self._tracker, self._stops_inside = tracker, stops_inside
-        self._undecided: list[int] = []  # tokens that are reasoning or content
+        self._undecided: list[int] = []  # tokens that may be reasoning or content
         self._stop_strings = tuple(stop_strings)
         self._num_tail_chars = max(len(s) for s in stop_strings) - 1
         self._tail = ""  # the end of the text, in which a stop string may have begun
-        self._num_exempt = 0  # characters of the tail that end no stop string
+        self._num_exempt = 0  # leading characters of the tail in which no stop string may end
         self._include = include
         self._num_free_tokens = min_tokens
         self.settled_pieces: list[str] = []
@@ -235,12 +235,12 @@ class StopStringWatcher:
         return self._search(self._detokenizer.push(token_id))
 
     def pass_over(self, token_id: int) -> None:
-        """Add a token in whose text no stop string counts."""
+        """Add a token whose text is not searched for stop strings."""
         self._num_free_tokens = max(0, self._num_free_tokens - 1)
         self.settled_pieces.append(self._detokenizer.push(token_id))
 
     def begin_content(self) -> None:
-        """Settle all text so far: no stop string that has begun in it counts any more."""
+        """Make all text so far final: stop strings that begin in it no longer count."""
         self.settled_pieces.append(self._tail + self._detokenizer.flush())
         self._tail, self._num_exempt = "", 0
 
@@ -267,7 +267,7 @@ class StopStringWatcher:
         if self._num_free_tokens > 0:
             self._num_free_tokens -= 1
             self._num_exempt = len(text)
-        # A string that is complete within what is exempt begins before its first place here.
+        # A stop string that is complete within the exempt part would begin before this position.
         exempt = self._num_exempt
         places = [
             (place, s)
@@ -287,7 +287,7 @@ class StopStringWatcher:
         return self.is_stopped
 
     def finish(self, stop_token_id: int | None = None) -> str:
-        """The final text. ``is_stopped`` may become true here: U+FFFD can be a stop string.
+        """The final text. It may set ``is_stopped``, since U+FFFD can be a stop string.
 
         Args:
             stop_token_id: the stop token that ended the request, if it has text.
@@ -308,17 +308,17 @@ class StopStringWatcher:
 
 
 class GrowingText:
-    """Reads what a request's settled tokens add to its text. The pieces together are a prefix of
-    the final text; the rest is certain only at the request's end.
+    """Reads the text that a request's settled tokens add. The pieces, joined, are a prefix of the
+    final text; the rest is known only at the request's end.
 
-    Another thread may settle tokens meanwhile.
+    Another thread may settle tokens at the same time.
 
     Args:
         request: made from ``prompt``, with ``detokenize``.
         tokenizer: a transformers tokenizer.
 
     Attributes:
-        num_read: characters.
+        num_read: number of characters read.
     """
 
     def __init__(self, request: Request, prompt: PromptInput, tokenizer: Any) -> None:
@@ -328,19 +328,19 @@ class GrowingText:
             tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
         )
         is_watched = isinstance(self._watcher, StopStringWatcher)
-        self._position = 0 if is_watched else request.num_prompt_tokens  # of pieces, or of tokens
+        self._position = 0 if is_watched else request.num_prompt_tokens  # in pieces, or in tokens
         self.num_read = 0
 
     def read(self) -> str:
-        """The text that was added since the last call."""
+        """The text added since the last call."""
         if isinstance(self._watcher, StopStringWatcher):
-            # Read once: another thread may append meanwhile.
+            # Slice once: another thread may append at the same time.
             new = self._watcher.settled_pieces[self._position :]
             piece = "".join(new)
             self._position += len(new)
         else:
             ids = self._request.token_ids[self._position :]
-            # The text of a stop token comes at the end, if at all.
+            # The text of a stop token, if any, is added at the end.
             stops = self._request.stop_token_ids
             piece = self._detokenizer.push_all([i for i in ids if i not in stops])
             self._position += len(ids)
@@ -355,6 +355,6 @@ def decode_output(
     *,
     skip_special_tokens: bool = True,
 ) -> str:
-    """Text of a whole output at once; equal to pushing it a token at a time."""
+    """Text of a whole output; equal to pushing its tokens one by one."""
     detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
     return detokenizer.push_all(output_token_ids) + detokenizer.flush()

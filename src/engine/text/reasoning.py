@@ -1,7 +1,7 @@
-"""Tracks the end of an answer's reasoning: constraints and stop strings apply to the content.
+"""Finds the end of an answer's reasoning: constraints and stop strings apply to the content only.
 
-The delimiters are found in the text of all tokens, special tokens by their names, as readers of
-answers find them: a delimiter that is spelled in plain tokens delimits as well.
+Delimiters are searched in the text of all tokens, with special tokens as their names. A delimiter
+spelled in plain tokens therefore counts too, as it does for the readers of answers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Reasoning:
     Attributes:
         opening, closing: the delimiters, not empty.
         is_open: the prompt ends inside the reasoning. Otherwise the answer may open it.
-        stops_inside: stop strings end the answer inside the reasoning, too.
-        header_end: as of :class:`.delimiter.Delimiter`, of both delimiters.
+        stops_inside: stop strings also end the answer inside the reasoning.
+        header_end: see :class:`.delimiter.Delimiter`; for both delimiters.
     """
 
     opening: bytes
@@ -38,8 +38,8 @@ class DelimiterPatterns(NamedTuple):
     """
     Attributes:
         whole: matches a delimiter.
-        begun: matches what more text may complete to one, at the end of a text.
-        max_length: the most bytes of a delimiter.
+        begun: matches, at the end of a text, a prefix of a delimiter.
+        max_length: maximum length of a delimiter, in bytes.
     """
 
     whole: re.Pattern[bytes]
@@ -49,14 +49,14 @@ class DelimiterPatterns(NamedTuple):
 
 @lru_cache(64)
 def delimiter_patterns(text: bytes, header_end: bytes) -> DelimiterPatterns:
-    """Patterns that find a delimiter in the bytes of tokens."""
+    """Regexes that find a delimiter in the bytes of tokens."""
     given = Delimiter(text.decode("latin-1"), header_end.decode("latin-1"))
     whole, begun = (p.encode("latin-1") for p in (given.pattern, rf"(?:{given.begun})\Z"))
     return DelimiterPatterns(re.compile(whole), re.compile(begun), given.max_length)
 
 
 class Phase(Enum):
-    """Where an answer is. UNDECIDED: all text so far may be the beginning of a delimiter."""
+    """The part an answer is in. UNDECIDED: all text so far is a possible prefix of a delimiter."""
 
     UNDECIDED = "undecided"
     REASONING = "reasoning"
@@ -66,18 +66,18 @@ class Phase(Enum):
 class ReasoningTracker:
     """Follows one answer from its first token to the beginning of its content.
 
-    White space before the opening delimiter is skipped. An answer that begins with anything else is
-    content from its first token; one that begins with the closing delimiter is content behind it.
-    The content begins at a token: text behind the closing delimiter in the same token is no part of
-    it.
+    White space before the opening delimiter is skipped. An answer that begins with any other text
+    is content from its first token. If it begins with the closing delimiter, the content follows.
+    The content begins at a token boundary: text after the closing delimiter in the same token does
+    not belong to it.
 
     Args:
-        bytes_of: the bytes of a token, as :class:`.token_bytes.TokenBytes`.
+        bytes_of: returns the bytes of a token, like :class:`.token_bytes.TokenBytes`.
 
     Attributes:
-        phase: after the tokens so far.
-        num_skipped: tokens before the content; None until ``phase`` is CONTENT.
-        head: while undecided, the text so far without white space before it.
+        phase: the phase after the tokens so far.
+        num_skipped: number of tokens before the content; None until ``phase`` is CONTENT.
+        head: while undecided, the text so far without leading white space.
     """
 
     __slots__ = (
@@ -97,13 +97,13 @@ class ReasoningTracker:
         self._opening = delimiter_patterns(reasoning.opening, reasoning.header_end)
         self._closing = delimiter_patterns(reasoning.closing, reasoning.header_end)
         self._num_tokens = 0
-        self._tail = b""  # in which the closing delimiter may have begun
+        self._tail = b""  # may contain a prefix of the closing delimiter
         self.head = b""
         self.num_skipped: int | None = None
         self.phase = Phase.REASONING if reasoning.is_open else Phase.UNDECIDED
 
     def push(self, token_id: int) -> Phase:
-        """Take in the next token; not to be called once the content has begun."""
+        """Process the next token; must not be called once the content has begun."""
         self._num_tokens += 1
         text = self._bytes_of(token_id)
         if self.phase is Phase.UNDECIDED:
@@ -114,8 +114,8 @@ class ReasoningTracker:
 
     @property
     def num_matched(self) -> int:
-        """Bytes of the closing delimiter, not all of them, that the reasoning ends with; a content
-        type in it does not count."""
+        """Length in bytes of the incomplete closing delimiter at the end of the reasoning, without
+        a content type in it."""
         found = self._closing.begun.search(self._tail)
         if found is None:
             return 0

@@ -1,8 +1,8 @@
-"""A lower bound of a text's tokens from its bytes, before the text is tokenised.
+"""A lower bound on the number of tokens of a text, computed from its bytes without tokenising.
 
-A token stands for at most so many bytes of text. The bound must hold for every text, so it is given
-only for tokenizers whose parts are all known: a part that may drop text of any length, or replace
-it by one unknown token, has no bound.
+It divides by the maximum number of bytes per token. The bound must hold for every text, so it
+exists only for tokenizers whose components are all known: a component that may drop text of any
+length, or replace it by one unknown token, has no bound.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Any
 
 from .token_bytes import byte_alphabet, parts_of
 
-# Most bytes of text per byte of its normal form. A canonical composition has at most 3 bytes per
-# byte; a compatibility character of 4 bytes may be one letter, and letters are composed.
+# Maximum bytes of text per byte of its normal form. A canonical composition has at most 3 bytes per
+# byte; a 4-byte compatibility character may become one letter, and letters are then composed.
 _SHRINKS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 8.0, "NFKD": 8.0, "Lowercase": 3.0, "ByteLevel": 1.0}
 _SHRINKS |= {"Sequence": 1.0, "Prepend": 1.0}
-# Parts that keep every byte, and parts that drop nothing but white space.
+# Components that keep every byte, and components that drop nothing but white space.
 _KEEPS = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "Sequence"))
 _DROPS_SPACES = frozenset(("Whitespace", "WhitespaceSplit", "BertPreTokenizer"))
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _NUM_CHARS_AT_ONCE = 1 << 18
-# Of transformers' own classes, which hand a text over as it is.
+# Module of transformers' own classes, which pass a text on unchanged.
 _PLAIN_MODULE = "transformers.tokenization_utils"
 
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """How many bytes of text one token stands for at most.
+    """Maximum number of bytes of text per token.
 
     Attributes:
-        max_bytes_per_token: of UTF-8, before the text is normalised.
-        has_spaces: whether white space counts; else tokens may swallow any length of it.
+        max_bytes_per_token: in UTF-8, before the text is normalised.
+        has_spaces: whether white space counts; if not, a token may absorb any amount of it.
     """
 
     max_bytes_per_token: float
     has_spaces: bool
 
     def min_num_tokens(self, text: str) -> int:
-        """A text has at least that many tokens."""
+        """A lower bound on the text's number of tokens."""
         num_bytes = 0
-        # In parts, between which other threads run.
+        # In parts, so that other threads run in between.
         for begin in range(0, len(text), _NUM_CHARS_AT_ONCE):
             part = text[begin : begin + _NUM_CHARS_AT_ONCE]
             part = part if self.has_spaces else "".join(part.split())
@@ -51,8 +51,8 @@ class TextBound:
 
 
 def is_plain(tokenizer: Any) -> bool:
-    """Whether a tokenizer is transformers' wrapper of a tokenizer in Rust, unchanged: texts are
-    given to the latter as they are, and its settings are the only state."""
+    """Whether a tokenizer is transformers' unmodified wrapper of a Rust tokenizer: it passes texts
+    on unchanged, and the Rust tokenizer's settings are its only state."""
     methods = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus"))
     return hasattr(tokenizer, "backend_tokenizer") and all(
         getattr(method, "__module__", "").startswith(_PLAIN_MODULE) for method in methods
@@ -60,7 +60,7 @@ def is_plain(tokenizer: Any) -> bool:
 
 
 def text_bound(tokenizer: Any) -> TextBound | None:
-    """The bound of a transformers tokenizer; None if none is known."""
+    """The bound of a transformers tokenizer; None if it is unknown."""
     if not is_plain(tokenizer):
         return None
     backend = tokenizer.backend_tokenizer
@@ -73,7 +73,7 @@ def text_bound(tokenizer: Any) -> TextBound | None:
     if not is_byte_level and not _falls_back_to_bytes(backend.model, vocab):
         return None
     added = list(backend.get_added_tokens_decoder().values())
-    # A letter of a byte-level token stands for a byte; its own UTF-8 has up to two.
+    # A letter of a byte-level token stands for one byte, though its UTF-8 form has up to two.
     sizes = [len(token) if is_byte_level else len(token.encode()) for token in vocab]
     sizes += [len(token.content.encode()) for token in added]
     swallows = any(token.lstrip or token.rstrip for token in added)
@@ -81,7 +81,7 @@ def text_bound(tokenizer: Any) -> TextBound | None:
 
 
 def _shrink(part: dict[str, Any]) -> float:
-    """Most bytes that a part of a normaliser makes one byte of; infinite: any number."""
+    """Maximum bytes that a normaliser component maps to one byte; infinite if unbounded."""
     kind = part.get("type", "")
     if kind == "Replace":
         pattern, content = part["pattern"].get("String"), part["content"]
@@ -92,7 +92,7 @@ def _shrink(part: dict[str, Any]) -> float:
 
 
 def _drops_spaces(part: dict[str, Any]) -> bool | None:
-    """Whether a part of a pre-tokenizer drops white space; None if it may drop other text."""
+    """Whether a pre-tokenizer component drops white space; None if it may drop other text."""
     kind = part.get("type")
     if kind in _DROPS_SPACES:
         return True
@@ -100,7 +100,7 @@ def _drops_spaces(part: dict[str, Any]) -> bool | None:
 
 
 def _is_byte_level(backend: Any, vocab: Mapping[str, int]) -> bool:
-    """Whether texts become letters for their bytes, each of which is a token."""
+    """Whether the bytes of a text are mapped to letters, each of which is a token."""
     parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     is_mapped = any(part.get("type") == "ByteLevel" for part in parts)
     return (

@@ -1,4 +1,4 @@
-"""Offsets of tokens in the text of an answer."""
+"""Character offsets of tokens in the text of an answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MAX_CHARACTER_TOKENS = 4
 
 class TextOffsets:
     """Counts the characters of a text, token by token. A token that begins inside a character has
-    the place of that character.
+    the offset of that character.
 
     Args:
-        prompt_token_ids: before the text, as of :class:`.detokenizer.Detokenizer`; none for
+        prompt_token_ids: tokens before the text, see :class:`.detokenizer.Detokenizer`; empty for
             the text of a prompt itself.
         skips_special: special tokens have no text.
-        num_before: characters before the text.
+        num_before: number of characters before the text.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class TextOffsets:
         self._textless = bytes_of.special_ids if skips_special else frozenset()
         self._num_chars = num_before
         self._is_beginning = all(i in self._textless for i in prompt_token_ids)
-        # A character that the prompt has begun is the text's if the text completes it.
+        # A character that the prompt begins belongs to the text if the text completes it.
         last = [i for i in prompt_token_ids[-16:] if i not in self._textless]
         self._pending = _tail(b"".join(map(bytes_of, last[-_MAX_CHARACTER_TOKENS:])))
         self._is_of_prompt = True
 
     def push(self, token_id: int) -> int:
-        """The place of the next token's first character."""
+        """The offset of the next token's first character."""
         if token_id in self._textless:
             return self._num_chars
         own = self._bytes_of
@@ -59,13 +59,13 @@ class TextOffsets:
 
 
 def _tail(text: bytes) -> bytes:
-    """The bytes at the end that begin a character."""
+    """The bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text)
     return decoder.getstate()[0]
 
 
 def _continues(pending: bytes, text: bytes) -> bool:
-    """Whether the character that ``pending`` begins goes on with ``text``."""
+    """Whether ``text`` continues the character that ``pending`` begins."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return _INCOMPLETE not in decoder.decode(pending + text[:1])

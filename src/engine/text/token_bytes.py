@@ -1,8 +1,8 @@
-"""The bytes of single tokens, as they stand inside a text.
+"""The bytes of single tokens, as they appear inside a text.
 
-A token by itself has no text of its own: SentencePiece strips the space of the first word, and a
-token of a byte-level vocabulary may end inside a character. So a token is decoded behind a letter,
-and bytes that form no character are read from the token's name.
+A token in isolation decodes differently: SentencePiece strips the space of the first word, and a
+token of a byte-level vocabulary may end inside a character. So a token is decoded after a letter,
+and bytes that form no character are derived from the token's name.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _LETTER = "a"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: itself where it can be
-    printed, else one from U+0100 on (GPT-2's table)."""
+    """The byte for each letter of a byte-level vocabulary: the letter itself if printable,
+    else a letter from U+0100 on (GPT-2's table)."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return {chr(byte) if byte in printed else chr(next(others)): byte for byte in range(0x100)}
 
 
 class TokenBytes:
-    """Maps token ids to bytes; each is looked up once. Threads may share it.
+    """Maps token ids to bytes, cached. Threads may share it.
 
-    Special tokens have the bytes of their names, ids without a token have none.
+    Special tokens have the bytes of their names; ids without a token have no bytes.
 
     Args:
         tokenizer: a transformers tokenizer, or an object with ``decode`` and ``__call__``.
@@ -60,13 +60,13 @@ class TokenBytes:
         return alone if inside == b" " * num_stripped + alone else inside
 
     def num_chars(self, text: bytes) -> int:
-        """Characters that the tokenizer shows for these bytes. U+FFFD stands for each wrong byte
-        after a byte fallback, else for each wrong beginning of a character."""
+        """Number of characters that the tokenizer shows for these bytes. U+FFFD stands for each
+        invalid byte with byte fallback, otherwise for each invalid start of a character."""
         return len(text.decode("utf-8", "surrogateescape" if self._alphabet is None else "replace"))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that decoding leaves out when it skips special tokens."""
+        """Tokens that decoding omits when it skips special tokens."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -76,7 +76,7 @@ class TokenBytes:
             letters = self._alphabet
             if all(letter in letters for letter in name):
                 return bytes(letters[letter] for letter in name)
-            return name.encode()  # an added token with other letters
+            return name.encode()  # an added token that is not byte-encoded
         if name is not None and self._has_byte_fallback:
             byte = _BYTE_NAME.fullmatch(name)
             if byte is not None:
@@ -101,16 +101,16 @@ class TokenBytes:
 
     @cached_property
     def _letter(self) -> tuple[list[int], str]:
-        """Tokens of a letter, and their text."""
+        """The tokens of a letter, and their text."""
         try:
             token_ids = list(self._tokenizer(_LETTER, add_special_tokens=False)["input_ids"])
-        except Exception:  # a tokenizer of the caller's own may not take the argument
+        except Exception:  # a caller's own tokenizer may not accept the argument
             token_ids = []
         return token_ids, self._decode(token_ids) if token_ids else ""
 
     @cached_property
     def _alphabet(self) -> dict[str, int] | None:
-        """The letters of a byte-level vocabulary; None for any other."""
+        """The letters of a byte-level vocabulary; None for any other vocabulary."""
         return byte_alphabet() if "ByteLevel" in self._decoders else None
 
     @cached_property
@@ -120,15 +120,15 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """The kinds of decoders that make text of the tokens, of a fast tokenizer."""
+        """The types of a fast tokenizer's decoders."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         parts = parts_of(getattr(backend, "decoder", None))
         return frozenset(str(part.get("type")) for part in parts)
 
 
 def parts_of(part: Any) -> list[dict[str, Any]]:
-    """The description of a part of a tokenizer (of the ``tokenizers`` library), then those of all
-    parts inside it; none of None."""
+    """The description of a tokenizer component (of the ``tokenizers`` library), followed by those
+    of all its nested components; empty for None."""
     found: list[dict[str, Any]] = [] if part is None else [json.loads(part.__getstate__())]
     for one in found:
         for name in ("normalizers", "pretokenizers", "decoders"):
