@@ -1,4 +1,4 @@
-"""Endpoints for operators and trainers: pause, resume, reset. Served with ``enable_admin`` only."""
+"""Endpoints for operators and trainers: pause, resume, reset. Need ``enable_admin``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def pause(
 ) -> dict[str, str]:
     """Stop computing. New requests wait until ``/resume``.
 
-    ``mode``: "abort" ends running requests with finish reason "abort", "wait" answers them first,
+    ``mode``: "abort" ends running requests with finish reason "abort", "wait" completes them first,
     "keep" continues them later. ``clear_cache`` empties the prefix cache, unless requests are kept.
     """
     try:
@@ -55,6 +55,6 @@ async def is_paused(context: Context) -> dict[str, bool]:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(context: Context) -> Response:
-    """Empty the prefix cache; running requests keep their blocks. The body is empty."""
+    """Empty the prefix cache; running requests are preempted. The response body is empty."""
     await context.engine.reset_prefix_cache()
     return Response()

@@ -27,15 +27,16 @@ from .requests import Requests
 from .sampling import SamplingDefaults
 from .security import ApiKeys
 
-# Each has a ``router``.
+# Each module has a ``router``.
 ENDPOINTS = (basic, chat, completions, generate, tokenization)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
-    """An app that serves ``engine``, and shuts it down at its end.
+    """An app that serves ``engine`` and shuts it down when the app ends.
 
-    A request passes, from the outside: its frame (``requests``), CORS, keys, limits, FastAPI's
-    checks. So the body of a request without a key is not read, and CORS headers are on every error.
+    A request passes, from outermost to innermost: ``requests``, CORS, API keys, limits, FastAPI's
+    checks. So the body of a request without a valid key is not read, and every error response has
+    CORS headers.
 
     Raises:
         InvalidInputError: the engine's generation config has a value that is refused.
@@ -43,7 +44,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     context = ServerContext(engine, config or ServerConfig(), SamplingDefaults.of(engine.llm))
     if len(context.config.api_keys) > 1:
         engine.expect_several_owners()
-    # A text is encoded on one thread: long texts would occupy the shared threads of tokenizers.
+    # Each text is encoded on one thread: long texts would occupy a tokenizer's shared threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     @asynccontextmanager
@@ -57,7 +58,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         title="pagespec",
         version=__version__,
         lifespan=lifespan,
-        # These pages load scripts of other hosts. The document itself is at /openapi.json.
+        # FastAPI's pages load scripts from other hosts. The document itself is at /openapi.json.
         docs_url=None,
         redoc_url=None,
     )
@@ -77,7 +78,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
 
 def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
-    """Add the middlewares from the inside out."""
+    """Add the middlewares, innermost first."""
     config = context.config
     app.add_middleware(Limits, context=context)
     if config.api_keys:

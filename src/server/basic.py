@@ -21,7 +21,7 @@ async def models(context: Context) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, context: Context) -> dict[str, Any]:
-    """The model, under one name; behind a slash alone, under all of them."""
+    """The model under one name; with a trailing slash only, under all names."""
     if not name:
         return await models(context)
     check_model(context, name)
@@ -29,7 +29,7 @@ async def model(name: str, context: Context) -> dict[str, Any]:
 
 
 def check_model(context: ServerContext, name: str | None) -> str:
-    """The model name of an answer to a request for ``name``; None: the first name.
+    """The model name for an answer to a request for ``name``; None: the first name.
 
     Raises:
         ApiError: the model has no such name.
@@ -64,7 +64,7 @@ async def health(context: Context) -> Response:
 
 @router.get("/liveness")
 async def liveness() -> Response:
-    """200 while the process answers at all, also when it drains or the engine has failed."""
+    """200 while the process responds at all, even if it drains or the engine has failed."""
     return Response(status_code=200)
 
 

@@ -1,10 +1,10 @@
-"""Large bodies, parsed and validated off the event loop.
+"""Parses and validates large request bodies off the event loop.
 
 Other work that grows with a body runs on the same threads (:func:`run_for_body`).
 
-The JSON parser in C holds the interpreter lock for a whole body: 11 MB of lists took seconds.
+The JSON parser in C holds the GIL for a whole body: 11 MB of lists took seconds.
 Bodies above :data:`MAX_INLINE_BYTES` are parsed by the standard library's Python parser, which
-yields to other threads. Runs of numbers go to the parser in C.
+yields to other threads. Runs of numbers are still parsed in C.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ..serving.lanes import lane_of
 from .context import ServerContext
 from .errors import ApiError
 
-# Parsed on the event loop, in about a millisecond.
+# Bodies up to this size are parsed on the event loop, in about a millisecond.
 MAX_INLINE_BYTES = 1 << 15
-# One pass of the garbage collector scans all of them.
+# Limit on objects, lists and fields of a body: one garbage collection scans all of them.
 MAX_NUM_CONTAINERS = 1 << 17
-# A thread of plain Python delays the engine's thread at each release of the interpreter lock. So a
-# parser pauses for twice its working time.
+# A thread of pure Python delays the engine's thread at each release of the GIL. So a parser pauses
+# for twice its working time.
 _TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
 _NUM_VALUES_PER_LOOK, _LONG_CHARS = 128, 1 << 16
 
-# Limit of a text to be counted or cut: tokenising takes some 100 bytes of memory per token.
+# Limit for a text to be counted or truncated: tokenising takes some 100 bytes of memory per token.
 MAX_TEXT_BYTES = 2 << 20
-# Most bytes of ordinary text per token.
+# Maximum bytes per token of ordinary text.
 _BYTES_PER_TOKEN = 8
 
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class BodyRoute(APIRoute):
-    """A route whose large bodies are read on another thread."""
+    """A route that reads large bodies on another thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -61,7 +61,7 @@ class BodyRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             body = await request.body()
             if len(body) > MAX_INLINE_BYTES:
-                # FastAPI reads the parsed body from here; an instance of the model is valid.
+                # FastAPI takes the parsed body from here; a model instance is valid.
                 request._json = await lane_of("body", len(body)).run(read_body, body, model)
             return await handle(request)
 
@@ -69,11 +69,11 @@ class BodyRoute(APIRoute):
 
 
 async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function whose time grows with a body: at once for a small body, else on the thread of
-    large bodies. Raises as ``function``.
+    """Call a function whose time grows with a body: inline for a small body, otherwise on the
+    thread for large bodies. Raises what ``function`` raises.
 
     Args:
-        num_bytes: of the body.
+        num_bytes: size of the body.
     """
     if num_bytes <= MAX_INLINE_BYTES:
         return function(*arguments)
@@ -83,12 +83,12 @@ async def run_for_body(num_bytes: int, function: Callable[..., _T], *arguments: 
 def require_bounded(
     field: str, num_bytes: int, truncate: int | None, context: ServerContext
 ) -> None:
-    """Refuse a text to be counted or cut that is too long: the context does not bound it.
+    """Refuse a long text that is to be counted or truncated: the context does not bound its length.
 
     Args:
-        num_bytes: of the text, or somewhat less.
-        truncate: to how many tokens it is cut; None: a text that does not fit the context is
-            refused later on.
+        num_bytes: size of the text, or somewhat less.
+        truncate: number of tokens to which it is truncated; None: a text that does not fit in the
+            context is refused later.
 
     Raises:
         InvalidInputError: the text is too long.
@@ -105,7 +105,8 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     """A body's value, as FastAPI would read it.
 
     Raises:
-        ApiError, HTTPException, RequestValidationError: it is no JSON, or not of the model.
+        ApiError, HTTPException, RequestValidationError: it is not JSON, or does not match
+            ``model``.
     """
     try:
         value = parse(body)
@@ -127,7 +128,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def parse(body: bytes) -> Any:
-    """Parse as ``json.loads``, in steps.
+    """Parse like ``json.loads``, in steps.
 
     Raises:
         JSONDecodeError, UnicodeDecodeError, RecursionError, ValueError: as ``json.loads``.
@@ -146,7 +147,7 @@ class _Decoder(json.JSONDecoder):
         self._scan_value = self.scan_once = py_make_scanner(self)
 
     def _scan(self, text: str, begin: int) -> tuple[Any, int]:
-        """A value inside another."""
+        """Scan a nested value."""
         self._num_values += 1
         if self._num_values % _NUM_VALUES_PER_LOOK == 0:
             self._pause()
@@ -187,7 +188,7 @@ class _Decoder(json.JSONDecoder):
             try:
                 values += json.loads(f"[{text[end:comma]}]")
             except ValueError:
-                break  # JSONArray reports it, with its place
+                break  # JSONArray reports the error with its position
             end = comma + 1
             self._pause()
         if values:

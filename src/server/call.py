@@ -1,4 +1,4 @@
-"""Steps that all generating endpoints share: reading common fields, submitting prompts."""
+"""Steps shared by all generating endpoints: reading common fields, submitting prompts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .errors import context_errors
 from .protocol.endpoints import client_names
 from .protocol.fields import EngineFields
 
-# Names in the engine's errors about one prompt.
+# Field names in the engine's errors about one prompt.
 _MARKS = ("prompt.priority", "prompt.cache_salt")
 _Body = TypeVar("_Body", bound=EngineFields)
 
 Answer = AnswerDelta | CompletionOutput
-"""A whole answer, or its new part: both have the same fields."""
+"""A whole answer or a delta; both have the same fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Body]):
-    """One request to generate.
+    """One request to a generating endpoint.
 
     Attributes:
-        id: of the answer: the kind of its object, and the request's own id.
+        id: id of the answer: the type of its object, and the request's own id.
         created: seconds since 1970.
-        model: the name to answer with.
-        marks: priority, cache salt and owner, as ``AsyncLLM.submit_all`` takes them.
+        model: the model name in the answer.
+        marks: priority, cache salt and owner, as arguments of ``AsyncLLM.submit_all``.
     """
 
     context: ServerContext
@@ -52,7 +52,7 @@ class Call(Generic[_Body]):
         *,
         is_scored: bool = False,
     ) -> list[Generation]:
-        """Submit prompts to the engine; errors name the fields that the client sent.
+        """Submit prompts to the engine; errors use the field names that the client sent.
 
         Args:
             field: the name of the prompts in the request.
@@ -79,11 +79,11 @@ def read_call(
 ) -> Call[_Body]:
     """
     Args:
-        prefix: of the answer's id.
+        prefix: prefix of the answer's id.
 
     Raises:
         ApiError: there is no such model.
-        InvalidInputError: a field is not for this engine, or not for this request.
+        InvalidInputError: a field is not supported, or does not fit this request.
     """
     model = check_model(context, body.model)
     options = body.stream_options

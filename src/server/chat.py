@@ -43,7 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
 
 
 def _read_fields(body: ChatRequest, context: ServerContext) -> tuple[ToolChoice, SamplingParams]:
-    """All fields but the prompt."""
+    """Read all fields but the prompt."""
     tokenizer = context.engine.llm.tokenizer
     check_roles(body.messages, tokenizer)
     check_effort(body.reasoning_effort, tokenizer)
@@ -103,14 +103,14 @@ class _Choices(Choices[ChatRequest]):
         return found
 
     def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
-        """First the role, then the deltas, at last the finish reason."""
+        """The role first, then the deltas, then the finish reason."""
         index = delta.index
         if index not in self._answers:
             is_shown = self._body.return_token_ids and not self._answers
             extra = {"prompt_token_ids": self._prompt.token_ids} if is_shown else None
             yield _chunk(index, {"role": "assistant", "content": ""}), extra
         answer = self._answer(index)
-        # The fields of the tokens are in the first chunk of several.
+        # With several chunks, the fields about tokens are in the first one.
         marks = self._marks(delta)
         for found in answer.read(delta):
             yield _chunk(index, _shown(found), **marks), None
@@ -122,7 +122,7 @@ class _Choices(Choices[ChatRequest]):
             yield _chunk(index, {}, **marks), None
 
     def choice(self, delta: Answer) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """The choice for a whole answer."""
         answer = self._answer(delta.index)
         message = answer.message(delta)
         return {
@@ -159,7 +159,7 @@ class _Choices(Choices[ChatRequest]):
         return answer
 
     def _marks(self, delta: Answer) -> dict[str, Any]:
-        """Fields of a chunk that describe tokens."""
+        """Fields of a chunk that describe its tokens."""
         marks: dict[str, Any] = {}
         if delta.logprobs is not None:
             num_top = self._body.top_logprobs or 0
@@ -175,11 +175,11 @@ class ChatAnswer:
     """One growing answer: content, reasoning, tool calls, finish reason.
 
     Args:
-        with_reasoning: False drops it.
-        max_num_calls: tool calls after so many are dropped.
+        with_reasoning: if False, reasoning is dropped.
+        max_num_calls: tool calls beyond this number are dropped.
 
     Attributes:
-        num_reasoning_tokens: up to the last that added to the reasoning before the content.
+        num_reasoning_tokens: number of tokens up to the last one that added to the reasoning.
     """
 
     def __init__(
@@ -188,16 +188,16 @@ class ChatAnswer:
         self._reader = reader
         self._with_reasoning, self._max_num_calls = with_reasoning, max_num_calls
         self._num_tokens = 0
-        self._is_begun = False  # the content, or a call
+        self._is_begun = False  # whether the content or a call has begun
         self._has_calls = False
         self.num_reasoning_tokens = 0
 
     def read(self, delta: Answer) -> list[Delta]:
-        """The deltas of these tokens; at the end also the held-back text."""
+        """The deltas for these tokens; at the end including held-back text."""
         found: list[Delta] = []
         token_ids = delta.token_ids
         place = 0
-        # Token by token: the count must not depend on the cuts of the stream.
+        # Token by token: the count must not depend on how the stream is split.
         while not self._is_begun and place < len(token_ids):
             found += self._noted(self._reader.feed(token_ids[place : place + 1]), 1)
             place += 1
@@ -208,7 +208,7 @@ class ChatAnswer:
         return [part for part in found if self._is_kept(part)]
 
     def message(self, delta: Answer) -> dict[str, Any]:
-        """The message of a whole answer, in OpenAI's form, with vLLM's two names of reasoning."""
+        """The message of a whole answer, in OpenAI's form, with both of vLLM's reasoning fields."""
         message = message_of(self.read(delta))
         message["refusal"] = None
         message["reasoning"] = message["reasoning_content"]
@@ -217,7 +217,7 @@ class ChatAnswer:
         return message
 
     def finish_reason(self, delta: Answer) -> str | None:
-        """The engine's, but for an answer that ended with tool calls."""
+        """The engine's finish reason, unless the answer ended with tool calls."""
         if self._has_calls and delta.finish_reason == "stop":
             return "tool_calls"
         return delta.finish_reason

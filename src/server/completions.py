@@ -40,7 +40,7 @@ async def _prompts_of(
 ) -> list[Any]:
     given, truncate = body.prompt, params.truncate_prompt_tokens
     is_one = isinstance(given, str) or not given or isinstance(given[0], int)
-    # Before millions of prompts are looked at.
+    # Before looking at the prompts, which may be millions.
     context.engine.check_num_requests(params.num_generated * (1 if is_one else len(given)))
     prompts: list[Any] = [given] if is_one else list(given)
     sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
@@ -56,7 +56,7 @@ async def _prompts_of(
 async def _encoded(
     text: str, context: ServerContext, truncate: int | None, lane: Lane
 ) -> list[int]:
-    """The token ids of a text, without added special tokens."""
+    """The token ids of a text, without special tokens added."""
     return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 
@@ -82,7 +82,7 @@ class _Choices(Choices[CompletionRequest]):
         return place * self._params.n + delta.index
 
     def pieces(self, place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], None]]:
-        # There may be tokens whose text is incomplete.
+        # There may be tokens whose text is still incomplete.
         is_shown = delta.logprobs is not None or self._body.return_token_ids
         if is_shown or delta.text or delta.finish_reason is not None:
             yield self.choice(place, delta), None
@@ -94,7 +94,7 @@ class _Choices(Choices[CompletionRequest]):
         """A choice, or its new part.
 
         Args:
-            place: of the prompt.
+            place: index of the prompt.
         """
         body, index = self._body, self.index(place, delta)
         text, token_ids = delta.text, delta.token_ids
@@ -118,7 +118,7 @@ class _Choices(Choices[CompletionRequest]):
         if logprobs is not None and entries is not None:
             choice["logprobs"] = logprobs.read(token_ids, entries)
             if is_first and body.echo:
-                known = generation.prompt_logprobs or []  # of an aborted prompt a part
+                known = generation.prompt_logprobs or []  # partial if the prompt was aborted
                 before = logprobs.read_prompt(prompt.token_ids[: len(known)], known)
                 choice["logprobs"] = joined_logprobs(before, choice["logprobs"])
         choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
@@ -133,7 +133,7 @@ class _Choices(Choices[CompletionRequest]):
     def _prompt_text(self, place: int, prompt: PromptInput) -> str:
         """The prompt as given; for token ids or a truncated text, the decoded tokens."""
         tokenizer = self._llm.tokenizer
-        # A prompt encoded without special tokens reaches the engine without its text.
+        # A prompt encoded without special tokens is submitted without its text.
         prompts = self._body.prompt
         given = prompts if isinstance(prompts, str) else prompts[place]
         is_whole = self._params.truncate_prompt_tokens is None

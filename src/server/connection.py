@@ -13,29 +13,29 @@ from .errors import ApiError
 from .limits import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 20.0
-# For the rest of a body whose answer was sent before its end.
+# Time limit for the rest of a body whose answer was sent before the body's end.
 DISCARD_TIMEOUT_S = 20.0
-# In the state of the app's lifespan: the longest without a byte that the peer takes, seconds.
+# Key in the state of the app's lifespan: maximum seconds without a byte read by the client.
 WRITE_TIMEOUT = "pagespec.write_timeout_s"
 logger = logging.getLogger("pagespec")
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """A connection that is closed if a request's headers exceed a time or a number of bytes, which
-    uvicorn does not bound. It is also closed if the peer takes no written byte for a time.
+    """A connection with limits that uvicorn lacks. It is closed if a request's headers exceed a
+    time or a number of bytes, or if the client reads no byte for a time.
 
-    Offers of another protocol are ignored (Java's client offers HTTP/2). httptools drops the body
-    behind such a header, so the header is renamed, unless its name arrives in two packets.
+    Protocol upgrades are ignored (Java's client offers HTTP/2). httptools drops the body after an
+    Upgrade header, so the header is renamed, unless its name arrives in two packets.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _discarding: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_at_headers = True
-    _has_begun = False  # the headers that are expected, in the data that is being read
+    _has_begun = False  # whether the expected headers begin in the data being read
     _writes: _Writes | None = None
-    _running: Any = None  # the cycle that is being answered; ``cycle`` is the last that came
+    _running: Any = None  # the cycle being answered; ``cycle`` is the newest one
 
     def connection_made(self, transport: Any) -> None:
         limit_s = self.app_state.get(WRITE_TIMEOUT)
@@ -51,7 +51,7 @@ class HttpConnection(HttpToolsProtocol):
             self._writes.stop()
         running = self._running
         if running is not None and not running.response_complete:
-            # uvicorn notifies only the last request of a connection of the disconnect.
+            # uvicorn reports the disconnect only to the last request of a connection.
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
@@ -66,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
             data = _UPGRADE.sub(b"\r\nX-Upgrade:", headers) + end + rest
         self._has_begun = False
         super().data_received(data)
-        # Data in which the headers begin may end another request's body: it does not count.
+        # Data in which the headers begin may also end another request's body: it does not count.
         if self._timer is not None and not self._has_begun:
             self._num_bytes += len(data)
             if self._num_bytes > MAX_HEADER_BYTES:
@@ -74,7 +74,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._timer is None:  # not the first of the connection
+        if self._timer is None:  # not the first request of the connection
             self._has_begun = True
             self._expect_headers()
 
@@ -113,15 +113,15 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            # The request before is being answered, and nothing may be written between.
+            # The previous request is being answered; nothing may be written in between.
             self.cycle.keep_alive = False
             if status == 431:
                 self.flow.pause_reading()
-                self.flow.read_paused = False  # for good: the answer's end closes the connection
+                self.flow.read_paused = False  # permanently: the answer's end closes it
             return
         if status == 408 and not self._num_bytes:
-            self.transport.close()  # opened in advance, as browsers do: an answer would be taken
-            return  # for that of the next request
+            self.transport.close()  # opened in advance, as browsers do: a client would take an
+            return  # answer for that of its next request
         answer = ApiError(status, message).response({"Connection": "close"})
         lines = [f"HTTP/1.1 {status} ".encode()]
         lines += [name + b": " + value for name, value in answer.raw_headers]
@@ -130,10 +130,10 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _Writes:
-    """A transport that is aborted if its peer takes no byte for ``limit_s`` seconds.
+    """A transport that is aborted if the client reads no byte for ``limit_s`` seconds.
 
-    Written data stays in the transport's buffer until the peer's window has room. A peer that never
-    reads would hold a request, its blocks and its answer for ever.
+    Written data stays in the transport's buffer until the client's TCP window has space. A client
+    that never reads would hold a request, its blocks and its answer forever.
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
@@ -168,7 +168,7 @@ class _Writes:
         if num_taken != self._num_taken:
             self._num_taken, self._taken_at = num_taken, now
         elif now - self._taken_at >= self._limit_s:
-            logger.info("a client took no byte for %g s: its connection is closed", self._limit_s)
+            logger.info("closed a connection: its client read no byte for %g s", self._limit_s)
             self._transport.abort()
             return
         self._timer = self._loop.call_later(self._limit_s / 4, self._look)

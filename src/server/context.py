@@ -1,4 +1,4 @@
-"""The context of all endpoints: the engine and the settings of the app."""
+"""State shared by all endpoints: the engine and the settings of the app."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import ServerConfig
 from .sampling import SamplingDefaults
 
 KEY = "pagespec.api_key"
-"""In the scope of a request: its API key, for :func:`salt_of` and :func:`owner_of`."""
+"""Key in a request's scope for its API key; used by :func:`salt_of` and :func:`owner_of`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,11 +23,11 @@ class ServerContext:
     """The engine and the settings of one app.
 
     Attributes:
-        defaults: of fields that a request omits.
-        started: seconds since 1970.
-        num_requests: in progress, without requests of open paths.
-        num_body_bytes: of all bodies held now.
-        is_draining: the process is ending: running requests are answered, new ones refused.
+        defaults: sampling defaults for fields that a request omits.
+        started: start time, in seconds since 1970.
+        num_requests: requests in progress, without those to open paths.
+        num_body_bytes: total size of all bodies held now.
+        is_draining: the process is shutting down: running requests finish, new ones are refused.
     """
 
     engine: AsyncLLM
@@ -66,8 +66,8 @@ def request_id_of(request: HTTPConnection) -> str:
 def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
     """The ``cache_salt`` of a request.
 
-    With ``salt_per_key`` it is derived from the API key and ``own``, the salt in the body. So no
-    request can use the salt of another key.
+    With ``salt_per_key`` it is derived from the API key and from ``own``, the salt in the body. So
+    a request cannot use the salt of another key.
     """
     key: str | None = request.scope.get(KEY)
     if key is None or not context_of(request).config.salt_per_key:
@@ -78,8 +78,8 @@ def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
 
 def owner_of(request: HTTPConnection, user: str | None, context: ServerContext) -> str:
     """The owner of a request under the policy "fair": a digest of the API key if the server has
-    several keys, else of the field ``user``. So naming users gives a key no larger share, and users
-    behind one key (a gateway's) have shares of their own."""
+    several keys, otherwise the field ``user``. With several keys, naming users gives a key no
+    larger share; with one key (a gateway's), each user has a share."""
     key: str | None = request.scope.get(KEY)
     has_several = len(context.config.api_keys) > 1
     name = f"key:{key}" if key is not None and has_several else f"user:{user or ''}"

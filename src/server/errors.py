@@ -1,4 +1,4 @@
-"""Error responses, in the form of OpenAI and vLLM."""
+"""Error responses, in the format of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TYPES = {
 _BUSY_RETRY_S, _STOPPED_RETRY_S = 1, 5
 _MAX_FAULTS = 3
 _MAX_MESSAGE = 2000
-# The parts of a request, which are not part of a field's name.
+# Parts of a request, which are not part of a field's name.
 _PLACES = frozenset(("body", "query", "path", "header"))
 
 
@@ -46,11 +46,11 @@ class ApiError(Exception):
     """An error response.
 
     Attributes:
-        status: of HTTP.
-        type: vLLM's name of this kind of error.
+        status: HTTP status.
+        type: vLLM's name for this type of error.
         param: the refused field.
         code: the status, unless a more specific code exists.
-        retry_after: seconds until a retry.
+        retry_after: seconds after which to retry.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body, also the last event of a failed stream."""
+        """The JSON body, also used as the last event of a failed stream."""
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
@@ -84,7 +84,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The error response for an exception. Internal details are logged instead."""
+    """The error response for an exception. Internal details are only logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -101,7 +101,7 @@ def api_error(error: BaseException) -> ApiError:
         reason = _reason_unread(error.__cause__) if error.status_code == 400 else None
         return ApiError(error.status_code, reason or str(error.detail))
     if isinstance(error, RequestError):
-        # The request itself is the cause: a retry would fail again.
+        # Caused by the request itself: a retry would fail again.
         return ApiError(400, str(error))
     if isinstance(error, (EngineError, PagespecError)):
         logger.error("a request failed: %s", error)
@@ -115,7 +115,7 @@ def context_errors(num_output: int) -> Iterator[None]:
     """Refuse prompts that are too long with vLLM's message, which clients parse.
 
     Args:
-        num_output: output tokens of the request; 1 without ``max_tokens``.
+        num_output: number of output tokens of the request; 1 without ``max_tokens``.
     """
     try:
         yield
@@ -151,8 +151,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(faults: Sequence[Any]) -> ApiError:
-    """The error for FastAPI's own checks, with place and limit. Values are omitted: they may be
-    large or private."""
+    """The error for FastAPI's own checks, with field and limit. Values are omitted, because they
+    may be large or private."""
     described = [_described(fault) for fault in faults[:_MAX_FAULTS]]
     if len(faults) > _MAX_FAULTS:
         described.append(f"and {len(faults) - _MAX_FAULTS} more")
@@ -160,7 +160,7 @@ def _validation_error(faults: Sequence[Any]) -> ApiError:
 
 
 def _reason_unread(cause: BaseException | None) -> str | None:
-    """The cause of an unreadable body, which FastAPI's message lacks; None if unknown."""
+    """Why a body is unreadable, which FastAPI's message omits; None if unknown."""
     if isinstance(cause, UnicodeDecodeError):
         text = f"{cause.encoding.upper()} text"
         return f"the body is no {text}: {cause.reason}, at byte {cause.start}"
@@ -193,5 +193,5 @@ def _field(place: Sequence[int | str]) -> str | None:
 
 
 def _unicode(text: str) -> str:
-    """Escapes lone surrogates, which JSON may contain and UTF-8 cannot."""
+    """Escape lone surrogates, which JSON may contain and UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()

@@ -54,7 +54,7 @@ class _Choices(Choices[GenerateRequest]):
         return found
 
     def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
-        """The first chunk has the prompt with ``return_token_ids``."""
+        """The first chunk contains the prompt if ``return_token_ids`` is set."""
         has_prompt = self._body.return_token_ids and not self._is_begun
         self._is_begun = True
         prompt = self.generations[0].prompt

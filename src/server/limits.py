@@ -1,4 +1,4 @@
-"""Limits of a request: bytes, time, and disconnects of the client."""
+"""Limits of a request: body size, time, and disconnects of the client."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .errors import ApiError, stopping
 from .security import is_open, route_path
 
 MAX_HEADER_BYTES = 64 << 10
-# A client reads the answer only after sending its whole body: closing the connection earlier would
+# Clients read the answer only after they sent the whole body: closing the connection earlier would
 # lose the answer.
 _DISCARD_S = 2.0
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
-# Larger bodies may fill half of the limit of all: small ones find room beside them.
+# Larger bodies may use only half of the total limit, so that small bodies always fit.
 _SMALL_BODY = 1 << 20
 _FULL = "the request bodies held by the server reach their limit; try again"
 
@@ -25,8 +25,8 @@ _FULL = "the request bodies held by the server reach their limit; try again"
 class Limits:
     """A middleware that refuses requests that are too large or too slow.
 
-    A body is read whole before the endpoint is called. A disconnect of the client or a timeout then
-    cancels the endpoint, which aborts its requests to the engine.
+    A body is read completely before the endpoint is called. Later, a timeout or a disconnect of
+    the client cancels the endpoint, which aborts its requests to the engine.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
@@ -42,7 +42,7 @@ class Limits:
         held = _HeldBytes(context)
         try:
             self._check_start(scope, is_work)
-            # An open path takes no body, which would be buffered without a key. Sent bytes are
+            # Open paths accept no body, because it would be buffered without a key. The bytes are
             # dropped as they arrive.
             takes_body = scope["method"] in _WITH_BODY and not is_open(route_path(scope))
             body = await self._body(scope, receive, held) if takes_body else b""
@@ -71,7 +71,7 @@ class Limits:
                 await self._app(scope, client.receive, answer.send)
         except TimeoutError:
             if not time.expired():
-                raise  # of the endpoint's own
+                raise  # raised by the endpoint itself
             if not client.is_gone:
                 message = f"the request took longer than {limit_s:g} s"
                 await answer.fail(ApiError(503, message, retry_after=1))
@@ -83,11 +83,11 @@ class Limits:
         """A request's body; None after a disconnect.
 
         Args:
-            held: counts its bytes.
+            held: counts the body's bytes.
 
         Raises:
             ApiError: the body is too large or too slow, its content type is not JSON, or other
-                bodies take all the room.
+                bodies use up the total limit.
         """
         headers = dict(scope["headers"])
         limit = self._context.config.max_body_bytes
@@ -125,13 +125,13 @@ class Limits:
 
 
 class _HeldBytes:
-    """The bytes of one body, among those of all bodies that are held."""
+    """The bytes of one body, counted in the total of all bodies held."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context, self._num_bytes = context, 0
 
     def add(self, num_bytes: int) -> bool:
-        """Count more bytes. Returns whether there is room for them."""
+        """Count more bytes. Returns whether they fit in the limit."""
         self._num_bytes += num_bytes
         self._context.num_body_bytes += num_bytes
         most = self._context.config.max_held_bytes
@@ -172,7 +172,7 @@ class _Client:
         return self._gone.is_set()
 
     async def watch(self, answer: _Answer, time: asyncio.Timeout) -> None:
-        """Expire ``time`` when the client disconnects before the end of the answer."""
+        """Expire ``time`` if the client disconnects before the end of the answer."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone.set()
@@ -189,7 +189,7 @@ class _Client:
 
 
 class _Answer:
-    """The part of an answer that was sent."""
+    """Tracks the part of an answer that was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -200,13 +200,13 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._start = message
         elif message["type"] == "http.response.body":
-            # Before sending: servers report a disconnect as soon as the client has all.
+            # Before sending: servers report a disconnect as soon as the client has everything.
             self.has_ended = not message.get("more_body", False)
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error: as the answer if none has begun, or as the last events of a stream. Inside
-        another answer the server closes the connection."""
+        """Send an error: as the answer if none has begun, or as the last events of a stream. In the
+        middle of another answer nothing is sent; the server then closes the connection."""
         if self._start is None:
             raise error
         headers = dict(self._start.get("headers", ()))

@@ -1,4 +1,4 @@
-"""The data of the live view: the engine's state now, and its speed over the last minute."""
+"""Data of the live view: the engine's present state, and its speed over the last minute."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .metrics import EngineMetrics, Histogram, quantile
 
 PERIOD_S = 0.5
 WINDOW_S = 60.0
-# The window of tokens and steps per second.
+# Time window for tokens and steps per second.
 RATE_S = 5.0
 MAX_CELLS = 2048
-# Most blocks read for a map: a large pool has hundreds of thousands.
+# Maximum number of blocks read for a map; a large pool has hundreds of thousands.
 _MAX_BLOCKS_READ = 4 * MAX_CELLS
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The counters at a moment, and at any since ``unchanged_since``."""
+    """The counters at one time, unchanged since ``unchanged_since``."""
 
     time: float
     unchanged_since: float
@@ -40,7 +40,7 @@ class _Mark:
 
 
 class LiveView:
-    """Keeps the counters of the last 60 seconds, one mark per second with a step."""
+    """Keeps the counters of the last 60 seconds, with one mark per second that has a step."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics, self._engine = metrics, metrics.engine
@@ -58,7 +58,7 @@ class LiveView:
         self._stepped_at = now
 
     async def frame(self, context: ServerContext) -> dict[str, Any]:
-        """All numbers; cached for half a period."""
+        """All values of the view; cached for half a period."""
         now = time.monotonic()
         if now - self._frame_at > PERIOD_S / 2:
             state = await _state(context)
@@ -79,7 +79,7 @@ class LiveView:
         )
 
     def _since(self, now: _Mark, seconds: float) -> _Mark:
-        """The counters of so many seconds ago, or the first ones."""
+        """The counters ``seconds`` ago, or the first ones."""
         begin = now.time - seconds
         marks = [*self._marks, now]
         return next((m for m in reversed(marks) if m.unchanged_since <= begin), marks[0])
@@ -146,7 +146,7 @@ class LiveView:
         }
 
     def _map(self, num_blocks: int) -> dict[str, Any]:
-        """A digit per cell, 0 to 9: the share of owned blocks, and of cached blocks."""
+        """One digit per cell, 0 to 9: the share of owned blocks, and of cached blocks."""
         every = -(-num_blocks // _MAX_BLOCKS_READ)
         states = self._engine.block_map(every)
         size = -(-len(states) // MAX_CELLS)
@@ -159,7 +159,7 @@ class LiveView:
 
 
 def _digit(count: int, of: int) -> str:
-    """0 only for a count of 0."""
+    """A digit that is 0 only for a count of 0."""
     return str(-(-9 * count // of))
 
 
@@ -182,15 +182,15 @@ async def _state(context: ServerContext) -> str:
 
 
 def live_router(view: LiveView) -> APIRouter:
-    """GET /live, and GET /live/stream: the same twice a second, as server-sent events."""
+    """GET /live, and GET /live/stream: the same every half second, as server-sent events."""
     router = APIRouter()
 
-    # Both async: the counters change on the event loop.
-    @router.get("/live", summary="What the engine is doing")
+    # Both are async, because the counters change on the event loop.
+    @router.get("/live", summary="State and speed of the engine")
     async def read_live(context: Context) -> dict[str, Any]:
         return await view.frame(context)
 
-    @router.get("/live/stream", summary="What the engine is doing, twice a second")
+    @router.get("/live/stream", summary="State and speed of the engine, every 0.5 s")
     async def stream_live(context: Context) -> EventSourceResponse:
         return EventSourceResponse(_events(view, context), headers={"Cache-Control": "no-store"})
 
@@ -201,5 +201,5 @@ async def _events(view: LiveView, context: ServerContext) -> AsyncIterator[dict[
     while True:
         yield {"data": json.dumps(await view.frame(context), separators=(",", ":"))}
         if context.is_draining or context.engine.is_stopping:
-            return  # a server waits for its connections
+            return  # a server that stops waits for its connections
         await anyio.sleep(PERIOD_S)

@@ -1,7 +1,7 @@
-"""Log-probabilities in the forms of the three endpoints.
+"""Log-probabilities in the formats of the three generating endpoints.
 
-JSON has neither infinities nor NaN: minus infinity is -9999.0, as in vLLM, and NaN is null. Every
-other number is the engine's float, the same wherever it stands.
+JSON has neither infinities nor NaN: minus infinity is sent as -9999.0, as in vLLM, and NaN as null.
+Every other value is the engine's float, the same in all formats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TokenTexts:
     """The texts and bytes of single tokens of one model.
 
     Args:
-        as_ids: as "token_id:NN" in place of their texts, as without a tokenizer.
+        as_ids: write "token_id:NN" instead of texts, as without a tokenizer.
         skips_special: special tokens are not part of the text.
     """
 
@@ -33,7 +33,7 @@ class TokenTexts:
     def text(self, token_id: int, *, is_beginning: bool = False) -> str:
         """
         Args:
-            is_beginning: of the text, where decoders may strip a space.
+            is_beginning: at the beginning of the text, where decoders may strip a space.
         """
         if self._as_ids or self._decode is None or self._bytes_of is None:
             return by_id(token_id)
@@ -42,7 +42,7 @@ class TokenTexts:
         return self._decode(token_id)
 
     def bytes(self, token_id: int) -> list[int] | None:
-        """The bytes of one token, perhaps a part of a character; None without a tokenizer."""
+        """The bytes of one token, possibly part of a character; None without a tokenizer."""
         return None if self._bytes_of is None else list(self._bytes_of(token_id))
 
     def entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class TokenTexts:
         return is_special and self._skips_special
 
     def offsets(self, prompt_token_ids: Sequence[int], num_before: int) -> TextOffsets | None:
-        """The offsets of tokens in a text behind a prompt; None without a tokenizer."""
+        """The offsets of tokens in a text after a prompt; None without a tokenizer."""
         if self._bytes_of is None:
             return None
         return TextOffsets(
@@ -67,29 +67,29 @@ class TokenTexts:
 
 
 def by_id(token_id: int) -> str:
-    """The name of a token without a distinct or known text."""
+    """The name of a token whose text is unknown or not unique."""
     return f"token_id:{token_id}"
 
 
 def number_of(logprob: float) -> float | None:
-    """A log-probability in JSON: None for NaN."""
+    """A log-probability as a JSON value; None for NaN."""
     if math.isnan(logprob):
         return None
     return max(logprob, _MINUS_INFINITY)
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of one choice of ``/v1/completions``. Reading in pieces gives the same as
-    reading at once.
+    """The ``logprobs`` of one choice of ``/v1/completions``. Reading in pieces gives the same
+    result as reading at once.
 
-    ``text_offset`` counts characters of the choice's text. Keys of ``top_logprobs`` are texts; the
-    token of the place has its own value there, and of other tokens with one text the likeliest.
-    Those that are left are "token_id:NN".
+    ``text_offset`` counts characters of the choice's text. Keys of ``top_logprobs`` are texts. If
+    several tokens have the same text, the position's own token gets the key, else the most
+    likely one; the others get "token_id:NN".
 
     Args:
         num_top: ``logprobs`` of the request.
-        prompt_token_ids: of the prompt before the answer.
-        num_before: characters of the echoed prompt.
+        prompt_token_ids: the prompt before the answer.
+        num_before: number of characters of the echoed prompt.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CompletionLogprobs:
     def read_prompt(
         self, token_ids: Sequence[int], entries: Sequence[Entries | None]
     ) -> dict[str, list[Any]]:
-        """The log-probabilities of an echoed prompt, as :meth:`read`."""
+        """The log-probabilities of an echoed prompt; see :meth:`read`."""
         return self._read(token_ids, entries, self._texts.offsets((), 0), is_beginning=True)
 
     def read(
@@ -114,7 +114,7 @@ class CompletionLogprobs:
     ) -> dict[str, list[Any]]:
         """
         Args:
-            entries: of each token; None for the first token of a prompt.
+            entries: one per token; None for the first token of a prompt.
         """
         is_beginning = self._is_beginning
         self._is_beginning = is_beginning and all(map(self._texts.is_textless, token_ids))
@@ -147,7 +147,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, own_text: str, found: Entries) -> dict[str, float | None]:
-        """The entry of the token, and of the likeliest others by rank, with distinct keys."""
+        """The token's entry, then the most likely other tokens by rank, with distinct keys."""
         top = {own_text: number_of(found[token_id].logprob)}
         for other, entry in top_of(found, self._num_top):
             if other != token_id:
@@ -157,7 +157,7 @@ class CompletionLogprobs:
 
 
 def joined_logprobs(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The ``logprobs`` of two adjacent parts of a choice."""
+    """Concatenate the ``logprobs`` of two adjacent parts of a choice."""
     return {name: [*values, *other[name]] for name, values in one.items()}
 
 
@@ -170,7 +170,7 @@ def content_logprobs(
     """The ``logprobs`` of a choice of ``/v1/chat/completions`` or ``/inference/v1/generate``.
 
     Args:
-        shown: the form of one token: :meth:`TokenTexts.entry`, or :func:`id_entry`.
+        shown: formats one token: :meth:`TokenTexts.entry`, or :func:`id_entry`.
     """
     content = [
         {
@@ -183,7 +183,7 @@ def content_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's ``prompt_logprobs``: the engine's own form, by token id."""
+    """vLLM's ``prompt_logprobs``: in the engine's own form, by token id."""
     if entries is None:
         return None
     return [
@@ -202,11 +202,11 @@ def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, 
 
 
 def top_of(found: Entries, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens, the likeliest first."""
+    """The most likely tokens, in descending order."""
     chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= num_top]
     return sorted(chosen, key=lambda item: item[1].rank or 0)
 
 
 def id_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
-    """A token by its id."""
+    """A token shown as its id."""
     return {"token_id": token_id, "logprob": number_of(entry.logprob), "rank": entry.rank}

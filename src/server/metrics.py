@@ -16,18 +16,18 @@ _INF = float("inf")
 class Histogram:
     """Counts of values per bucket. One thread observes; any thread may read.
 
-    An observation takes a fifth of a microsecond: a step of 256 rows makes 256 of them on the event
-    loop that answers requests. The histogram of prometheus_client, with a lock and labels, takes
-    several times as long.
+    An observation takes 0.2 us. A step of 256 rows makes 256 of them on the event loop that serves
+    requests. The histogram of prometheus_client, with a lock and labels, takes several times as
+    long.
 
     Args:
-        boundaries: of the buckets for Prometheus, ascending. A value counts in the first bucket
-            whose boundary is not below the value.
-        between: more boundaries, for finer quantiles.
+        boundaries: bucket boundaries for Prometheus, ascending. A value counts in the first bucket
+            whose boundary is greater than or equal to it.
+        between: additional boundaries, for finer quantiles.
 
     Attributes:
-        uppers: the upper ends of all buckets, the last infinite.
-        counts: of ``uppers``.
+        uppers: upper boundaries of all buckets; the last one is infinite.
+        counts: number of values in each bucket.
         total: the sum of all values.
     """
 
@@ -42,7 +42,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """The cumulative counts of Prometheus: per boundary the number of values not above it."""
+        """Prometheus' cumulative counts: per boundary, the number of values up to it."""
         counts = self.counts.copy()
         shown = {*self.boundaries, _INF}
         found, below = [], 0
@@ -55,7 +55,7 @@ class Histogram:
 
 def quantile(uppers: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """The quantile ``share`` of the counted values, interpolated linearly within its bucket; None
-    without values. Beyond the last finite boundary: that boundary."""
+    without values. Above the last finite boundary it returns that boundary."""
     rank = share * sum(counts)
     if not rank:
         return None
@@ -71,7 +71,7 @@ def quantile(uppers: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 def log_scale(first: float, last: float, factor: float) -> list[float]:
-    """``first``, and each ``factor`` times the one before, up to ``last``."""
+    """``first``, and each ``factor`` times the previous value, up to ``last``."""
     found = [first]
     while found[-1] * factor <= last:
         found.append(found[-1] * factor)
@@ -91,7 +91,7 @@ def one_two_five(limit: int) -> list[int]:
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-# The boundaries are vLLM's, so that its dashboards and alerts fit.
+# The boundaries are vLLM's, so that its dashboards and alerts work unchanged.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -106,21 +106,21 @@ REQUEST_S = (
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CONTINUATIONS = (1, 2, 5, 10, 20)
-# For the quantiles of the live view: a small model's steps are shorter than the first of vLLM's.
+# For quantiles of the live view: steps of a small model are shorter than vLLM's first boundary.
 _FINE_S = log_scale(1e-4, 100.0, 1.1)
 
 
 class EngineMetrics:
     """Observes an engine's requests.
 
-    The histograms are vLLM's, by the same names. ``prompt_tokens``, ``continuations`` and
-    ``max_tokens`` count prompts, the others each of a prompt's ``n`` requests. Times are of
-    requests that ended by "stop" or "length"; those of tokens, of all.
+    The histograms are vLLM's, under the same names. ``prompt_tokens``, ``continuations`` and
+    ``max_tokens`` have one value per prompt, the others one per continuation. Request times
+    include only requests that ended by "stop" or "length"; token times include all.
 
     Attributes:
-        num_prompt_tokens: of prompts whose first token was settled.
-        num_generated_tokens: settled.
-        num_ended: requests, by finish reason.
+        num_prompt_tokens: tokens of prompts whose first output token was settled.
+        num_generated_tokens: settled output tokens.
+        num_ended: number of ended requests, by finish reason.
         step_observers: called after each step, on the engine's thread.
     """
 
@@ -151,7 +151,7 @@ class EngineMetrics:
     def on_tokens(self, served: Served, num_tokens: int, elapsed_s: float | None) -> None:
         self.num_generated_tokens += num_tokens
         if elapsed_s is not None:
-            # A delayed loop sees several tokens at once.
+            # An event loop that runs late sees several tokens at once.
             self.between_tokens_s.observe(elapsed_s / num_tokens, num_tokens)
             return
         self.first_token_s.observe(time.perf_counter() - served.arrived_at)
@@ -168,7 +168,7 @@ class EngineMetrics:
             self.prompt_tokens.observe(request.num_prompt_tokens)
             self.continuations.observe(served.params.n)
             if served.params.max_tokens is not None:
-                limit = self.engine.llm.max_model_len  # more is the same, and may be any integer
+                limit = self.engine.llm.max_model_len  # larger values are equivalent
                 self.max_tokens.observe(min(served.params.max_tokens, limit))
         if reason not in ("stop", "length"):
             return

@@ -1,4 +1,4 @@
-"""Corrects FastAPI's OpenAPI document: status 400 in place of 422, error bodies, streams."""
+"""Corrects FastAPI's OpenAPI document: status 400 instead of 422, error bodies, streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ERROR = {
     "required": ["error"],
     "properties": {
         "error": {
-            # vLLM's answer to a missing or wrong key.
+            # vLLM's response to a missing or wrong key.
             "oneOf": [
                 {"const": "Unauthorized"},
                 {
@@ -30,12 +30,12 @@ _ERROR = {
     },
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
-# The status alone is the answer.
+# Endpoints whose response is the status only.
 _WITHOUT_BODY = ("/health", "/readiness", "/liveness")
 
 
 def describe_truly(app: FastAPI) -> None:
-    """Make ``/openapi.json`` describe errors and streams. Called after all routes are added."""
+    """Make ``/openapi.json`` describe errors and streams. Call it after all routes are added."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

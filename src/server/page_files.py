@@ -1,4 +1,4 @@
-"""The page at ``/``: a chat, and the live view of the engine. Plain files, no build step."""
+"""The web page at ``/``: a chat, and the live view of the engine. Static files, no build step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from .errors import ApiError
 
 _FOLDER = Path(__file__).parent / "page"
-# One set of colours for this page and the trace viewer.
+# This page and the trace viewer share one palette.
 _PALETTE = Path(__file__).parents[1] / "viewer" / "palette.css"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -17,7 +17,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# No external resource and no other code: an answer of the model cannot inject any.
+# No external resources and no inline code: the text of an answer cannot inject a script.
 CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -35,7 +35,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
-    # A new version is loaded at once; the files are small.
+    # Revalidate always, so that a new version loads at once; the files are small.
     "Cache-Control": "no-cache",
 }
 

@@ -1,4 +1,4 @@
-"""``/metrics``: the numbers of an engine in Prometheus' text format."""
+"""``/metrics``: the metrics of an engine in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .metrics import EngineMetrics, Histogram
 
 
 class EngineCollector(Collector):
-    """Collects an engine's numbers for each scrape. Names with ``vllm:`` have vLLM's meaning."""
+    """Collects an engine's metrics for each scrape. Names with ``vllm:`` have vLLM's meaning."""
 
     def __init__(self, metrics: EngineMetrics, model_name: str) -> None:
         self._metrics = metrics
@@ -41,7 +41,7 @@ class EngineCollector(Collector):
         yield self._settings()
 
     def _families(self, kind: Any, rows: Iterable[tuple[Any, ...]]) -> Iterator[Metric]:
-        """A family for each row: its name, help and values."""
+        """One metric family per row of name, help and values."""
         for name, text, *values in rows:
             family = kind(name, text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], *values)
@@ -53,10 +53,10 @@ class EngineCollector(Collector):
         usage = now.num_owned_blocks / max(1, now.num_blocks)
         is_up = engine.failure is None and not engine.is_stopping
         return [
-            ("vllm:num_requests_running", "Requests that run.", now.num_running),
-            ("vllm:num_requests_waiting", "Requests that wait.", now.num_waiting),
+            ("vllm:num_requests_running", "Running requests.", now.num_running),
+            ("vllm:num_requests_waiting", "Waiting requests.", now.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", usage),
-            ("pagespec:num_requests_paused", "Requests whose blocks are kept.", now.num_paused),
+            ("pagespec:num_requests_paused", "Paused requests that keep blocks.", now.num_paused),
             ("pagespec:engine_up", "1 if the engine accepts and computes requests.", float(is_up)),
         ]
 
@@ -64,12 +64,12 @@ class EngineCollector(Collector):
         metrics = self._metrics
         now = metrics.engine.snapshot()
         return [
-            ("vllm:prefix_cache_queries", "Tokens looked up.", now.num_queried_tokens),
-            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.num_hit_tokens),
+            ("vllm:prefix_cache_queries", "Prefix-cache look-ups, tokens.", now.num_queried_tokens),
+            ("vllm:prefix_cache_hits", "Prefix-cache hits, tokens.", now.num_hit_tokens),
             ("vllm:num_preemptions", "Preemptions.", now.num_preemptions),
-            ("vllm:prompt_tokens", "Tokens of prompts computed.", metrics.num_prompt_tokens),
+            ("vllm:prompt_tokens", "Prompt tokens processed.", metrics.num_prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", metrics.num_generated_tokens),
-            ("pagespec:engine_steps", "Steps of the engine.", now.num_steps),
+            ("pagespec:engine_steps", "Engine steps.", now.num_steps),
         ]
 
     def _histograms(self) -> list[tuple[str, str, Histogram]]:
@@ -115,7 +115,7 @@ def metrics_router(metrics: EngineMetrics, model_name: str) -> APIRouter:
     router = APIRouter()
 
     @router.get("/metrics", include_in_schema=False)
-    def read_metrics(request: Request) -> Response:  # not async: on a thread, beside the loop
+    def read_metrics(request: Request) -> Response:  # not async: runs on a thread, not on the loop
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 

@@ -1,4 +1,4 @@
-"""The outermost middleware: request id, access log, an answer after any exception. Log formats."""
+"""The outermost middleware (request ids, access log, unhandled exceptions), and log formats."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .errors import api_error
 
 current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# Optional attributes of a record, in the access log.
+# Optional attributes of an access log record.
 _FIELDS = ("request_id", "client", "method", "path", "status", "seconds")
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -64,7 +64,7 @@ def set_up_logs(as_json: bool) -> None:
 access_logger = logging.getLogger("pagespec.access")
 _ACCESS = "%(client)s %(method)s %(path)s %(status)s %(seconds).3f s"
 
-# Ids of clients that are valid in a header and in a log line.
+# Client-supplied ids that are valid in a header and in a log line.
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -72,8 +72,8 @@ class Requests:
     """The outermost middleware.
 
     A request's id is its header X-Request-Id, or a new one. The answer and every log line of the
-    request have the id. HEAD is answered as GET without the body. An unhandled exception becomes an
-    answer of status 500 and a log line.
+    request contain the id. HEAD is handled as GET without the body. An unhandled exception becomes
+    a response with status 500 and a log line.
     """
 
     def __init__(self, app: ASGIApp, log: bool) -> None:
@@ -109,7 +109,7 @@ class Requests:
                 await refusal.response({"Connection": "close"})(scope, receive, send_with_id)
         finally:
             if self._log:
-                # Without the query, which may have private values.
+                # Without the query string, which may contain private values.
                 fields = {
                     "request_id": request_id,
                     "client": "{}:{}".format(*scope["client"]) if scope.get("client") else "-",

@@ -31,10 +31,10 @@ logger = logging.getLogger("pagespec")
 # Seconds after the engine's end: for clients to read written data (fewer after a second signal),
 # and for tasks to notice closed connections.
 _SEND_S, _SEND_LESS_S, _END_S = 2, 1, 3
-# Longer than proxies keep a connection (60 s): so the proxy closes first, and no request is lost.
+# Longer than proxies keep an idle connection (60 s). The proxy closes first, so no request is lost.
 _KEEP_ALIVE_S = 65
-# The engine's thread waits up to this for the interpreter lock after each release in a step.
-# Python's default of 5 ms is longer than a step.
+# Maximum wait of the engine's thread for the GIL after each release within a step. Python's default
+# of 5 ms is longer than a step.
 SWITCH_INTERVAL_S = 2e-4
 
 
@@ -43,21 +43,21 @@ def listen(config: ServerConfig) -> socket.socket:
     server runs.
 
     Raises:
-        OSError: the address is in use or not of this machine, or a certificate cannot be read.
+        OSError: the address is in use or not local, or a certificate cannot be read.
     """
     if config.ssl_certfile is not None:
         ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     if config.uds is not None:
         with suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(config.uds).st_mode):
-                os.unlink(config.uds)  # of a process that was killed
+                os.unlink(config.uds)  # left by a killed process
         family: socket.AddressFamily = socket.AF_UNIX
         protocol = 0
         address: Any = config.uds
     else:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
         # asyncio sets TCP_NODELAY only if the protocol is TCP. Without it an answer of two writes
-        # waits 40 ms for the client's acknowledgement of the first.
+        # waits 40 ms for the client's acknowledgement of the first write.
         family, _, protocol, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
@@ -75,12 +75,12 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
     """Serve until a signal. Returns the exit code: 0, or 128 plus the number of a second signal.
 
     At SIGTERM, SIGINT or SIGHUP (unless ignored, as under ``nohup``) ``/health`` fails at once, new
-    requests are refused with 503, and running ones are answered within ``drain_timeout_s``. The
-    rest then end with finish reason "abort"; clients have two more seconds to read that. A second
-    signal aborts all requests and ends the process after the current step; a third one at once.
+    requests get status 503, and running ones have ``drain_timeout_s`` to finish. The others then
+    end with finish reason "abort", and clients have two more seconds to read that. A second signal
+    aborts all requests and ends the process after the current step; a third one ends it at once.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # Loaded objects stay alive: further scans for garbage would stop all threads each time.
+    # The loaded objects stay alive; scanning them again would stop all threads each time.
     gc.collect()
     gc.freeze()
     app = create_app(engine, config)
@@ -111,7 +111,7 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that keeps listening while it drains: load balancers must see ``/health`` fail."""
+    """uvicorn that keeps listening while it drains, so that load balancers see ``/health`` fail."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
@@ -126,19 +126,19 @@ class _Server(uvicorn.Server):
             logger.info("serving %s at %s", self._context.model_names[0], self._url(listener))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        # In a signal handler: no logging, no waiting.
+        # Runs in a signal handler: it must not log or wait.
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._context.config.drain_timeout_s
             self._context.is_draining = True
         elif not self.exit_code:
             self.exit_code = 128 + sig
             self.should_exit = True
-        else:  # the step may hang
+        else:  # third signal: the step may hang
             os._exit(128 + sig)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Also SIGHUP, which would end the process inside a stream."""
+        """Also handle SIGHUP, which would otherwise end the process inside a stream."""
         is_ours = threading.current_thread() is threading.main_thread() and (
             hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
         )
@@ -154,14 +154,14 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         send_s = _SEND_S
         if self.exit_code:
-            await self._context.engine.shutdown()  # aborts all after the current step
+            await self._context.engine.shutdown()  # aborts all requests after the current step
             send_s = _SEND_LESS_S
         timer = asyncio.get_running_loop().call_later(send_s, self._drop_connections)
         await super().shutdown(sockets)
         timer.cancel()
 
     def _drop_connections(self) -> None:
-        """Close connections whose peers do not read, which cancels their tasks."""
+        """Close connections whose clients do not read, which cancels their tasks."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -171,13 +171,13 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drain(self, until: float) -> None:
-        """End the server if no request is left or the time is over."""
+        """End the server when no request is left or the time has expired."""
         num_requests = self._context.num_requests
         if not self._is_logged:
             self._is_logged = True
-            logger.info("shutting down; requests that run: %d", num_requests)
+            logger.info("shutting down; running requests: %d", num_requests)
         if num_requests and time.monotonic() >= until:
-            logger.warning("requests that run too long and are aborted: %d", num_requests)
+            logger.warning("drain timeout; running requests that are aborted: %d", num_requests)
             await self._context.engine.shutdown()
             num_requests = 0
         self.should_exit = self.should_exit or num_requests == 0

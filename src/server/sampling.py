@@ -1,4 +1,4 @@
-"""Makes ``SamplingParams``, which check the limits, from the body of a request."""
+"""Converts the body of a request to ``SamplingParams``, which check the limits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .protocol.fields import SAME_NAME, GeneratingBody, ResponseFormat
 
 _ON_WIRE = {name for name, known in declared(SamplingParams).items() if known.wire is not None}
 _GENERATE_PARAMS = _ON_WIRE | UNSUPPORTED
-# JSON's form of a number: int() accepts spaces, "1_0" and digits of other scripts as well, so two
-# keys could be one token.
+# JSON's syntax of integers. int() also accepts spaces, "1_0" and digits of other scripts, so two
+# different keys could mean one token.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 _STRUCTURES = frozenset(known.name for known in fields(StructuredOutputs) if known.init)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Defaults of the fields that a request omits.
+    """Defaults for fields that a request omits.
 
     Attributes:
-        values: of the generation config, by names of ``SamplingParams``, without ``max_tokens``.
-        max_tokens: None: the rest of the context.
-        most_tokens: cap of every request's ``max_tokens``; None: no cap.
+        values: from the generation config, by names of ``SamplingParams``, without ``max_tokens``.
+        max_tokens: default; None: the rest of the context.
+        most_tokens: upper limit of every request's ``max_tokens``; None: no limit.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class SamplingDefaults:
 
     @classmethod
     def of(cls, llm: LLM) -> SamplingDefaults:
-        """The defaults of a loaded model. As in vLLM, ``max_new_tokens`` of a chosen generation
-        config is also a cap.
+        """The defaults for a loaded model. As in vLLM, ``max_new_tokens`` of a chosen generation
+        config is also an upper limit.
 
         Raises:
             InvalidInputError: the generation config has a value that is refused.
@@ -54,16 +54,16 @@ class SamplingDefaults:
         return cls(values, max_tokens, max_tokens if is_chosen else None)
 
     def max_tokens_for(self, given: int | None) -> int | None:
-        """``max_tokens`` of a request that has ``given``."""
+        """``max_tokens`` of a request that specifies ``given``."""
         chosen = self.max_tokens if given is None else given
-        # A value outside its limits stays, and is refused as sent.
+        # A value outside its limits is kept, so that the error shows it as sent.
         is_cut = self.most_tokens is not None and chosen is not None and chosen > self.most_tokens
         return self.most_tokens if is_cut else chosen
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """The parameters of ``/v1/completions``. ``echo`` with ``logprobs`` also computes those of the
-    prompt. ``max_tokens`` = 0 needs ``echo``: one token is computed and discarded.
+    """The parameters for ``/v1/completions``. ``echo`` with ``logprobs`` also computes those of the
+    prompt. ``max_tokens`` = 0 requires ``echo``: one token is computed and discarded.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -79,7 +79,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> Sa
 
 
 def is_echo_alone(body: CompletionRequest) -> bool:
-    """Whether the answer is the prompt alone."""
+    """Whether the answer consists of the prompt only."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -88,7 +88,7 @@ def chat_params(
 ) -> SamplingParams:
     """
     Args:
-        structure: of a forced tool call.
+        structure: constraint for a forced tool call.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -106,8 +106,8 @@ def chat_params(
             limit = "must be none, auto or not given beside a response_format"
             raise BodyError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
-    # The reader of the answer decodes by itself. The engine needs text only for stop strings and
-    # for the tokens of the prompt.
+    # The answer's reader decodes tokens itself. The engine needs text only for stop strings and for
+    # the tokens of the prompt.
     needs_text = bool(body.stop) or body.prompt_logprobs is not None
     return SamplingParams(**chosen, detokenize=needs_text)
 
@@ -115,9 +115,9 @@ def chat_params(
 def generate_params(
     given: Mapping[str, Any] | None, defaults: SamplingDefaults, *, with_text: bool
 ) -> SamplingParams:
-    """From the ``sampling_params`` of ``/inference/v1/generate``. None stands for the default; for
-    ``max_tokens`` that is the rest of the context. Of the generation config only
-    ``max_new_tokens`` applies, and only without ``max_tokens``.
+    """The parameters from ``sampling_params`` of ``/inference/v1/generate``. None means the
+    default; for ``max_tokens`` that is the rest of the context. From the generation config only
+    ``max_new_tokens`` is used, and only without ``max_tokens``.
 
     Raises:
         InvalidInputError: a name is unknown, or a value outside its limits.
@@ -154,7 +154,7 @@ def _refuse_prompt_logprobs(value: object) -> None:
 
 
 def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
-    """Token ids from JSON's keys, which are text."""
+    """Converts JSON's keys, which are strings, to token ids."""
     if len(given) > MAX_LOGIT_BIAS:
         limit = f"must have at most {MAX_LOGIT_BIAS} token ids"
         raise BodyError("logit_bias", f"{len(given)} keys", limit)
@@ -166,7 +166,7 @@ def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
 
 
 def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
-    """The constraint of a body, from the one field that has it."""
+    """The constraint of a body, from whichever field specifies it."""
     found: dict[str, StructuredOutputs] = {}
     if body.structured_outputs:
         found["structured_outputs"] = _structured_outputs(body.structured_outputs)

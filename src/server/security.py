@@ -1,4 +1,4 @@
-"""API keys, and the paths that are open without a key."""
+"""API keys, and the paths that need no key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .context import KEY
 
-# Paths for load balancers, monitors and browsers. All other paths need a key if the server has one.
+# Paths for load balancers, monitors and browsers. All other paths need a key if the server has any.
 _OPEN = frozenset(
     (
         *("/", "/favicon.ico", "/openapi.json"),
@@ -18,14 +18,14 @@ _OPEN = frozenset(
         *("/load", "/metrics", "/version", "/get_world_size"),
     )
 )
-# FastAPI redirects a path with one more slash to the path without it.
+# FastAPI redirects a path with a trailing slash to the path without it.
 _OPEN_WITH_SLASH = frozenset(f"{path}/" for path in _OPEN if path != "/")
 # The files of the page.
 _OPEN_PREFIX = "/page/"
 
 
 def route_path(scope: Scope) -> str:
-    """The path of an endpoint, without the prefix of a proxy."""
+    """The path of an endpoint, without a proxy's prefix."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
@@ -38,8 +38,8 @@ def is_open(path: str) -> bool:
 
 
 class ApiKeys:
-    """A middleware: paths that are not open need ``Authorization: Bearer KEY``, one of ``keys``.
-    CORS preflights carry no header, and pass."""
+    """A middleware: all paths except open ones need ``Authorization: Bearer KEY`` with one of
+    ``keys``. CORS preflight requests carry no such header, and pass."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -58,8 +58,8 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> str | None:
-        """The key of a request; None without a valid one. The comparison takes constant time: all
-        keys are compared, as digests of one length."""
+        """The key of a request; None without a valid one. The comparison takes constant time: it
+        compares with all keys, as digests of equal length."""
         header = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
         scheme, _, given = header.partition(b" ")
         if scheme.lower() != b"bearer":

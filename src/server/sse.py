@@ -1,8 +1,10 @@
-"""Answers to a call: one JSON body, or server-sent events that end with ``data: [DONE]``.
+"""Answers of generating endpoints: one JSON body, or server-sent events that end with ``data:
+[DONE]``.
 
-An error after the first byte is an event with the body of an error response, and ends the stream.
-There are no comments and no heartbeats: some clients read every line as data. The base class is
-Starlette's ``StreamingResponse``: SSE libraries end streams at a signal, before they are finished.
+An error after the first byte is sent as an event with the body of an error response, and ends the
+stream. There are no SSE comments and no heartbeats: some clients read every line as data. The base
+class is Starlette's ``StreamingResponse``: SSE libraries end streams at a signal, before they are
+complete.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 class Choices(ABC, Generic[Body]):
-    """Forms choices from answers, whole or in pieces; joined pieces equal the whole answer.
+    """Converts answers to choices, whole or in pieces; joined pieces equal the whole answer.
 
     Args:
-        generations: of the call, per prompt.
+        generations: the generations of the call, one per prompt.
 
     Attributes:
         head: the first fields of the body and of each chunk.
-        is_long: a whole answer is serialized on another thread.
+        is_long: a whole answer is serialised on another thread.
     """
 
     head_names: ClassVar[Mapping[str, str]]
-    """The first fields of the head; the value "" stands for the id."""
+    """The first fields of the head; the value "" is replaced by the id."""
 
     def __init__(
         self, call: Call[Body], params: SamplingParams, generations: Sequence[Generation]
@@ -64,12 +66,12 @@ class Choices(ABC, Generic[Body]):
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens of all answers so far; None if the format of reasoning is unknown."""
+        """Reasoning tokens of all answers so far; None if the reasoning format is unknown."""
         return None
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """The texts of single tokens, for log-probabilities."""
+        """Converts single tokens to text, for log-probabilities."""
         body = self._body
         return TokenTexts(
             self._llm.factory,
@@ -83,17 +85,17 @@ class Choices(ABC, Generic[Body]):
 
     @abstractmethod
     def pieces(self, place: int, delta: AnswerDelta) -> Iterable[tuple[dict[str, Any], Extra]]:
-        """The chunks of a delta: per chunk its choice and its further fields.
+        """The chunks of a delta: per chunk, its choice and its additional fields.
 
         Args:
-            place: of the prompt.
+            place: index of the prompt.
         """
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         """OpenAI's ``usage``.
 
         Args:
-            num_output_tokens: None: of the whole answers.
+            num_output_tokens: None: the number in the whole answers.
         """
         num_prompt = sum(g.num_prompt_tokens for g in self.generations)
         if num_output_tokens is None:
@@ -112,7 +114,7 @@ class Choices(ABC, Generic[Body]):
 
 
 async def respond(choices: Choices[Any]) -> Response:
-    """The answers to a call: a stream of events if its body says so, else one JSON body."""
+    """Respond to a call: with a stream of events if its body requests one, else with JSON."""
     if choices.call.body.stream:
         return EventStream(choices)
     try:
@@ -128,13 +130,13 @@ async def respond(choices: Choices[Any]) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """A stream of chunks. The end of the stream, also by a disconnect, aborts the requests."""
+    """A stream of chunks. When the stream ends, also by a disconnect, the requests are aborted."""
 
     media_type = "text/event-stream"
 
     def __init__(self, choices: Choices[Any]) -> None:
         self._choices, self._generations = choices, choices.generations
-        # The beginning of all chunks, up to the choice.
+        # The start of every chunk, up to the choice.
         self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
         options = choices.call.body.stream_options
         self._ends_with_usage = options is not None and bool(options.include_usage)
@@ -182,8 +184,8 @@ class EventStream(StreamingResponse):
 async def joined_deltas(
     generations: Sequence[Generation],
 ) -> AsyncIterator[tuple[int, list[AnswerDelta]]]:
-    """New deltas of several prompts' answers, with the place of the prompt. A slow reader gets
-    fewer and longer deltas."""
+    """New deltas of several prompts' answers, with the index of the prompt. A slow reader gets
+    fewer, longer deltas."""
     if len(generations) == 1:
         async for deltas in generations[0].deltas():
             yield 0, deltas

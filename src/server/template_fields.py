@@ -1,4 +1,4 @@
-"""Checks of fields that only the chat template reads: roles, reasoning effort."""
+"""Checks fields that only the chat template uses: roles, reasoning effort."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# OpenAI's default, so without effect.
+# OpenAI's default, which has no effect.
 _PLAIN_EFFORT = "medium"
 _EFFORT = "reasoning_effort"
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
-    """Check the roles of messages; further roles are valid if the chat template names them.
+    """Check the roles of messages; other roles are valid if the chat template contains them.
 
     Args:
         messages: as sent; only roles are checked.
@@ -38,7 +38,7 @@ def check_roles(messages: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
 def check_effort(effort: str | None, tokenizer: Any) -> None:
     """
     Raises:
-        InvalidInputError: the effort is unknown, or the chat template does not read it.
+        InvalidInputError: the effort is unknown, or the chat template does not use it.
     """
     if effort is None:
         return
@@ -54,12 +54,12 @@ def check_effort(effort: str | None, tokenizer: Any) -> None:
 
 
 def _template(tokenizer: Any) -> str:
-    """The text of a model's chat template, or of all that it has."""
+    """The text of a model's chat template, or of all its templates."""
     given = getattr(tokenizer, "chat_template", None)
     texts = given.values() if isinstance(given, Mapping) else [given]
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _names(template: str, value: str) -> bool:
-    """Whether a template has a value in quotes, to compare or write it."""
+    """Whether a template contains a value as a string literal."""
     return bool(value) and (f"'{value}'" in template or f'"{value}"' in template)

@@ -21,11 +21,11 @@ from .template_fields import check_roles
 
 router = APIRouter(route_class=BodyRoute)
 
-# A tokenizer decodes all at once, and holds the interpreter lock meanwhile.
+# A tokenizer decodes all tokens in one call, during which it holds the GIL.
 MAX_NUM_TOKENS = 1 << 18
 _BYTES_PER_TOKEN = 4
 
-# Settings of a tokenizer that affect its tokens; others may be paths of this machine.
+# Settings of a tokenizer that affect its tokens; other settings may be local paths.
 _SHOWN = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"),
     *("chat_template", "model_max_length", "padding_side", "truncation_side"),
@@ -63,7 +63,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
-    """The tokens of a text, or of a conversation as the model's template writes it."""
+    """The tokens of a text, or of a conversation rendered with the model's template."""
     check_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -96,8 +96,8 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,
-        # Only the text is used. A whole prompt would have to fit the context, while a longer text
-        # can be counted.
+        # Only the text is used. Without truncation the prompt would have to fit in the context,
+        # while a longer text may be counted.
         truncate=1,
     )
     add = bool(body.add_special_tokens)
@@ -119,7 +119,7 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
 
 @router.get("/tokenizer_info")
 def tokenizer_info(context: Context) -> dict[str, Any]:
-    """Special tokens, chat template and settings, for clients that make prompts themselves."""
+    """Special tokens, chat template and settings, for clients that build prompts themselves."""
     tokenizer = context.engine.llm.tokenizer
     if tokenizer is None:
         raise ApiError(404, "this model has no tokenizer")

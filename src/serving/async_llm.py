@@ -1,4 +1,4 @@
-"""``AsyncLLM``: an ``LLM`` for asyncio. Names as in vLLM's where meanings agree."""
+"""``AsyncLLM``: an ``LLM`` for asyncio. Methods named as in vLLM behave the same."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ logger = logging.getLogger("pagespec")
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "abort", "wait")
 _POLL_S = 0.01
-# Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
+# Longer prompts are tokenised on another thread, so that the event loop is not blocked.
 _SHORT_TEXT = 2_000
-_NUM_IDS_PER_CHAR = 8  # checked in the time in which a character is tokenised
+_NUM_IDS_PER_CHAR = 8  # token ids that are checked in the time of tokenising one character
 _MAX_CONSTRAINT_WAIT_S = 10.0
 _MAX_QUICK = 8  # continuations
 
@@ -56,35 +56,37 @@ class AsyncArgs(EngineConfig):
     """The arguments of ``AsyncLLM``."""
 
     model: LLM | str | os.PathLike[str] | PreTrainedModel = field(
-        metadata={"param": Param("As of LLM; or an LLM, then owned by this object.", _check_model)}
+        metadata={"param": Param("As for LLM; or an LLM, then owned by this object.", _check_model)}
     )
     max_num_requests: int | None = param(
         None,
-        "Most requests that wait or run; more are refused with EngineBusyError. Each of n "
-        "continuations is one.",
+        "Maximum number of waiting and running requests; more raise EngineBusyError. Each of n "
+        "continuations counts.",
         integer(1, math.inf, "of 1 or more, or None"),
-        absent="any number",
+        absent="no limit",
     )
 
 
 class AsyncLLM:
-    """An ``LLM`` for many callers on event loops; a thread of its own steps the engine.
+    """An ``LLM`` for many callers on event loops; its own thread steps the engine.
 
-    Requests of all callers are computed together, and a request's tokens are those of
-    ``LLM.generate``. A failed step ends every live request with EngineError. The engine then checks
-    itself with a request of one token, before the next: :meth:`check_health` reports the result.
+    Requests of all callers are batched together, and the tokens of a request equal those of
+    ``LLM.generate``. A failed step ends every live request with EngineError. Before the next
+    request, the engine tests itself with a request of one token; :meth:`check_health` reports the
+    result.
 
-    Call :meth:`shutdown` in the end. An instance that is garbage collected before warns
-    (ResourceWarning), ends its thread, and ends live requests with EngineError.
+    Call :meth:`shutdown` at the end. If an instance is garbage collected before, it emits a
+    ResourceWarning, ends its thread, and ends live requests with EngineError.
 
-    Its arguments are those of ``LLM`` and of :class:`AsyncArgs`.
+    The arguments are those of ``LLM`` and of :class:`AsyncArgs`.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: as of ``LLM``.
+        InvalidInputError, UnsupportedModelError: as for ``LLM``.
 
     Attributes:
-        llm: its methods may be called, too. They step the engine for all, also during a pause.
-        observers: receive events of requests; added before the first request.
+        llm: its methods may also be called. They step the engine for all callers, even while
+            generation is paused.
+        observers: receive events of requests; must be added before the first request.
         is_stopping: whether :meth:`shutdown` was called.
     """
 
@@ -102,8 +104,8 @@ class AsyncLLM:
         self._engine = self.llm.engine
         self._numbers = itertools.count()
         self.is_stopping = False
-        self._resumed: Future[None] | None = None  # while new requests are held back
-        # Nothing that the thread refers to may refer to this object, which it would keep.
+        self._resumed: Future[None] | None = None  # set while generation is paused
+        # Nothing that the thread refers to may refer to this object, or it would never be freed.
         observers, wake = weakref.ref(self.observers), threading.Event()
         self._loops = Loops(observers)
         self._host = host = RequestHost(
@@ -125,8 +127,8 @@ class AsyncLLM:
         request_id: str | None = None,
         **marks: Unpack[Marks],
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a prompt: yields the answers as they grow, from their beginning each time; the
-        last, with ``finished``, is what ``LLM.generate`` gives. Closing the iterator aborts it.
+        """Answer a prompt. Yields the whole answers so far, each time; the last one, with
+        ``finished``, equals the result of ``LLM.generate``. Closing the iterator aborts it.
 
         See :meth:`submit` for the arguments and errors.
         """
@@ -144,21 +146,21 @@ class AsyncLLM:
         request_id: str | None = None,
         **marks: Unpack[Marks],
     ) -> Generation:
-        """Have a prompt answered.
+        """Submit a prompt.
 
         Args:
-            prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
+            prompt: as for ``LLM.generate`` (one item), or a ``PromptInput``.
             sampling_params: None: those of ``LLM.get_default_sampling_params``.
-            request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
+            request_id: an id for :meth:`abort`, unique among live requests. None: a number.
             marks: priority, cache_salt, owner, as in a prompt's dict; None: the prompt's own.
 
         Raises:
-            InvalidInputError: the prompt or a parameter is refused, or has more continuations than
-                ``max_num_requests``.
-            EngineBusyError: ``max_num_requests`` are live, or so many of the owner's that the rest
-                is reserved for others.
+            InvalidInputError: the prompt or a parameter is refused, or it has more continuations
+                than ``max_num_requests``.
+            EngineBusyError: ``max_num_requests`` requests are live, or the owner has so many that
+                the rest is reserved for other owners.
             EngineStoppedError: the engine is shutting down.
-            EngineError: the engine has failed, and did so again when it checked itself.
+            EngineError: the engine has failed, and failed again when it tested itself.
         """
         ids = None if request_id is None else [request_id]
         params = sampling_params
@@ -175,12 +177,12 @@ class AsyncLLM:
         is_scored: bool = False,
         **marks: Unpack[Marks],
     ) -> list[Generation]:
-        """Have several prompts answered, each with its parameters: all of them or, if one is
-        refused, none. As :meth:`submit`.
+        """Submit several prompts, each with its parameters: all of them or, if one is refused,
+        none. Otherwise like :meth:`submit`.
 
         Args:
             is_scored: only the prompts' log-probabilities are computed; ``max_tokens`` must be 1. A
-                prompt that is no ``PromptInput`` may then have ``max_model_len`` tokens.
+                prompt that is not a ``PromptInput`` may then have ``max_model_len`` tokens.
         """
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
@@ -188,7 +190,7 @@ class AsyncLLM:
         lock = self._reader.encoding_lock
         num_chars = sum(_num_chars(prompt) for prompt, _ in items)
         is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)
-        # Held meanwhile: the loop must not wait for another thread's long text.
+        # Non-blocking: the event loop must not wait for another thread's long text.
         if is_quick and lock.acquire(blocking=False):
             try:
                 made = self._make(items, request_ids, marks, is_scored)
@@ -216,10 +218,10 @@ class AsyncLLM:
         return generations
 
     def check_num_requests(self, num_new: int) -> None:
-        """Refuse more continuations than may ever be live.
+        """Refuse a number of continuations that can never be live together.
 
         Raises:
-            InvalidInputError: ``num_new`` are.
+            InvalidInputError: ``num_new`` exceeds ``max_num_requests``.
         """
         most = self.max_num_requests
         if most is not None and num_new > most:
@@ -227,12 +229,12 @@ class AsyncLLM:
             raise InvalidInputError("n", num_new, limit)
 
     def expect_several_owners(self) -> None:
-        """Keep room for owners with few requests from now on; otherwise it is kept once a second
-        owner has been seen. Without effect but under the policy "fair"."""
+        """Reserve places for owners with few requests from now on. Otherwise this starts when a
+        second owner is seen. No effect except under the policy "fair"."""
         self._host.has_several_owners = True
 
     async def abort(self, request_id: str) -> None:
-        """End a request now, with reason "abort"; nothing happens if it is not live."""
+        """End a request now, with reason "abort"; a no-op if it is not live."""
         await self._call(lambda: self._host.abort_id(request_id))
 
     # The engine -------------------------------------------------------------------------------
@@ -242,10 +244,10 @@ class AsyncLLM:
 
         Args:
             mode: "keep": live requests keep their blocks and continue later; "abort": they end
-                with reason "abort"; "wait": they are answered first.
+                with reason "abort"; "wait": they are completed first.
 
         Raises:
-            EngineStoppedError: the engine was resumed or shut down during the wait.
+            EngineStoppedError: the engine was resumed or shut down while waiting.
         """
         if mode not in PAUSE_MODES:
             raise InvalidInputError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
@@ -277,7 +279,7 @@ class AsyncLLM:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Release the requests that wait for the end of a pause."""
+        """Submit the requests that waited for the end of a pause."""
         held, self._resumed = self._resumed, None
         if held is not None:
             held.set_result(None)
@@ -286,7 +288,7 @@ class AsyncLLM:
         return self._thread.is_paused
 
     async def reset_prefix_cache(self) -> bool:
-        """As ``LLM.reset_prefix_cache``."""
+        """See ``LLM.reset_prefix_cache``."""
         await self._call(lambda: self._host.settle(self._engine.reset_prefix_cache))
         return True
 
@@ -301,8 +303,8 @@ class AsyncLLM:
         return True
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, answer live ones within ``drain_s`` seconds, abort the rest, and end
-        the engine's thread. The ``LLM`` remains usable."""
+        """Refuse new requests, complete live ones within ``drain_s`` seconds, abort the rest, and
+        end the engine's thread. The ``LLM`` remains usable."""
         self.is_stopping = True
         self._let_go()
         if self._thread.is_paused:
@@ -315,17 +317,17 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises:
-        EngineError: the engine has failed, and computed no request since; or its thread ended.
+        EngineError: the engine failed and has not recovered, or its thread has ended.
         """
         if self._host.is_in_doubt and self._thread.is_alive:
-            await self._call(lambda: None)  # done after the check
+            await self._call(lambda: None)  # runs after the engine's self-test
         failure = self.failure
         if failure is not None:
             raise EngineError(failure)
 
     @property
     def failure(self) -> str | None:
-        """The reason that the engine cannot compute; None if it can."""
+        """Why the engine cannot compute; None if it can."""
         return self._host.failure if self._thread.is_alive else "the engine's thread has ended"
 
     @property
@@ -337,8 +339,8 @@ class AsyncLLM:
         return take_snapshot(self._engine)
 
     def block_map(self, every: int = 1) -> bytes:
-        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free.
-        ``every``: one block in so many is read."""
+        """One byte per KV block: 2: owned by a request, 1: in the prefix cache only, 0: free.
+        ``every``: sample one block in this many."""
         return block_map(self._engine, every)
 
     # On an event loop -------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class AsyncLLM:
         marks: Marks,
         is_scored: bool,
     ) -> list[Served]:
-        """On any thread."""
+        """Make requests; may run on any thread."""
         made = []
         for index, (prompt, params) in enumerate(items):
             field = "prompt" if len(items) == 1 else f"prompts[{index}]"
@@ -370,7 +372,7 @@ class AsyncLLM:
         return made
 
     async def _check_structures(self, made: Sequence[Served]) -> None:
-        """Compile the constraints of requests that were made."""
+        """Compile the constraints of these requests."""
         structures = self._factory.structures
         different: dict[Any, StructuredOutputs] = {}
         for served in made:
@@ -378,7 +380,7 @@ class AsyncLLM:
             if outputs is not None:
                 different.setdefault((outputs.constraint, served.prompt.reasoning), outputs)
         for (constraint, reasoning), outputs in different.items():
-            assert structures is not None  # else they would not have been made
+            assert structures is not None  # otherwise the factory would have refused the request
             is_known = structures.is_known(outputs)
             lane = SHORT if is_known else lane_of("constraint", len(constraint.text))
             try:
@@ -396,7 +398,7 @@ class AsyncLLM:
 
 
 def _abort(thread: EngineThread, host: RequestHost, served: Served) -> None:
-    """Abort from any thread. The result is not awaited: the thread may have ended meanwhile."""
+    """Abort from any thread. The result is not awaited: the thread may have ended already."""
     thread.call(lambda: host.abort(served))
 
 
@@ -410,7 +412,7 @@ def _end_dropped(thread: EngineThread) -> None:
 
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
-    """Whether making the requests takes less time than handing them to another thread."""
+    """Whether making the requests takes less time than a hand-over to another thread."""
     return not any(
         isinstance(params, SamplingParams)
         and (
@@ -428,7 +430,7 @@ def _num_ids(segment: Any) -> int:
 
 
 def _num_chars(prompt: Any) -> int:
-    """The characters of a text to be tokenised; for token ids, a number with the same cost."""
+    """The characters of a text to tokenise; for token ids, a number with the same cost."""
     if isinstance(prompt, Mapping):
         if is_list(prompt.get("segments")):
             return sum(map(_num_ids, prompt["segments"])) // _NUM_IDS_PER_CHAR

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and runs operations of other threads between two steps."""
+"""The thread that steps an engine and runs other threads' operations between steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _T = TypeVar("_T")
 
 
 class EngineThread:
-    """Steps ``engine`` while it has work, on a thread of its own.
+    """Steps ``engine`` on its own thread while it has work.
 
-    An operation of the engine takes its lock, which a step holds from beginning to end: on an event
-    loop it would block every caller. So operations are queued, and run here between steps, in
+    An operation of the engine takes its lock, which a step holds from beginning to end. On an event
+    loop that would block every caller. So operations are queued, and run here between steps, in
     order.
 
-    No exception ends the thread, also no KeyboardInterrupt or SystemExit of a callback.
+    No exception ends the thread, not even a KeyboardInterrupt or SystemExit of a callback.
 
     Args:
         wake: set when there may be work.
         after_step: called on this thread after each step, and after operations.
-        on_failure: called on this thread when a step failed, which ended all live requests.
-        on_exit: called on this thread when it ends, with the reason that ``close`` was given.
+        on_failure: called on this thread after a failed step, which ended all live requests.
+        on_exit: called on this thread when it ends, with the reason passed to ``close``.
 
     Attributes:
-        is_paused: no step is taken; operations run.
+        is_paused: no steps are taken; operations still run.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class EngineThread:
         return self._thread.is_alive()
 
     def call(self, operation: Callable[[], _T]) -> Future[_T]:
-        """Run ``operation`` between steps. Its exception is the future's; one that is no Exception
-        becomes an EngineError.
+        """Run ``operation`` between steps. The future receives its exception; if that is not an
+        ``Exception``, it is converted to an EngineError.
 
         Raises:
             EngineError: the thread has ended.
@@ -67,16 +67,16 @@ class EngineThread:
         future: Future[_T] = Future()
         self._operations.append((future, operation))
         self._wake.set()
-        if not self._thread.is_alive():  # checked last: else the operation might never be done
+        if not self._thread.is_alive():  # checked last: otherwise the operation might never run
             self._refuse_operations()
         return future
 
     def close(self, reason: str | None = None, *, waits: bool = True) -> None:
-        """End the thread after its current step, and wait for the end.
+        """End the thread after its current step, and wait for that.
 
         Args:
             reason: the error of requests that are still live.
-            waits: False returns at once, as a finalizer must.
+            waits: if False, return at once, as a finalizer must.
         """
         self._reason = reason or self._reason
         self._is_closing = True
@@ -87,7 +87,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                # Before the operations are read: a new one sets it again.
+                # Cleared before the operations are read: a new operation sets it again.
                 self._wake.clear()
                 self._do_operations()
                 if self._can_step():
@@ -128,7 +128,7 @@ class EngineThread:
 
 
 def as_engine_error(error: BaseException) -> EngineError:
-    """``error`` as an EngineError. A KeyboardInterrupt would end the caller's event loop."""
+    """``error`` as an EngineError: a KeyboardInterrupt would end the caller's event loop."""
     if isinstance(error, EngineError):
         return error
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""A submitted prompt: its answers as deltas, or when complete."""
+"""A submitted prompt: its answers as deltas, or complete."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class AnswerDelta:
     """The new part of an answer.
 
     Attributes:
-        index: of the answer, from 0.
+        index: index of the answer, from 0.
         text: may be empty while characters or stop strings are incomplete, and "" with
-            ``detokenize=False``. The pieces together are the answer's text.
-        token_ids: together they are the answer's.
-        logprobs: of ``token_ids``, as of :class:`CompletionOutput`; None without ``logprobs``.
-        finish_reason: of its last delta; None before.
-        stop_reason: as of :class:`CompletionOutput`.
+            ``detokenize=False``. The pieces, joined, are the answer's text.
+        token_ids: new token ids.
+        logprobs: entries for ``token_ids``, see :class:`CompletionOutput`; None without
+            ``logprobs``.
+        finish_reason: None except in the last delta of an answer.
+        stop_reason: see :class:`CompletionOutput`.
     """
 
     index: int
@@ -40,14 +41,14 @@ class AnswerDelta:
 
 
 class Generation:
-    """A prompt that was submitted; made by :meth:`AsyncLLM.submit`.
+    """A submitted prompt; returned by :meth:`AsyncLLM.submit`.
 
-    Use it as ``async with``, or call :meth:`abort` in the end, so that unread answers are not
+    Use it with ``async with``, or call :meth:`abort` at the end, so that unread answers are not
     computed. Garbage collection also aborts it.
 
     Attributes:
-        request_id: the caller's name, or a number.
-        prompt: with its token ids.
+        request_id: the caller's id, or a number.
+        prompt: the checked prompt, with its token ids.
     """
 
     def __init__(
@@ -74,34 +75,34 @@ class Generation:
 
     @property
     def num_output_tokens(self) -> int:
-        """Settled so far, of all answers."""
+        """Settled output tokens so far, of all answers."""
         return self._served.num_output_tokens
 
     @property
     def has_parts(self) -> bool:
-        """Whether :meth:`deltas` can be read: not with ``best_of`` above ``n``."""
+        """Whether :meth:`deltas` can be used: not with ``best_of`` above ``n``."""
         params = self._served.params
         return params.num_generated == params.n
 
     @property
     def has_ended(self) -> bool:
-        """Whether all answers are done, and :meth:`result` returns at once."""
+        """Whether all answers have ended, so that :meth:`result` returns at once."""
         return self._served.has_ended
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache; known once there is a token of output."""
+        """Prompt tokens found in the prefix cache; known once an output token is settled."""
         return self._served.requests[0].num_cached_tokens
 
     @property
     def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
-        """As of :class:`RequestOutput`; complete once there is a token of output."""
+        """See :class:`RequestOutput`; complete once an output token is settled."""
         params = self._served.params
         decode = self._factory.decode_one if params.detokenize else None
         return prompt_entries(self._served.requests[0], decode)
 
     async def result(self) -> RequestOutput:
-        """The complete answers, as of ``LLM.generate``.
+        """The complete answers, as from ``LLM.generate``.
 
         Raises:
             RequestError, EngineError: the request failed.
@@ -118,11 +119,12 @@ class Generation:
         return output
 
     async def deltas(self) -> AsyncIterator[list[AnswerDelta]]:
-        """New deltas, at most one per answer. A slow reader gets fewer and longer ones. Can be read
-        once.
+        """New deltas, at most one per answer. A slow reader gets fewer, longer deltas. Can be
+        iterated once.
 
         Raises:
-            InvalidInputError: ``best_of`` is above ``n``: the best are known only at the end.
+            InvalidInputError: ``best_of`` exceeds ``n``: the best answers are known only at the
+                end.
             RequestError, EngineError: the request failed before its end.
         """
         params = self._served.params
@@ -134,7 +136,7 @@ class Generation:
             for index, request in enumerate(self._served.requests)
         ]
         while answers:
-            # An answer that ended before its tokens are read is read to its end.
+            # Read the ends before the tokens, so that an ended answer is read completely.
             ended = set(self._served.ends)
             error = self._served.error()
             if error is not None:
@@ -144,11 +146,11 @@ class Generation:
             if deltas:
                 yield deltas
             if answers:
-                # News since then has set the event: nothing is missed.
+                # News that arrived since the read has set the event, so none is missed.
                 await self._news()
 
     def abort(self) -> None:
-        """End it now, with reason "abort", from any thread; no effect after its end."""
+        """End it now, with reason "abort", from any thread; a no-op after its end."""
         if not self._served.has_ended:
             self._abort(self._served)
 
@@ -169,7 +171,7 @@ class Generation:
 
 
 class _GrowingAnswer:
-    """One answer, read delta by delta."""
+    """Reads one answer, delta by delta."""
 
     def __init__(
         self,
@@ -187,13 +189,13 @@ class _GrowingAnswer:
         self._num_tokens = 0
 
     def read(self, has_ended: bool) -> AnswerDelta | None:
-        """The new delta; None without news."""
+        """The new delta; None if nothing is new."""
         request = self.request
         if has_ended:
             answer = self._factory.completion(self._index, request, self._prompt)
             begin = 0 if self._text is None else self._text.num_read
             return self._delta(answer.text[begin:], answer.token_ids, answer)
-        # A character that tokens complete is in the delta of the last of them, or a later one's.
+        # A character completed by several tokens is in the delta of the last one, or a later delta.
         token_ids = request.output_token_ids
         text = "" if self._text is None else self._text.read()
         if not text and len(token_ids) == self._num_tokens:
@@ -215,7 +217,7 @@ class _GrowingAnswer:
 
 
 async def cumulative(generation: Generation) -> AsyncIterator[RequestOutput]:
-    """The growing answers, each time from their beginning; the last time as :meth:`result`."""
+    """The whole answers so far, each time; the last time as from :meth:`result`."""
     so_far: dict[int, CompletionOutput] = {}
     async for deltas in generation.deltas():
         for delta in deltas:
@@ -241,7 +243,7 @@ def _extend(answer: CompletionOutput, delta: AnswerDelta) -> None:
         answer.logprobs = [*(answer.logprobs or ()), *delta.logprobs]
         total = answer.cumulative_logprob or 0.0
         for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
-            total += entries[token].logprob  # one by one, as the engine adds them up
+            total += entries[token].logprob  # in the engine's order of addition
         answer.cumulative_logprob = total
     answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -1,4 +1,4 @@
-"""The live requests: admission, ends, failures, dropped handles."""
+"""The live requests of an ``AsyncLLM``: admission, ends, failures, dropped handles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .served import Loops, Observers, Served, notify
 
 logger = logging.getLogger("pagespec")
 
-_KEPT_SHARE = 8  # of max_num_requests, one in so many is kept for owners with few requests
+_KEPT_SHARE = 8  # 1/8 of max_num_requests is reserved for owners with few requests
 
 
 Handle = Lease[Served]
@@ -31,22 +31,22 @@ Handle = Lease[Served]
 class RequestHost:
     """Holds the live requests of an ``AsyncLLM``, and is their owner in the engine.
 
-    Its methods are called on the engine's thread, except :meth:`handle`. The thread that steps the
-    engine calls the methods of an owner (``on_ends``, ``on_step``), one at a time. Any thread may
+    Its methods are called on the engine's thread, except :meth:`handle`. Whichever thread steps the
+    engine calls the methods of ``Owner`` (``on_ends``, ``on_step``), one at a time. Any thread may
     read its attributes.
 
     Under the policy "fair" the last eighth of ``max_num_requests`` is reserved for owners with few
-    requests, so a flood of one owner leaves room for others. With one owner nothing is reserved.
+    requests, so that one owner cannot take all places. With one owner nothing is reserved.
 
     Args:
-        max_num_requests: most live requests; None: any number.
-        loops: are woken by news for callers.
+        max_num_requests: maximum number of live requests; None: no limit.
+        loops: woken when callers have news.
         wake: wakes the engine's thread.
 
     Attributes:
         failure: why the engine cannot compute; None if it can.
-        is_in_doubt: a step failed, and no check has run since.
-        has_several_owners: a second owner has been seen, or is expected.
+        is_in_doubt: a step failed, and no self-test has run since.
+        has_several_owners: a second owner was seen, or is expected.
     """
 
     def __init__(
@@ -65,27 +65,27 @@ class RequestHost:
         self.is_in_doubt = False
         self.has_several_owners = False
         self._first_owner: str | None = None
-        self._has_failed_step = False  # since it last began to check itself
-        self._last_error: EngineError | None = None  # of requests aborted as the thread ends
+        self._has_failed_step = False  # since the last self-test began
+        self._last_error: EngineError | None = None  # for requests aborted as the thread ends
         self._live: dict[Request, Served] = {}
         self._by_id: dict[str, Served] = {}
-        # Filled by C code alone, from wherever the last reference goes.
+        # Only C code appends to it, wherever the last reference to a handle is dropped.
         self._abandoned: deque[Handle] = deque()
 
     @property
     def num_live(self) -> int:
-        """Requests, each continuation by itself."""
+        """Number of live requests; each continuation counts."""
         return len(self._live)
 
     def handle(self, generation: Generation, served: Served) -> Handle:
-        """A weak reference that aborts the request once its caller has dropped it."""
+        """A weak reference that aborts the request when its caller drops ``generation``."""
         return Lease.of(generation, served, self._abandoned)
 
     def admit(self, made: Sequence[Served], handles: Sequence[Handle]) -> None:
         """Admit requests: all of them or, if one is refused, none.
 
         Raises:
-            InvalidInputError, EngineBusyError, EngineError: as ``AsyncLLM.submit``.
+            InvalidInputError, EngineBusyError, EngineError: as for ``AsyncLLM.submit``.
         """
         if self.failure is not None:
             self._check_itself()
@@ -95,14 +95,14 @@ class RequestHost:
         for name in names:
             if name in self._by_id or names.count(name) > 1:
                 raise InvalidInputError("request_id", name, "is in use")
-        # Counted before the room is checked: for an owner refused now, room is kept next time.
+        # Before the capacity check: places are then reserved for an owner that is refused now.
         self._note_owners(made)
         self._check_room(made)
         try:
             for served, handle in zip(made, handles, strict=True):
                 leader, *siblings = served.requests
                 served.handle = handle
-                # First: from the moment it is added, another thread may end it.
+                # Before it is added: from then on, another thread may end it.
                 self._by_id[served.request_id] = served
                 self._live |= dict.fromkeys(served.requests, served)
                 self._engine.add(leader, None, siblings, self)
@@ -121,7 +121,7 @@ class RequestHost:
         """In the last eighth, an owner may have at most as many requests as there are free places.
 
         Raises:
-            EngineBusyError: there is no room for all of them.
+            EngineBusyError: they do not all fit.
         """
         new: Counter[str] = Counter()
         for served in made:
@@ -149,7 +149,7 @@ class RequestHost:
                 )
 
     def abort_id(self, request_id: str) -> None:
-        """Abort a request by its name, if it is live."""
+        """Abort the request with this id, if it is live."""
         served = self._by_id.get(request_id)
         if served is not None:
             self.abort(served)
@@ -161,7 +161,7 @@ class RequestHost:
                 self._engine.abort(request.request_id)
 
     def _discard(self, served: Served) -> None:
-        """Forget live requests that the engine does not have."""
+        """Drop live requests that the engine does not have."""
         for request in served.requests:
             self._live.pop(request, None)
         if self._by_id.get(served.request_id) is served:
@@ -172,29 +172,29 @@ class RequestHost:
             self.abort(served)
 
     def end_all(self, reason: str) -> None:
-        """End all live requests with an EngineError, as the engine's thread ends."""
+        """End all live requests with an EngineError, because the engine's thread ends."""
         self._last_error = EngineError(reason)
         try:
             self.abort_all()
-        finally:  # of an engine that cannot even abort
+        finally:  # also if the engine cannot even abort
             left = list(self._live)
             self.on_ends(dict.fromkeys(left, End(RequestMetrics(), self._last_error)))
 
     def settle(self, operation: Callable[[], object]) -> None:
-        """Run an operation that settles steps, and may fail as a step does."""
+        """Run an operation that settles steps. It may fail like a step."""
         try:
             operation()
         except BaseException as error:
             self.on_failure(as_engine_error(error))
             raise
 
-    # Called by the thread that steps ----------------------------------------------------------
+    # Called by the thread that steps the engine -----------------------------------------------
 
     def on_ends(self, ends: Mapping[Request, End]) -> None:
         """See ``Owner``."""
         for request, end in ends.items():
             served = self._live.get(request)
-            if served is None:  # an end that is delivered again
+            if served is None:  # this end was delivered before
                 continue
             error = end.error
             if error is not None and not isinstance(error, RequestError):
@@ -204,7 +204,7 @@ class RequestHost:
             served.ends.setdefault(request, end)
             if served.has_ended and self._by_id.get(served.request_id) is served:
                 del self._by_id[served.request_id]
-            self._live.pop(request, None)  # last: until then an end is delivered again
+            self._live.pop(request, None)  # last: if interrupted before, the end is delivered again
         self._loops.post(is_sure=True)
         if self._has_failed_step:
             self._wake.set()
@@ -225,13 +225,13 @@ class RequestHost:
             self._check_itself()
 
     def on_failure(self, error: EngineError) -> None:
-        """A step failed, which ended all live requests."""
+        """Handle a failed step, which ended all live requests."""
         logger.error("a step failed: %s", error)
         self.is_in_doubt = self._has_failed_step = True
 
     def _check_itself(self) -> None:
-        """Compute one token, to set ``failure``: the cause of a failed step may be its requests, or
-        a broken device."""
+        """Compute one token to set ``failure``: a step may fail because of its requests, or because
+        the device is broken."""
         self._has_failed_step = False
         params = SamplingParams(max_tokens=1, temperature=0.0)
         (request,) = self._factory.make(PromptInput(None, [0]), params)

@@ -1,8 +1,8 @@
-"""Threads for blocking work of event loops, in lanes: long work never occupies the threads of short
-work.
+"""Thread pools for the blocking work of event loops. Each *lane* is a pool, so long work never
+occupies the threads of short work.
 
-asyncio's executor has one queue for all work. A dozen grammars of ten seconds each, or a dozen
-texts of megabytes, would delay every chat.
+asyncio's executor has one queue for all work. A dozen grammars that take ten seconds each, or a
+dozen texts of megabytes, would delay every chat.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _T = TypeVar("_T")
 _IDLE_S = 30.0
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 _NUM_CPUS = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
-# The rest of threads with long work, on machines where one thread is a large share of the CPUs.
+# Threads with long work rest on machines where one thread is a large share of the CPUs.
 _REST = 1.0 if _NUM_CPUS <= 4 else 0.0
 
 
 class Lane:
-    """At most ``num_threads`` threads, and a queue in order of arrival.
+    """At most ``num_threads`` threads with a FIFO queue.
 
     Threads start on demand and end when idle. They are daemons: a process ends without waiting for
-    an abandoned text or grammar. Their priority is normal: a descheduled thread of low priority
-    that holds the interpreter lock would stop all others.
+    an abandoned text or grammar. Their priority is normal: a low-priority thread that is
+    descheduled while it holds the GIL would stop all other threads.
 
     Args:
-        rest_per_work: seconds that a thread rests per second of its processor time. The rest bounds
-            the share of the interpreter that a queue of such work takes.
+        rest_per_work: seconds of rest per second of CPU time. The rest bounds the share of the GIL
+            that a queue of such work takes.
     """
 
     def __init__(self, name: str, num_threads: int, rest_per_work: float = 0.0) -> None:
@@ -48,10 +48,10 @@ class Lane:
         self, function: Callable[..., _T], *arguments: Any, max_wait_s: float | None = None
     ) -> _T:
         """Call ``function`` on a thread of this lane. If the caller is cancelled before a thread
-        takes the call, the function is not called.
+        starts the call, the function is not called.
 
         Args:
-            max_wait_s: longest wait for a thread, seconds.
+            max_wait_s: maximum wait for a thread, in seconds.
 
         Raises:
             TimeoutError: no thread was free in time; the function is not called.
@@ -118,20 +118,20 @@ class Lane:
             return self._waiting.popleft()
 
 
-# Milliseconds each: a chat template, a text of some pages, an answer to be written.
+# Tasks of milliseconds: a chat template, a text of some pages, an answer to serialise.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
-# Texts of megabytes, one after the other. A tokenizer holds the interpreter for moments only.
+# Texts of megabytes, one after another. A tokenizer holds the GIL only briefly.
 LONG = Lane("long", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
-# Constraints that are compiled: small ones do not wait for large ones.
+# Compilation of constraints: small ones do not wait for large ones.
 SMALL_CONSTRAINTS = Lane("constraints", 2)
 LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4), rest_per_work=_REST)
-# Bodies that are parsed, one thread each: bodies of 100 kB would take all threads of chats, and
-# wait for one of 10 MB.
+# Parsing of bodies, one thread per lane: bodies of 100 kB would otherwise take all threads of
+# chats, and wait for a body of 10 MB.
 BODIES = Lane("bodies", 1, rest_per_work=1.0)
 LARGE_BODIES = Lane("large-bodies", 1, rest_per_work=2.0)
 
 Work = Literal["text", "body", "constraint"]
-# By kind of work: lanes, each with the longest that it takes, in bytes or characters.
+# By type of work: lanes, each with its maximum length in bytes or characters.
 _LANES: dict[Work, tuple[tuple[float, Lane], ...]] = {
     "text": ((1 << 18, SHORT), (math.inf, LONG)),
     "body": ((1 << 19, BODIES), (math.inf, LARGE_BODIES)),
@@ -140,5 +140,5 @@ _LANES: dict[Work, tuple[tuple[float, Lane], ...]] = {
 
 
 def lane_of(work: Work, length: int) -> Lane:
-    """The lane for work that takes time with a length, in bytes or characters."""
+    """The lane for work of this type and length, in bytes or characters."""
     return next(lane for longest, lane in _LANES[work] if length <= longest)

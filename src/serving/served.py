@@ -22,30 +22,30 @@ _NUM_PER_TURN = 16
 
 
 class Observer(Protocol):
-    """Receives the events of requests, on their event loop; ``on_step`` on the thread that
+    """Receives the events of requests on their event loop, but ``on_step`` on the thread that
     stepped, while it holds the engine's lock."""
 
     def on_arrival(self, served: Served) -> None: ...
 
     def on_tokens(self, served: Served, num_tokens: int, elapsed_s: float | None) -> None:
-        """``num_tokens`` of one of its requests were settled, ``elapsed_s`` after those before of
-        that request; None for its first ones."""
+        """``num_tokens`` tokens of one request were settled, ``elapsed_s`` seconds after that
+        request's previous ones; None for its first tokens."""
 
     def on_end(self, served: Served, request: Request, end: End) -> None: ...
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of so many tokens was settled."""
+        """A step of ``num_tokens`` positions was settled."""
 
 
 class Observers(list[Observer]):
     """The observers of an ``AsyncLLM``. Objects of the engine's thread refer to them weakly: they
-    may hold the ``AsyncLLM``, which must be collectable while the thread runs."""
+    may refer to the ``AsyncLLM``, which must be collectable while the thread runs."""
 
     __slots__ = ("__weakref__",)
 
 
 def notify(report: Callable[..., None], *facts: object) -> None:
-    """Call an observer's method. Its exceptions are logged: no answer depends on observers."""
+    """Call an observer's method and log its exceptions: answers do not depend on observers."""
     try:
         report(*facts)
     except Exception:
@@ -56,8 +56,8 @@ def notify(report: Callable[..., None], *facts: object) -> None:
 class Served:
     """The continuations of one prompt, the leader first.
 
-    Threads that step the engine grow ``ends`` and each request's tokens; the loop owns the rest.
-    ``arrived_at`` is of ``time.perf_counter``.
+    Threads that step the engine update ``ends`` and each request's tokens; the event loop owns the
+    rest. ``arrived_at`` is a time of ``time.perf_counter``.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class Served:
     requests: list[Request]
     arrived_at: float = field(default_factory=time.perf_counter)
     ends: dict[Request, End] = field(default_factory=dict)
-    handle: object | None = None  # a weak reference, kept alive as long as it may fire
+    handle: object | None = None  # a weak reference, kept alive while it may fire
     news: asyncio.Event = field(default_factory=asyncio.Event)
     _num_seen: dict[Request, int] = field(default_factory=dict)
     _seen_at: dict[Request, float] = field(default_factory=dict)
@@ -78,19 +78,19 @@ class Served:
 
     @property
     def num_output_tokens(self) -> int:
-        """Settled so far, of all continuations."""
+        """Settled output tokens so far, of all continuations."""
         return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.requests)
 
     def error(self) -> EngineError | None:
         """The error of the first failed continuation."""
-        if not self.ends:  # as nearly always
+        if not self.ends:  # the usual case
             return None
-        ends = list(self.ends.values())  # another thread may add one meanwhile
+        ends = list(self.ends.values())  # another thread may be adding one
         return next((end.error for end in ends if end.error is not None), None)
 
     def look(self, observers: Sequence[Observer]) -> bool:
-        """Find new tokens and ends, notify the observers, and wake the readers. Returns whether all
-        requests have ended."""
+        """Check for new tokens and ends, notify the observers, and wake the readers. Returns
+        whether all requests have ended."""
         is_over, has_news = self.has_ended, False  # the ends are read before the tokens
         now = time.perf_counter()
         for request in self.requests:
@@ -117,9 +117,9 @@ class Served:
 class LoopRequests:
     """The live prompts of one event loop, which is woken once for all of them.
 
-    Each turn of the loop handles a few prompts, so turns are short. A new request needs some ten
-    turns from its connection to its first chunk. If every stream wrote a chunk in each turn, the
-    request would wait ten times for all streams.
+    Each turn of the event loop handles only a few prompts, so that turns are short. A new request
+    needs some ten turns from its connection to its first chunk. If every stream wrote a chunk in
+    each turn, the request would wait ten times for all streams.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LoopRequests:
         self._is_posted = self._is_looking = False
 
     def add(self, served: Served) -> None:
-        """Called on the loop."""
+        """Add a submitted prompt. Called on the loop."""
         self._served[served] = None
         for observer in self._observers() or ():
             notify(observer.on_arrival, served)
@@ -145,7 +145,7 @@ class LoopRequests:
         """Schedule a pass on the loop, from any thread; a late loop has one pass for many steps.
 
         Args:
-            is_sure: also if a pass is scheduled: an interrupt may have lost it.
+            is_sure: schedule it even if a pass is scheduled: an interrupt may have lost that one.
         """
         if is_sure or not self._is_posted:
             self._is_posted = True
@@ -153,14 +153,14 @@ class LoopRequests:
                 self.loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
-        """Begin a pass over all requests, after the current pass if there is one."""
+        """Start a pass over all requests, after the current pass if there is one."""
         if not self._is_looking:
             self._is_looking = True
             self._look()
 
     def _look(self) -> None:
         if not self._to_see:
-            self._is_posted = False  # first: later news is posted again
+            self._is_posted = False  # first: later news schedules another pass
             self._to_see = list(self._served)
         for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
             served = self._to_see.pop()  # the youngest first: they wait for their first tokens

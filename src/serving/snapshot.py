@@ -1,4 +1,4 @@
-"""Counts of an engine's state, read at any moment from any thread."""
+"""Counts of an engine's state, readable at any moment from any thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ OWNED, CACHED, FREE = 2, 1, 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """Attributes:
-    num_waiting: requests that wait, siblings whose leader computes the prompt among them.
-    num_blocks: KV blocks in all: ``num_owned_blocks`` are in some request's table,
+    num_waiting: waiting requests, including siblings whose leader computes the prompt.
+    num_blocks: number of KV blocks: ``num_owned_blocks`` are in some request's table,
         ``num_cached_blocks`` are in the prefix cache only, the others are free.
     num_steps, num_preemptions, num_queried_tokens, num_hit_tokens: since the start; the last two
-        are of look-ups in the prefix cache.
+        count tokens of prefix-cache look-ups.
     """
 
     num_running: int
@@ -36,7 +36,7 @@ _WAITING = (RequestState.WAITING, RequestState.PENDING, RequestState.QUEUED)
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
-    """Reads the counts one after the other, while the engine may run."""
+    """Read the counts one after another, without stopping the engine."""
     scheduler = engine.scheduler
     blocks, queues = scheduler.blocks, scheduler.queues
     states = [request.state for request in list(scheduler.requests.values())]
@@ -56,7 +56,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
 
 
 def block_map(engine: Engine, every: int = 1) -> bytes:
-    """A byte for each KV block, or for one in ``every``: ``OWNED``, ``CACHED`` or ``FREE``."""
+    """One byte per sampled KV block (one in ``every``): ``OWNED``, ``CACHED`` or ``FREE``."""
     blocks = engine.scheduler.blocks
     return bytes(
         OWNED if count else FREE if key is None else CACHED

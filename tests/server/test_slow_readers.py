@@ -149,7 +149,7 @@ def test_a_closed_terminal_lets_streams_end(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         assert stream.read()[-1]["finish_reason"] == "length"
         assert server.process.wait(20) == 0
-        assert "shutting down; requests that run: 1" in server.log.read_text()
+        assert "shutting down; running requests: 1" in server.log.read_text()
 
 
 @pytest.mark.nightly

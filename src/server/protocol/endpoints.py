@@ -1,5 +1,5 @@
 """The bodies of ``/v1/chat/completions``, ``/v1/completions`` and ``/inference/v1/generate``, and
-errors about sampling parameters, renamed to their fields.
+the renaming of sampling parameters in errors to fields of a body.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChatRequest(GeneratingBody):
     neutral: ClassVar[Neutral] = {
         **GeneratingBody.neutral,
         "add_special_tokens": (False,),
-        # A template is a program: it could keep the server busy for ever.
+        # A template is a program, which could occupy the server forever.
         "chat_template": (),
         "echo": (False,),
         "documents": ([],),
@@ -66,17 +66,17 @@ class ChatRequest(GeneratingBody):
 
     messages: Objects
     max_completion_tokens: int | None = Field(
-        None, description="None: the model's, else what the context leaves."
+        None, description="null: the model's default, else the rest of the context."
     )
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Objects | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = Field(None, description="For the chat template.")
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template.")
     include_reasoning: bool | None = None
     stop_in_reasoning: bool | None = Field(
-        None, description="Stop strings count in the reasoning, too; else from the content on."
+        None, description="Apply stop strings inside the reasoning too, not only to the content."
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -88,12 +88,12 @@ class GenerateRequest(EngineFields):
 
     token_ids: Integers = Field(min_length=1)
     sampling_params: Object | None = Field(
-        None, description="As of SamplingParams; max_tokens: the model's, else null."
+        None, description="See SamplingParams; max_tokens: the model's default, else null."
     )
     output_mode: Literal["tokens", "text"] | None = Field(
-        "tokens", description="'text' gives both."
+        "tokens", description="'text' returns tokens and text."
     )
-    return_token_ids: bool | None = Field(None, description="Of the prompt.")
+    return_token_ids: bool | None = Field(None, description="Return the prompt's token ids.")
 
 
 class CompletionRequest(GeneratingBody):
@@ -101,20 +101,20 @@ class CompletionRequest(GeneratingBody):
 
     prompt: Prompt
     max_tokens: int | None = Field(
-        16, description="null: the model's, else what the context leaves."
+        16, description="null: the model's default, else the rest of the context."
     )
-    echo: bool | None = Field(None, description="The prompt precedes the answer.")
+    echo: bool | None = Field(None, description="Prepend the prompt to the answer.")
     logprobs: int | None = None
-    add_special_tokens: bool | None = Field(None, description="To a prompt of text; default true.")
+    add_special_tokens: bool | None = Field(None, description="For text prompts; default true.")
 
 
 class BodyError(InvalidInputError):
-    """An error that names fields of the body already."""
+    """An error whose field names are already those of the body."""
 
 
 @contextmanager
 def client_names(body: EngineFields) -> Iterator[None]:
-    """Rename the fields of errors from sampling parameters to fields of the body."""
+    """Rename fields in errors from sampling parameters to fields of the body."""
     try:
         yield
     except BodyError:
@@ -129,7 +129,7 @@ def guided(body: GeneratingBody) -> list[str]:
 
 
 def _names(body: EngineFields) -> dict[str, str]:
-    """Names in the body by names of the engine. A constraint's name also covers its parts."""
+    """Field names of the body by names of the engine. A constraint's name also covers its parts."""
     names: dict[str, str] = {}
     if not isinstance(body, GeneratingBody):
         return names
@@ -148,7 +148,7 @@ def _names(body: EngineFields) -> dict[str, str]:
     elif body.response_format is not None and body.response_format.type == "json_object":
         names["structured_outputs"] = "response_format"
     elif isinstance(body, ChatRequest) and body.tools:
-        # A choice that forces a call.
+        # A tool choice that forces a call.
         names["structured_outputs"] = "tools"
     return names
 

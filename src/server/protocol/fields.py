@@ -12,11 +12,11 @@ from ...params.declare import declared
 from .shapes import Biases, Integers, Object, TextOrObject, TextOrTexts, Texts
 
 MAX_REQUEST_ID = 256
-# Unknown fields that one error names.
+# Maximum number of unknown fields named in one error.
 _MAX_UNKNOWN = 3
 
 
-# Unsupported fields, with the values that have no effect; null is always one.
+# Unsupported fields with the values that have no effect; null always has none.
 Neutral = Mapping[str, Sequence[Any]]
 
 
@@ -30,7 +30,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_few_unknown_fields(cls, body: Any) -> Any:
-        """Drops neutral fields, and all but the first few unknown ones, which suffice to refuse."""
+        """Drops fields without effect, and all but the first few unknown ones, which suffice."""
         if not isinstance(body, dict):
             return body
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -48,7 +48,7 @@ class Body(BaseModel):
     def _is_neutral(cls, key: str, value: Any) -> bool:
         if key not in cls.neutral:
             return False
-        # 0 and False are equal to Python.
+        # Python treats 0 and False as equal.
         return value is None or any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
             for one in cls.neutral[key]
@@ -58,8 +58,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
-    include_usage: bool | None = Field(None, description="A last chunk has the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage.")
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage in each chunk.")
 
     @property
     def is_set(self) -> bool:
@@ -70,7 +70,7 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: Object | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Schemas are always enforced, also without it.")
+    strict: bool | None = Field(None, description="No effect: schemas are always enforced.")
 
 
 class ResponseFormat(Body):
@@ -79,18 +79,18 @@ class ResponseFormat(Body):
 
 
 class Identification(Body):
-    """Fields that change no answer."""
+    """Fields that do not affect the answer."""
 
     neutral: ClassVar[Neutral] = {
         "moderation": (),
-        # Cached prefixes are in memory, as long as there is room.
+        # Cached prefixes are in memory until they are evicted.
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "prompt_cache_options": ({}, {"mode": "implicit"}),
     }
 
     user: str | None = Field(
         None,
-        description="The owner under the policy 'fair', if the server has at most one API key.",
+        description="Owner under the policy 'fair', if the server has at most one API key.",
     )
     metadata: Object | None = None
     store: Literal[False] | None = None
@@ -100,18 +100,18 @@ class Identification(Body):
 
 
 class EngineFields(Body):
-    """Fields for the engine."""
+    """Fields that the engine uses."""
 
     neutral: ClassVar[Neutral] = {"kv_transfer_params": ({},), "ec_transfer_params": ({},)}
 
-    model: str | None = Field(None, description="None: the model that is served.")
+    model: str | None = Field(None, description="null: the served model.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: int | None = Field(
         0, description="0 is the most urgent. Needs the policy 'priority'."
     )
-    cache_salt: str | None = Field(None, description="Only requests with it share cached prefixes.")
-    # Each chunk of a stream repeats it.
+    cache_salt: str | None = Field(None, description="Share cached prefixes within this salt only.")
+    # The id is repeated in each chunk of a stream.
     request_id: str | None = Field(
         None, max_length=MAX_REQUEST_ID, description="Part of the answer's id."
     )
@@ -122,11 +122,11 @@ SAME_NAME = tuple(
     for name, known in declared(SamplingParams).items()
     if known.wire == "field" and name not in ("max_tokens", "logit_bias", "structured_outputs")
 )
-"""Sampling parameters that a body has under their own names, with their own values."""
+"""Sampling parameters that a body contains under the same names, with the same values."""
 
 
 def _wire_type(hint: Any) -> Any:
-    """The form of a parameter's type in a body."""
+    """The type of a parameter in a body."""
     members = set(get_args(hint)) or {hint}
     if Sequence[str] in members:
         return TextOrTexts if str in members else Texts
@@ -151,7 +151,7 @@ else:
 
 
 class GeneratingBody(Identification, EngineFields, SamplingFields):
-    """Fields of ``/v1/completions`` and ``/v1/chat/completions``; None stands for the default."""
+    """Fields of ``/v1/completions`` and ``/v1/chat/completions``; None means the default."""
 
     neutral: ClassVar[Neutral] = {
         **Identification.neutral,

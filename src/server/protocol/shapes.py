@@ -1,9 +1,9 @@
-"""Types of fields that may be long, or of several forms.
+"""Types of fields that may be long, or that accept several types.
 
 Pydantic checks every item of a list against each member of a union, and reports all errors: one
-wrong number behind a million token ids blocked the event loop for seconds. Here validation stops at
-the first wrong item. Of a union only the member with the value's own form is tried, so an error is
-about that form.
+wrong element in a list of a million token ids blocked the event loop for seconds. Here validation
+stops at the first wrong item, and only the union member that matches the value's JSON type is
+tried, so that an error refers to that type.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...engine.edit_checks import MAX_LOGIT_BIAS
 
 Handler = Callable[[Any], Any]
 
-# Items checked at once; longer lists are checked in parts, between which other threads run.
+# Items checked in one go; longer lists are checked in parts, between which other threads run.
 _NUM_AT_ONCE = 1 << 14
 
 
 def _in_parts(is_right: Callable[[list[Any]], bool]) -> WrapValidator:
-    """Accepts a long list whose parts are all valid; else pydantic makes the error."""
+    """Accepts a long list whose parts are all valid; otherwise pydantic creates the error."""
 
     def check(value: Any, handler: Handler) -> Any:
         if type(value) is list and len(value) > _NUM_AT_ONCE:
@@ -61,13 +61,13 @@ _LISTS: TypeAdapter[Any] = TypeAdapter(
 
 
 def wrong(limit: str) -> PydanticCustomError:
-    """The error for a value that has none of a field's forms."""
-    # Pydantic formats a template: a brace in the text itself would be part of it.
+    """The error for a value of a type that the field does not accept."""
+    # Pydantic formats a template, in which braces of the text would be placeholders.
     return PydanticCustomError("wrong_form", "{limit}", {"limit": limit})
 
 
 def _object(value: Any, handler: Handler) -> Any:
-    # JSON's keys are text; to check each would report each that has a lone surrogate.
+    # JSON's keys are strings; checking each would report each one that has a lone surrogate.
     return value if isinstance(value, dict) else handler(value)
 
 
