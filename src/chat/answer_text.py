@@ -1,8 +1,8 @@
-"""The growing text of one answer, with special tokens as pieces of their own.
+"""The growing text of one answer, with special tokens as separate pieces.
 
-A parser of answers needs special tokens, as delimiters; the caller must not see them. So the text
-is that of ``generate``, with the same detokenizer and search for stop strings, and the names of
-special tokens stand between as separate pieces.
+A parser of answers needs special tokens as delimiters, but the caller must not see them. So the
+text equals that of ``generate``, with the same detokenizer and stop-string search, and the names of
+special tokens are separate pieces in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..engine.text.reasoning import Phase, Reasoning, ReasoningTracker
 
 
 class Kind(Enum):
-    """The kind of a piece: text of the answer; a special token; the stop token at its end; or,
-    without text, the beginning of the content behind reasoning."""
+    """The type of a piece: text of the answer; a special token; the stop token at its end; or,
+    without text, the beginning of the content after reasoning."""
 
     TEXT = "text"
     SPECIAL = "special"
@@ -33,20 +33,21 @@ class Piece(NamedTuple):
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens that decoding leaves out when it skips special tokens, by id."""
+    """The tokens that decoding omits when it skips special tokens, by id."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token_id: token.content for token_id, token in added.items() if token.special}
 
 
 class AnswerText:
-    """Reads the tokens of one answer; those after its end are ignored.
+    """Reads the tokens of one answer; tokens after its end are ignored.
 
     Args:
-        stop_token_ids: each ends the answer.
-        specials: of the tokenizer, see :func:`special_tokens`.
-        reasoning: that the answer may begin with. A piece ``Kind.CONTENT`` then marks the beginning
-            of the content; before it stop strings count only with ``stops_inside``.
-        bytes_of: the bytes of a token, as :class:`.token_bytes.TokenBytes`; for ``reasoning``.
+        stop_token_ids: tokens that end the answer.
+        specials: the tokenizer's special tokens, see :func:`special_tokens`.
+        reasoning: reasoning that the answer may begin with. A piece ``Kind.CONTENT`` then marks the
+            beginning of the content; before it, stop strings count only with ``stops_inside``.
+        bytes_of: returns the bytes of a token, like :class:`.token_bytes.TokenBytes`; used with
+            ``reasoning``.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class AnswerText:
                 include=self._include_stop,
                 min_tokens=params.min_tokens,
             )
-        self._num_watched = 0  # settled pieces of the watcher that were given out
-        self._num_given = 0  # characters of text that were given out
-        self._waiting: deque[tuple[int, str]] = deque()  # special tokens, by characters before
+        self._num_watched = 0  # settled pieces of the watcher that were returned
+        self._num_given = 0  # characters of text that were returned
+        self._waiting: deque[tuple[int, str]] = deque()  # special tokens, by their offset in text
         self._stop_token_id: int | None = None
         self._has_ended = False
         self._tracker: ReasoningTracker | None = None  # until the content begins
         self._stops_inside = reasoning is None or reasoning.stops_inside
         if reasoning is not None and bytes_of is not None:
             self._tracker = ReasoningTracker(reasoning, bytes_of)
-        self._undecided: list[int] = []  # tokens that are reasoning or content
+        self._undecided: list[int] = []  # tokens that may be reasoning or content
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The pieces that become certain with these tokens."""
+        """The pieces that become final with these tokens."""
         pieces: list[Piece] = []
         place = 0
         while self._tracker is not None and not self._has_ended and place < len(token_ids):
@@ -107,7 +108,7 @@ class AnswerText:
         token_ids, self._undecided = self._undecided, []
         pieces = self._feed(token_ids)
         if phase is Phase.CONTENT and not self._has_ended:
-            # A character that is incomplete here stays so: it is no part of the content.
+            # A character that is incomplete here stays incomplete: it does not belong to content.
             if self._watcher is None:
                 pieces += self._give(self._detokenizer.flush())
             else:
@@ -117,7 +118,7 @@ class AnswerText:
         return pieces
 
     def _begin_content(self) -> list[Piece]:
-        """Let the content begin, with the undecided tokens."""
+        """Begin the content, with the undecided tokens."""
         token_ids, self._undecided, self._tracker = self._undecided, [], None
         return [Piece("", Kind.CONTENT), *self._feed(token_ids)]
 
@@ -143,7 +144,7 @@ class AnswerText:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """The held-back pieces, at the end of the answer."""
+        """The remaining pieces, at the end of the answer."""
         is_undecided = self._tracker is not None and self._tracker.phase is Phase.UNDECIDED
         undecided = self._begin_content() if is_undecided else []
         stop = self._stop_token_id
@@ -164,7 +165,7 @@ class AnswerText:
         return pieces
 
     def _push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain."""
+        """The text that became final."""
         if not token_ids or self._has_ended:
             return ""
         watcher = self._watcher
@@ -178,7 +179,7 @@ class AnswerText:
         return self._new_watched()
 
     def _new_watched(self) -> str:
-        """The text that the watcher has settled since."""
+        """The text that the watcher has made final since the last call."""
         if self._watcher is None:
             return ""
         new = self._watcher.settled_pieces[self._num_watched :]
@@ -186,7 +187,7 @@ class AnswerText:
         return "".join(new)
 
     def _give(self, text: str) -> Iterator[Piece]:
-        """Text that became certain, and the special tokens that stand in it or at its end."""
+        """Pieces of final text, with the special tokens inside it and at its end."""
         while self._waiting and self._waiting[0][0] <= self._num_given + len(text):
             place, name = self._waiting.popleft()
             before, text = text[: place - self._num_given], text[place - self._num_given :]

@@ -1,8 +1,8 @@
-"""The syntaxes of tool calls, between the delimiters of a call.
+"""Syntaxes of tool calls, between the delimiters of a call.
 
-A reader is a generator over a :class:`View`. It yields where the text is undecided, and is resumed
-with more text. So a call is read once, however its text is cut. It returns the calls and the end of
-their text, and raises :class:`NoCall` as soon as the text is no call.
+A reader is a generator over a :class:`View`. It yields while the text is undecided, and is resumed
+with more text. So a call is read only once, however its text is split. It returns the calls and the
+end of their text, and raises :class:`NoCall` as soon as the text cannot be a call.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Waiting = Generator[None, None, _T]
 
 
 class NoCall(Exception):
-    """The text is no tool call."""
+    """The text is not a tool call."""
 
 
 class View(Protocol):
     """The text of an answer, from the call's opening delimiter on.
 
     Attributes:
-        text: so far.
+        text: the text so far.
         is_whole: the text is complete.
-        tools: their schemas give arguments their types.
+        tools: their schemas determine the types of arguments.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """
     Attributes:
         arguments: the text of a JSON object.
-        id: as the model wrote it; None if it wrote none.
+        id: as written by the model; None if it wrote none.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Call(NamedTuple):
 class Found(NamedTuple):
     """
     Attributes:
-        calls: empty if the text is well formed, but no call.
-        end: behind the last character of the closing delimiter.
+        calls: empty if the text is well formed, but not a call.
+        end: offset after the closing delimiter.
     """
 
     calls: list[Call]
@@ -63,27 +63,27 @@ class Found(NamedTuple):
 
 
 class Syntax(Protocol):
-    """A syntax of calls. ``close`` ends them; if empty, the first text that is no call does."""
+    """A syntax of calls. ``close`` ends them; if it is empty, the first text that is not a call."""
 
     def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         """
         Args:
-            place: behind the opening delimiter.
+            place: offset after the opening delimiter.
 
         Raises:
-            NoCall: the text is no call.
+            NoCall: the text is not a call.
         """
 
 
 @cache
 def _compiled(pattern: str) -> Any:
-    import regex  # a library of transformers; matches text of which more may come
+    import regex  # a dependency of transformers; supports partial matches
 
     return regex.compile(pattern, regex.DOTALL)
 
 
 def _match(view: View, pattern: str, place: int) -> Waiting[Any]:
-    """The match of a pattern at a place, or None. More text must not prolong a match."""
+    """The match of a pattern at an offset, or None. More text must not lengthen a match."""
     compiled = _compiled(pattern)
     while True:
         match = compiled.match(view.text, place, partial=not view.is_whole)
@@ -93,10 +93,10 @@ def _match(view: View, pattern: str, place: int) -> Waiting[Any]:
 
 
 def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
-    """The match of a pattern at a place.
+    """The match of a pattern at an offset.
 
     Raises:
-        NoCall: there is none.
+        NoCall: the pattern does not match.
     """
     match = yield from _match(view, pattern, place)
     if match is None:
@@ -105,10 +105,10 @@ def _expect(view: View, pattern: str, place: int) -> Waiting[Any]:
 
 
 def _search(view: View, pattern: str, place: int, length: int) -> Waiting[Any]:
-    """The next match of a pattern, whose matches have at most ``length`` characters.
+    """The next match of a pattern whose matches have at most ``length`` characters.
 
     Raises:
-        NoCall: there is none.
+        NoCall: there is no match.
     """
     compiled = _compiled(pattern)
     while (match := compiled.search(view.text, place)) is None:
@@ -120,7 +120,7 @@ def _search(view: View, pattern: str, place: int, length: int) -> Waiting[Any]:
 
 
 def _skip(view: View, place: int, blanks: str) -> Waiting[int]:
-    """The place of the next character that is none of these, or the end of the text."""
+    """The offset of the next character that is not in ``blanks``, or the end of the text."""
     while True:
         while place < len(view.text) and view.text[place] in blanks:
             place += 1
@@ -176,10 +176,10 @@ def _json_end(view: View, place: int) -> Waiting[int]:
 
 
 def _string_end(view: View, place: int, quote: str) -> Waiting[int]:
-    """The place behind the closing quote of a string.
+    """The offset after the closing quote of a string.
 
     Raises:
-        NoCall: a control character stands in the string, or it is not closed.
+        NoCall: the string contains a control character, or is not closed.
     """
     while True:
         match = yield from _search(view, rf"{quote}|\\.|[\x00-\x1f]", place, 2)
@@ -202,7 +202,7 @@ def flat(value: Any) -> Iterator[Any]:
 def _arguments_text(arguments: Any) -> str:
     """
     Raises:
-        ValueError, TypeError: they are no object.
+        ValueError, TypeError: they are not an object.
     """
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -214,7 +214,7 @@ def _arguments_text(arguments: Any) -> str:
 def make_call(name: Any, arguments: Any, call_id: Any = None) -> Call:
     """
     Raises:
-        ValueError, TypeError: it is no call.
+        ValueError, TypeError: the values do not form a call.
     """
     if not isinstance(name, str) or not name:
         raise TypeError("a call has a name")
@@ -224,7 +224,7 @@ def make_call(name: Any, arguments: Any, call_id: Any = None) -> Call:
 
 
 def _calls(make: Callable[[], list[Call]]) -> list[Call]:
-    """The calls; none if anything is wrong with one: a model may write any values."""
+    """The calls; empty if any of them is invalid, since a model may write any values."""
     try:
         return make()
     except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError):
@@ -233,12 +233,12 @@ def _calls(make: Callable[[], list[Call]]) -> list[Call]:
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """JSON objects with a name and arguments, or lists of them; between them may be white space,
-    commas and semicolons.
+    """JSON objects with a name and arguments, or lists of them, separated by white space, commas
+    and semicolons.
 
     Attributes:
-        names, arguments: keys of which an object has one.
-        prefix: the opening delimiter that is also the beginning of the first object.
+        names, arguments: keys; an object has one of each.
+        prefix: an opening delimiter that is also the beginning of the first object.
     """
 
     names: tuple[str, ...] = ("name",)
@@ -247,7 +247,7 @@ class JsonCalls:
 
     def read(self, view: View, place: int, close: str) -> Waiting[Found]:
         place -= len(self.prefix)
-        if self.prefix:  # other objects have other first keys
+        if self.prefix:  # other objects begin with other keys
             keys = "|".join((*self.names, *self.arguments, "type", "function"))
             yield from _expect(view, rf'\s*(?:\[\s*)*\{{\s*"(?:{keys})"', place)
         values: list[Any] = []
@@ -290,8 +290,8 @@ class NamedJson:
     """A header with the name, then a JSON object of arguments.
 
     Attributes:
-        header: a pattern with a group ``name``, perhaps ``id``.
-        tail: text between the object and the closing delimiter, white space left aside.
+        header: a regex with a group ``name``, and optionally ``id``.
+        tail: text between the object and the closing delimiter, apart from white space.
     """
 
     header: str
@@ -317,18 +317,18 @@ class NamedJson:
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """A tag with the name, then one element for each argument, whose value is written as it is.
+    """A tag with the name, then one element per argument, whose value is written without quotes.
 
-    A value ends at the closing tag of its element if valid text follows: so a value may contain
-    such tags. The type of a value is that of the tool's schema.
+    A value ends at the closing tag of its element if valid text follows it, so a value may contain
+    such tags. The tool's schema determines the type of a value.
 
     Attributes:
-        name: a pattern with a group ``name``, which opens a function.
-        key: a pattern with a group ``key``, which opens an argument; a group ``text`` of "true" or
-            "false" marks a value of text.
+        name: a regex with a group ``name``, which opens a function.
+        key: a regex with a group ``key``, which opens an argument; a group ``text`` that matches
+            "true" or "false" says whether the value is a string.
         value_close: the text that closes an argument.
-        close: the text that closes a function; empty: the calls' delimiter does.
-        pad: the text that the template puts around each value.
+        close: the text that closes a function; empty: the calls' delimiter closes it.
+        pad: text that the template writes around each value.
         repeats: whether another function may follow before the calls' delimiter.
     """
 
@@ -363,14 +363,14 @@ class TaggedCalls:
             if not made:
                 raise NoCall
             calls += made
-            # The end of a function, and the beginning of the next or the end of all.
+            # The end of a function, then the next function or the end of all calls.
             match = yield from _expect(view, closes + f"(?P<all>{re.escape(close)})?", place)
             place = match.end()
             if match.group("all") is not None:
                 return Found(calls, place)
 
     def _value_end(self, view: View, place: int, following: str) -> Waiting[int]:
-        """The place of the closing tag of a value.
+        """The offset of the closing tag of a value.
 
         Raises:
             NoCall: there is none.
@@ -399,7 +399,7 @@ class TaggedCalls:
 
 @cache
 def _bare(pattern: str) -> str:
-    """The pattern without names of groups, to stand in another one twice."""
+    """The regex without group names, so that it can be used twice in another regex."""
     return re.sub(r"\(\?P<\w+>", "(?:", pattern)
 
 
@@ -408,10 +408,10 @@ def _bare(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """A list of calls in Python: ``[f(a=1), g(b="x")]``.
+    """A Python list of calls: ``[f(a=1), g(b="x")]``.
 
     Attributes:
-        prefix: as of :class:`JsonCalls`.
+        prefix: see :class:`JsonCalls`.
     """
 
     prefix: str = ""
@@ -434,7 +434,7 @@ class PythonCalls:
         """The end of the brackets that open at ``place``.
 
         Raises:
-            NoCall: they or a string in them are not closed.
+            NoCall: the brackets or a string inside are not closed.
         """
         depth = 0
         while True:
@@ -465,14 +465,14 @@ class PythonCalls:
 
 
 class _Words(ast.NodeTransformer):
-    """Replaces JSON's words by Python's values."""
+    """Replaces JSON's literals (true, false, null) with Python's values."""
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
 def _literal(node: ast.expr) -> Any:
-    """A value in Python, in which JSON's words may stand as well."""
+    """A value in Python syntax, which may contain JSON's literals."""
     keys = (key for part in ast.walk(node) if isinstance(part, ast.Dict) for key in part.keys)
     if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
         raise TypeError("keys are text")
@@ -484,7 +484,7 @@ def _literal(node: ast.expr) -> Any:
 
 @dataclass(frozen=True)
 class GemmaCalls:
-    """``call:NAME{key:value}``: keys without quotes, strings between ``quote``."""
+    """``call:NAME{key:value}``: keys without quotes, strings enclosed in ``quote``."""
 
     quote: str
 
@@ -507,7 +507,7 @@ class GemmaCalls:
         return "".join(parts)
 
 
-# A key with the mark before it, or a word of Python.
+# A key with the delimiter before it, or a Python literal.
 _UNQUOTED = r"([{,])([^:{}\[\],]*)(?=:)|\b(?:True|False|None)\b"
 
 

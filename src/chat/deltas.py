@@ -30,9 +30,9 @@ class ToolCallDelta:
     """One whole tool call.
 
     Attributes:
-        index: its place among the calls of the answer, from 0.
-        id: as the model wrote it, or made by :func:`call_id`.
-        arguments: the text of a JSON object.
+        index: index among the tool calls of the answer, from 0.
+        id: as written by the model, or made by :func:`call_id`.
+        arguments: a JSON object, as text.
     """
 
     index: int
@@ -45,20 +45,20 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 def call_id(request_id: str, answer: int, index: int, length: int | None = None) -> str:
-    """The id of a tool call, a function of the request: the same streamed or not.
-    It is "call_" and 24 hexadecimal digits, or as many digits as ``length``."""
+    """The id of a tool call. It depends only on the request, so it is the same if streamed.
+    It is "call_" plus 24 hexadecimal digits, or ``length`` hexadecimal digits."""
     key = f"{request_id}/{answer}/{index}".encode("utf-8", "surrogatepass")
     digits = xxhash.xxh3_128_hexdigest(key)
     return f"call_{digits[:_ID_DIGITS]}" if length is None else digits[:length]
 
 
 def is_short_id(given: str | None, length: int) -> bool:
-    """Whether an id consists of exactly that many ASCII letters and digits."""
+    """Whether an id consists of exactly ``length`` ASCII letters and digits."""
     return given is not None and len(given) == length and given.isascii() and given.isalnum()
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Merges adjacent texts of one kind, and drops empty ones."""
+    """Merge adjacent texts of one type, and drop empty ones."""
     made: list[Delta] = []
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):
@@ -75,10 +75,10 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """An assistant message in OpenAI's form, which may be an item of ``messages`` again.
+    """An assistant message in OpenAI's form, which can be an item of ``messages`` again.
 
-    It always has ``role``, ``content`` (None if there is nothing but tool calls or reasoning),
-    ``reasoning_content`` (None if there is none) and ``tool_calls`` (a list, mostly empty).
+    It always has ``role``, ``content`` (None if there are only tool calls or reasoning),
+    ``reasoning_content`` (None if there is none) and ``tool_calls`` (a list, usually empty).
     """
     deltas = list(deltas)
     content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))

@@ -1,6 +1,6 @@
 """Formats of reasoning and tool calls, as data: one row per format, read by :mod:`.regions`.
 
-Names of tool formats are those of vLLM's parsers where the formats are the same.
+A tool format has the name of vLLM's parser if the format is the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class ReasoningFormat:
     """
     Attributes:
         open, close: delimiters of reasoning.
-        contents: pairs of delimiters of content, if it has any.
+        contents: pairs of delimiters of content, if content has delimiters.
         skipped: text that is neither reasoning nor content.
-        is_open: an answer begins with reasoning, also without its opening delimiter.
-        anywhere: reasoning may follow content; if not, ``open`` is text there.
+        is_open: an answer begins with reasoning even without its opening delimiter.
+        anywhere: reasoning may follow content; if not, ``open`` is plain text there.
         before_content: the delimiter between reasoning and content, if not ``close``.
-        header_end: as of :class:`..engine.delimiter.Delimiter`, of all of these.
+        header_end: see :class:`..engine.text.delimiter.Delimiter`; for all of these.
     """
 
     open: str
@@ -43,11 +43,11 @@ class ReasoningFormat:
 class Marker:
     """
     Attributes:
-        open, close: delimiters of calls; without ``close`` calls end at the first other text.
+        open, close: delimiters of calls; without ``close``, calls end at the first other text.
         syntaxes: tried in this order.
-        at_start: calls begin the content, and are read only with tools, as other content may begin
-            with ``open``.
-        header_end: as of :class:`..engine.delimiter.Delimiter`, of ``open``.
+        at_start: calls are at the start of the content, and are read only if there are tools,
+            because other content may begin with ``open``.
+        header_end: see :class:`..engine.text.delimiter.Delimiter`; for ``open``.
     """
 
     open: str
@@ -62,10 +62,10 @@ class CallFormat:
     """
     Attributes:
         markers: the delimiters of calls.
-        skipped: text around calls that is no content.
-        tokens: further texts in calls.
+        skipped: text around calls that does not belong to the content.
+        tokens: other fixed texts in calls.
         in_reasoning: a call may end reasoning that is not closed.
-        id_length: letters and digits of a call's id, if the template requires a length.
+        id_length: number of letters and digits of a call's id, if the template requires a length.
     """
 
     markers: tuple[Marker, ...]
@@ -76,7 +76,7 @@ class CallFormat:
 
     @cached_property
     def texts(self) -> frozenset[str]:
-        """The texts in calls beside names and arguments."""
+        """The texts in calls besides names and arguments."""
         ends = (text for marker in self.markers for text in (marker.open, marker.close))
         return frozenset((*ends, *self.skipped, *self.tokens))
 
@@ -86,7 +86,7 @@ class AnswerFormat:
     """The format of one model's answers.
 
     Attributes:
-        anchors: texts; the last of them in a prompt precedes the answer.
+        anchors: texts; the last occurrence of any of them in a prompt precedes the answer.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -99,23 +99,23 @@ class AnswerFormat:
 
     @property
     def begins_open(self) -> bool:
-        """Whether an answer begins with reasoning also without its opening delimiter."""
+        """Whether an answer begins with reasoning even without its opening delimiter."""
         return self.reasoning is not None and self.reasoning.is_open
 
     @property
     def reasoning_tags(self) -> tuple[str, str] | None:
-        """The texts that open and end reasoning, as ``("<think>", "</think>")``."""
+        """The texts that open and close reasoning, as ``("<think>", "</think>")``."""
         form = self.reasoning
         return None if form is None else (form.open, form.before_content or form.close)
 
     @property
     def header_end(self) -> str:
-        """The end of ``reasoning_tags`` with a content type; empty without content types."""
+        """The part of ``reasoning_tags`` that follows a content type; empty without such types."""
         return "" if self.reasoning is None else self.reasoning.header_end
 
     def prefix_of(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer, such as an opened ``<think>``; "" if the
-        prompt has no known beginning of an answer."""
+        prompt contains no known beginning of an answer."""
         ends = [place + len(a) for a in self.anchors if (place := prompt.rfind(a)) >= 0]
         return prompt[max(ends) :] if ends else ""
 
@@ -130,8 +130,8 @@ class AnswerFormat:
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
-# The channels of OpenAI's harmony; a call's recipient stands before its channel or behind it, and a
-# content type, such as `<|constrain|>json`, at the end of the header.
+# The channels of OpenAI's harmony. A call's recipient precedes or follows its channel. A content
+# type, such as `<|constrain|>json`, is at the end of the header.
 _HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
@@ -145,7 +145,7 @@ _HARMONY = ReasoningFormat(
     header_end="<|message|>",
 )
 
-# Detection takes the first format whose delimiters the chat template has.
+# Detection takes the first format whose delimiters are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": _HARMONY,
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", anywhere=True),
@@ -169,7 +169,7 @@ _HARMONY_CALL = NamedJson(
 
 
 def _tags(begin: str, opened: str) -> TaggedCalls:
-    """Functions that invoke tags open, with the name as an attribute."""
+    """Functions opened by invoke tags, with the name as an attribute."""
     return TaggedCalls(
         name=rf'\s*<{opened}invoke name="(?P<name>[^"\n]+)">',
         key=rf'\s*<{opened}parameter name="(?P<key>[^"\n]+)"'
@@ -197,7 +197,7 @@ def _calls(open: str, close: str, *syntaxes: Syntax, **rest: Any) -> CallFormat:
 
 _DSML = _tags("｜DSML｜", "｜DSML｜")
 
-# Detection tries the formats in this order: of equal delimiters the stricter format comes first.
+# Detection tries the formats in this order: with equal delimiters the stricter format comes first.
 CALL_FORMATS: dict[str, CallFormat] = {
     "hermes": _calls("<tool_call>", "</tool_call>", _JSON),
     "qwen3_coder": _calls("<tool_call>", "</tool_call>", _function_tags("\n")),

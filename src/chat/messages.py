@@ -1,4 +1,4 @@
-"""OpenAI's messages and tools, checked, in the form that chat templates read."""
+"""Validates OpenAI's messages and tools, and converts them to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import InvalidInputError
 from ..params.checks import is_list
 from .deltas import call_id, is_short_id
 
-# The standard name of reasoning, the one of older templates, and a name that clients send.
+# The standard field for reasoning, the field of older templates, and a field that clients send.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -18,7 +18,7 @@ Content = str | list[dict[str, Any]] | None
 
 
 def joined_parts(_role: str, content: Content) -> str:
-    """Content as text: parts are joined by line breaks; empty if there is none."""
+    """Content as text: parts are joined with line breaks; empty if there is none."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
@@ -29,13 +29,13 @@ def read_messages(
 ) -> list[dict[str, Any]]:
     """A conversation for ``apply_chat_template``.
 
-    Content may be text or a list of parts ``{"type": "text", "text": ...}``; ``fitting`` makes of a
-    role and its content the form that the template reads. It may be missing beside tool calls. Role
-    "developer" becomes "system". Arguments of tool calls may be a JSON object or its text. Other
-    fields of a message stay unchanged, for the template.
+    Content may be text or a list of parts ``{"type": "text", "text": ...}``; ``fitting`` converts a
+    role and its content to the form that the template reads. Content may be missing if there are
+    tool calls. Role "developer" becomes "system". Arguments of tool calls may be a JSON object or
+    its text. Other fields of a message are passed to the template unchanged.
 
     Raises:
-        InvalidInputError: names the message, the part of it, and the limit.
+        InvalidInputError: names the message, its part, and the limit.
     """
     if not is_list(messages) or not messages:
         raise InvalidInputError(field, messages, "must be a non-empty list of messages")
@@ -93,8 +93,8 @@ def _content(content: Any, role: str, field: str) -> Content:
 
 
 def with_short_ids(messages: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Replaces every id of a tool call that is not ``length`` letters and digits: equal ids by
-    equal ones."""
+    """Replaces every tool-call id that does not have ``length`` letters and digits; equal ids get
+    equal replacements."""
 
     def short(given: Any) -> Any:
         is_right = not isinstance(given, str) or is_short_id(given, length)
@@ -130,7 +130,7 @@ def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any, field: str) -> dict[str, Any]:
-    """The object of arguments; empty text and null are an empty object, as some clients send."""
+    """The object of arguments; empty text and null, as some clients send, mean an empty object."""
     value = arguments
     if isinstance(value, str):
         try:
@@ -152,11 +152,11 @@ def _require_name(name: Any, field: str) -> None:
 
 def read_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     """Tools as JSON schemas: dicts ``{"type": "function", "function": {"name", "description",
-    "parameters"}}``, or Python functions, whose schema is made of their hints and docstring (as
-    transformers does; Google style). None if there are none.
+    "parameters"}}``, or Python functions, whose schema is derived from their type hints and
+    docstring (in Google style, by transformers). None if there are none.
 
     Raises:
-        InvalidInputError: names the tool, the part of it, and the limit.
+        InvalidInputError: names the tool, its part, and the limit.
     """
     if tools is None:
         return None
@@ -171,7 +171,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
         try:
             return dict(get_json_schema(tool))
-        except Exception as error:  # it reads hints and docstrings, and raises as it finds them
+        except Exception as error:  # it raises many types for faulty hints and docstrings
             limit = f"no schema can be made of it: {error}"
             raise InvalidInputError(field, tool, limit) from error
     if not isinstance(tool, Mapping) or tool.get("type") != "function":

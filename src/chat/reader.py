@@ -1,4 +1,4 @@
-"""Chat for one model: conversations to prompts, and the readers of their answers."""
+"""Chat for one model: converts conversations to prompts, and makes the readers of answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .response_template import TemplateAnswer, TemplateFormat, make_format
 from .template import ChatTemplate, Message, detect, turn_ends
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
 
-# Arguments of ``apply_chat_template`` that are no variables of the template.
+# Arguments of ``apply_chat_template`` that are not template variables.
 _NO_VARIABLES = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
@@ -35,16 +35,16 @@ _NO_FORMAT = (
     "the format of this model's tool calls is not known; tool_call_format names one, and "
     "tool_choice can force a call"
 )
-# Most templates kept: requests may have their own.
+# Maximum number of cached templates: requests may have their own.
 _MAX_TEMPLATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The facts of one chat template, found out once.
+    """Properties of one chat template, determined once.
 
     Attributes:
-        form: of the answers; None if it is unknown.
+        form: the format of its answers; None if unknown.
         end_token_ids: see :func:`.template.turn_ends`.
     """
 
@@ -58,10 +58,10 @@ class ChatReader:
     """Reads conversations and answers. Threads may share it.
 
     Attributes:
-        prompts: of the same tokenizer.
-        tokenizer: a transformers tokenizer, or None: then every conversation is refused.
-        eos_token_ids: end an answer unless its parameters ignore them.
-        tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
+        prompts: the prompt reader with the same tokenizer.
+        tokenizer: a transformers tokenizer; None: every conversation is refused.
+        eos_token_ids: tokens that end an answer unless its parameters ignore them.
+        tool_call_format, reasoning_format: names of :mod:`.formats`, or "auto" for detection.
     """
 
     prompts: PromptReader
@@ -86,21 +86,22 @@ class ChatReader:
         truncate: int | None = None,
         field: str = "messages",
     ) -> PromptInput:
-        """A conversation as a prompt.
+        """Convert a conversation to a prompt.
 
         Args:
             messages: see :func:`.messages.read_messages`.
             tools: see :func:`.messages.read_tools`; the template shows them to the model. They are
                 refused if it does not, or if the format of calls is unknown.
-            tool_choice: see :mod:`.tool_choice`. A forced call has a format of its own.
-            chat_template: Jinja text in place of the model's, or the name of one of the model's.
-            add_generation_prompt: end with the beginning of an answer.
+            tool_choice: see :mod:`.tool_choice`. A forced call has its own format.
+            chat_template: a Jinja template that replaces the model's, or the name of one of the
+                model's templates.
+            add_generation_prompt: append the opening of an assistant message.
             continue_final_message: leave the last message open, for the model to continue.
-            chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
-            stop_in_reasoning: stop strings end the answer inside its reasoning, too; otherwise they
-                count from where the content begins.
-            truncate: as of ``PromptReader.read``.
-            field: the name of the messages in errors.
+            chat_template_kwargs: more template variables, such as ``{"enable_thinking": False}``.
+            stop_in_reasoning: apply stop strings inside the reasoning too; by default they apply
+                to the content only.
+            truncate: see ``PromptReader.read``.
+            field: name of the messages in errors.
 
         Raises:
             InvalidInputError: an argument is refused, here or by the template.
@@ -137,10 +138,10 @@ class ChatReader:
         try:
             with self.prompts.guarded():
                 text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
-        except Exception as error:  # a template refuses with whatever Jinja raises
+        except Exception as error:  # a template refuses with any exception that Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
-        # A template may show tools in the system's message only, which may be missing. Names that
-        # are no identifiers may be escaped there.
+        # A template may show tools only in a system message, which may be missing. Names that are
+        # not identifiers may be escaped there.
         if names and all(name.isidentifier() and name not in text for name in names):
             raise InvalidInputError("tools", names, _NO_TOOLS)
         prompt = self.prompts.read_rendered(text, field, truncate)
@@ -166,14 +167,14 @@ class ChatReader:
         """The reader of one answer.
 
         Args:
-            prompt: of the answer; its part of the answer is read first.
-            params: of the answer: its stop strings and tokens, and whether special tokens show.
-            tools: as of :meth:`read`: their schemas give arguments their types.
-            tool_choice: see :mod:`.tool_choice`. Where it forces a call, the parameters must have
-                the ``structured_outputs`` that ``forced_output`` gives.
-            chat_template: as of :meth:`read`.
-            request_id, index: of the request and the answer, from which the ids of its tool calls
-                are made.
+            prompt: the answer's prompt; its part of the answer is read first.
+            params: the answer's stop strings and tokens, and whether special tokens are shown.
+            tools: as in :meth:`read`: their schemas determine the types of arguments.
+            tool_choice: see :mod:`.tool_choice`. If it forces a call, the parameters must have
+                the ``structured_outputs`` that ``forced_output`` returns.
+            chat_template: as in :meth:`read`.
+            request_id, index: of the request and the answer; the ids of its tool calls are derived
+                from them.
 
         Raises:
             InvalidInputError: tools or choice are refused.
@@ -219,7 +220,7 @@ class ChatReader:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template of its own."""
+        """Whether the tokenizer has its own chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property
@@ -239,7 +240,7 @@ class ChatReader:
 
     @cached_property
     def _own_format(self) -> TemplateFormat | None:
-        """That of the tokenizer's response template, unless another format is named."""
+        """The format of the tokenizer's response template, unless another format is configured."""
         own = getattr(self.tokenizer, "response_template", None)
         if own is None or (self.tool_call_format, self.reasoning_format) != (AUTO, AUTO):
             return None
@@ -250,8 +251,8 @@ class ChatReader:
             return None
 
     def _known(self, chat_template: str | None, tools: Sequence[Any] | None, field: str) -> _Known:
-        """The facts of a conversation's template; each source is probed once."""
-        find = getattr(self.tokenizer, "get_chat_template", None)  # it has names of templates
+        """Properties of a conversation's template; each template is probed once."""
+        find = getattr(self.tokenizer, "get_chat_template", None)  # resolves template names
         try:
             if find is not None:
                 source = find(chat_template, tools)

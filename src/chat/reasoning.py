@@ -1,8 +1,8 @@
-"""Reasoning before constrained content: its end, and the reader of such an answer.
+"""Reasoning before constrained content: finds its end, and reads such an answer.
 
-A constraint applies to the content. The end of the prompt and the model's delimiters determine
-whether an answer may begin with reasoning. The engine and the reader follow both in the same way
-(:mod:`..engine.reasoning`): content is exactly the constrained text.
+A constraint applies to the content. Whether an answer may begin with reasoning depends on the end
+of the prompt and the model's delimiters. The engine and the reader apply the same rules
+(:mod:`..engine.text.reasoning`), so the content is exactly the constrained text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def reasoning_of(
     """The reasoning that an answer may begin with; None if its first token is content.
 
     Args:
-        form: of the model's answers; None if unknown.
-        prompt: its whole text.
-        is_disabled: reasoning is off in the conversation: the answer cannot open it.
-        stops_inside: as of :class:`Reasoning`.
+        form: the format of the model's answers; None if unknown.
+        prompt: the prompt's whole text.
+        is_disabled: reasoning is off in the conversation, so the answer cannot open it.
+        stops_inside: see :class:`Reasoning`.
     """
     if form is None or form.reasoning_tags is None:
         return None
     opening, closing = form.reasoning_tags
     is_open = _is_open(form, prompt, opening, closing)
-    # A header of the content that resembles that of the reasoning has to be skipped, too.
+    # A header of the content that resembles that of the reasoning must be skipped too.
     has_header = opening[:2] == closing[:2]
     if is_open is None or (not is_open and is_disabled and not has_header):
         return None
@@ -53,7 +53,7 @@ def _is_open(
     opening, closing = opening.strip(), closing.strip()
     begun = form.prefix_of(prompt)
     if not begun:
-        # The beginning of the answer is unknown, but the end of the prompt is not.
+        # The beginning of the answer is unknown, but the end of the prompt is known.
         end = prompt.rstrip()
         return None if end.endswith(closing) else end.endswith(opening) or form.begins_open
     opened, closed = (_last_place(begun, text, form.header_end) for text in (opening, closing))
@@ -65,18 +65,18 @@ def _is_open(
 
 
 def _last_place(text: str, delimiter: str, header_end: str) -> int:
-    """The place of the last delimiter in a text; -1 if there is none."""
+    """The offset of the last delimiter in a text; -1 if there is none."""
     pattern = Delimiter(delimiter, header_end).pattern
     return max((match.start() for match in re.finditer(pattern, text, re.ASCII)), default=-1)
 
 
 class ReasonedAnswer:
-    """Reads an answer whose content is constrained. All text up to ``Kind.CONTENT`` is reasoning;
-    another reader gets every later character.
+    """Reads an answer whose content is constrained. All text before ``Kind.CONTENT`` is reasoning;
+    another reader gets the rest.
 
     Args:
-        reasoning: that the answer may begin with.
-        before: reads the reasoning by the model's format, without a prompt and tool calls.
+        reasoning: reasoning that the answer may begin with.
+        before: reads the reasoning in the model's format, without a prompt and tool calls.
         content: reads the content.
     """
 
@@ -101,5 +101,5 @@ class ReasonedAnswer:
 
 
 def _as_reasoning(deltas: Iterable[Delta]) -> list[Delta]:
-    """Text between and behind delimiters of reasoning is not content."""
+    """Text between and after delimiters of reasoning is not content."""
     return [ReasoningDelta(d.text) if isinstance(d, ContentDelta) else d for d in deltas]

@@ -1,9 +1,9 @@
 """The reader of answers for all formats of :mod:`.formats`.
 
-The text is cut at the format's delimiters; a text that may still become one is held back. A call's
-syntax reads its text as it arrives. Text that cannot be a call becomes content from its opening
-delimiter on, and reading continues behind that delimiter. If a call is not closed, all text to the
-end becomes content: its arguments are never read as another call.
+The text is split at the format's delimiters; text that may still become a delimiter is held back. A
+call's syntax reads its text as it arrives. Text that cannot be a call becomes content, including
+its opening delimiter, and reading continues after that delimiter. If a call is not closed, all text
+to the end becomes content: its arguments are never read as another call.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Stripper:
         return shown
 
 
-# Regions of an answer: between delimiters, in reasoning, in content with delimiters of its own.
+# Regions of an answer: between delimiters, in reasoning, in content with its own delimiters.
 _BETWEEN, _REASONING, _CONTENT = "between", "reasoning", "content"
-_DROPPED = "dropped"  # the action of a delimiter that only vanishes
+_DROPPED = "dropped"  # the action for a delimiter that is only removed
 
 
 class _Delimiters:
-    """Finds the first of some delimiters.
+    """Finds the first of several delimiters.
 
     Args:
-        actions: by delimiter.
+        actions: the action for each delimiter.
     """
 
     def __init__(self, actions: Mapping[Delimiter, Any]) -> None:
@@ -63,8 +63,8 @@ class _Delimiters:
         self._max_length = max((delimiter.max_length for delimiter in ordered), default=0)
 
     def find(self, text: str, is_whole: bool) -> tuple[int, int, Any]:
-        """The place, length and action of the first delimiter; or the place of a possible one whose
-        end is missing, and 0."""
+        """The offset, length and action of the first delimiter; or the offset of a possible
+        delimiter that is incomplete, and length 0."""
         match = self._pattern.search(text)
         place = len(text) if match is None else match.start()
         if not is_whole:
@@ -77,11 +77,11 @@ class _Delimiters:
 
 
 class FormatAnswer:
-    """Turns the text of one answer into content, reasoning and tool calls."""
+    """Splits the text of one answer into content, reasoning and tool calls."""
 
     def __init__(self, form: AnswerFormat, context: AnswerContext) -> None:
         self.tools = context.tools
-        self.text = ""  # unsettled text; of a call from its opening delimiter on
+        self.text = ""  # undecided text; while a call is read, from its opening delimiter on
         self.is_whole = False
         self._form = form
         self._calls = form.calls if context.reads_tools else None
@@ -91,13 +91,13 @@ class FormatAnswer:
         self._key = (context.request_id, context.answer)
         self._num_calls = 0
         self._content, self._reasoning = Stripper(True), Stripper(True)
-        self._base = 0  # where `text` begins in the whole text
+        self._base = 0  # offset of `text` in the whole text
         self._hidden: deque[tuple[int, int]] = deque()
         is_open = form.reasoning is not None and form.reasoning.is_open
         self._region = _REASONING if is_open else _BETWEEN
         self._begun: set[str] = set()  # regions that have had text
-        self._marker: Marker | None = None  # of the call that is being read
-        self._num_opening = 0  # characters of its opening delimiter
+        self._marker: Marker | None = None  # marker of the call that is being read
+        self._num_opening = 0  # length of its opening delimiter
         self._reading: Waiting[Found] | None = None
         self._untried: list[Any] = []
         prefix = form.prefix_of(context.prompt)
@@ -105,7 +105,7 @@ class FormatAnswer:
         self.text = prefix
         for _ in self._read():
             pass
-        self._num_calls = 0  # those of the answer; there were some if it continues a message
+        self._num_calls = 0  # in this answer, without those of a message that it continues
 
     def push(self, piece: Piece) -> list[Delta]:
         if piece.kind is Kind.STOP and piece.text not in self._texts:
@@ -122,7 +122,7 @@ class FormatAnswer:
         return list(self._read())
 
     def _calls_with(self, token: str) -> bool:
-        """Whether tool calls contain this token; then it is shown if no call is read."""
+        """Whether tool calls contain this token, which is shown if the call is not read."""
         form = self._form.calls
         return form is not None and token in form.texts
 
@@ -170,7 +170,7 @@ class FormatAnswer:
             found |= dict.fromkeys(reasoning.skipped, _DROPPED)
             found |= {opened: _CONTENT for opened, _ in reasoning.contents}
             if reasoning.anywhere or not has_begun:
-                # Alone, the closing delimiter ends reasoning that is empty.
+                # Without an opening delimiter, the closing one ends empty reasoning.
                 found[reasoning.close] = _DROPPED
                 found[reasoning.open] = _REASONING
         elif region == _REASONING:
@@ -183,7 +183,7 @@ class FormatAnswer:
         return made | {Delimiter(text, end): action for text, action in found.items()}
 
     def _read_call(self) -> Generator[Delta, None, bool]:
-        """Continue the opened call; returns whether it is settled."""
+        """Continue to read the opened call; returns whether that is done."""
         marker = self._marker
         assert marker is not None
         while True:
@@ -208,7 +208,7 @@ class FormatAnswer:
             yield from self._shown(self._num_opening)
             return True
         self._region = _BETWEEN
-        if found is None:  # not closed: all that follows may belong to the call
+        if found is None:  # not closed: all following text may belong to the call
             yield from self._shown(len(self.text))
         elif not found.calls:
             yield from self._shown(found.end)
@@ -226,7 +226,7 @@ class FormatAnswer:
         return ToolCallDelta(index, made, call.name, call.arguments)
 
     def _shown(self, length: int) -> Iterator[Delta]:
-        """The beginning of the text, as reasoning or content of its region."""
+        """The beginning of the text, as reasoning or content according to its region."""
         if not self.text[:length].isspace():
             self._begun.add(self._region)
             if self._region == _CONTENT:
@@ -244,11 +244,11 @@ class FormatAnswer:
 
 
 def visible(hidden: deque[tuple[int, int]], text: str, begin: int, end: int, base: int = 0) -> str:
-    """A stretch of the text without hidden parts. Stretches must be given in order.
+    """A range of the text without hidden parts. Ranges must be passed in order.
 
     Args:
-        hidden: stretches; those that end before ``begin`` are removed.
-        base: the place of the text's first character.
+        hidden: hidden ranges; those that end before ``begin`` are removed.
+        base: offset of the text's first character.
     """
     while hidden and hidden[0][1] <= begin:
         hidden.popleft()

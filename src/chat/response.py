@@ -1,4 +1,4 @@
-"""The reader of one answer: token ids to content, reasoning and tool calls, streamed or at once."""
+"""The reader of one answer: token ids to content, reasoning and tool calls, streamed or whole."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class AnswerContext:
 
     Attributes:
         prompt: its text, whose end may belong to the answer.
-        tools: their schemas give types of arguments if the format does not.
-        reads_tools: False: tool calls are content.
-        request_id, answer: for the ids of tool calls.
+        tools: their schemas determine types of arguments if the format does not.
+        reads_tools: if False, tool calls are content.
+        request_id, answer: used to make the ids of tool calls.
     """
 
     prompt: str = ""
@@ -38,7 +38,7 @@ class AnswerContext:
 
 
 class PlainAnswer:
-    """For an unknown format: the content is the text of ``generate``."""
+    """Reader for an unknown format: the content is the text of ``generate``."""
 
     def push(self, piece: Piece) -> list[Delta]:
         return [ContentDelta(piece.text)] if piece.kind is Kind.TEXT else []
@@ -48,22 +48,22 @@ class PlainAnswer:
 
 
 class ResponseReader:
-    """Reads one answer as its tokens arrive. The joined deltas do not depend on the cuts: a whole
-    answer is read by the same code (:func:`read_response`).
+    """Reads one answer as its tokens arrive. The joined deltas do not depend on how the tokens are
+    split: the same code reads a whole answer (:func:`read_response`).
 
-    Held back are: a possible beginning of a delimiter or stop string, white space at the end, bytes
-    of an incomplete character, and a tool call until it is closed. No text of a model raises. Only
-    delimiters and white space at the ends of content and reasoning are lost: a tool call that is
-    invalid or not closed is content, with its delimiters.
+    Held back are: a possible prefix of a delimiter or stop string, white space at the end, bytes of
+    an incomplete character, and a tool call until it is closed. No text of a model raises. Only
+    delimiters, and white space around content and reasoning, are removed. A tool call that is
+    invalid or not closed becomes content, with its delimiters.
 
-    Made by :meth:`.reader.ChatReader.reader`. For one thread at a time.
+    Created by :meth:`.reader.ChatReader.reader`. Not thread-safe.
     """
 
     def __init__(self, text: AnswerText, answer: Answer) -> None:
         self._text, self._answer = text, answer
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """The deltas of these tokens. All tokens are fed, also the stop token."""
+        """The deltas for these tokens. All tokens must be fed, including the stop token."""
         return self._read(self._text.feed(token_ids))
 
     def finish(self) -> list[Delta]:
@@ -75,7 +75,7 @@ class ResponseReader:
 
 
 def stream_deltas(reader: ResponseReader, token_ids: Generator[list[int]]) -> Generator[Delta]:
-    """The deltas of each part of an answer. Closing it closes the iterator of its tokens."""
+    """The deltas of each part of an answer. Closing it also closes the token iterator."""
     with contextlib.closing(token_ids):
         for part in token_ids:
             yield from reader.feed(part)

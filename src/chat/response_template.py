@@ -1,10 +1,10 @@
-"""Reads an answer by the response template of its tokenizer, with transformers' own parser.
+"""Reads an answer with the response template of its tokenizer, using transformers' own parser.
 
-The parser's events name the field of each text. They omit the places of delimiters and invalid
-text, and the parser may raise inside a stream. So it gets the template's plain twin, in which every
-field is text: its events cover every character, and the template's patterns find the delimiters
-between. A closed tool call is read by itself with the whole template. If that fails, its text with
-its delimiters becomes content; so does the text of a call that is not closed.
+The parser's events name the field of each text. They omit the positions of delimiters and invalid
+text, and the parser may raise inside a stream. So the reader parses with a plain copy of the
+template, in which every field is text: its events cover every character, and the template's regexes
+find the delimiters in between. A closed tool call is then parsed separately with the whole
+template. If that fails, or if a call is not closed, its text with its delimiters becomes content.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
 
 @dataclass(frozen=True)
 class TemplateFormat:
-    """A response template, made ready for :class:`TemplateAnswer`.
+    """A response template, prepared for :class:`TemplateAnswer`.
 
     Attributes:
-        whole: the template without required fields: reads one tool call.
-        plain: the same delimiters, with every field as bare text, and an event per delimiter. So
-            reading never fails, and positions in the text are known.
+        whole: the template without required fields; parses one tool call.
+        plain: the same delimiters, with every field as plain text, and an event per delimiter. So
+            parsing never fails, and offsets in the text are known.
         implicit: the field of ``plain`` for text outside all other fields.
         strips_content, strips_reasoning: whether white space at the ends is removed.
-        call_field: all texts and patterns of the field of tool calls.
-        reasoning_tags: the literal texts that open and close the reasoning, as
-            ``("<think>", "</think>")``; None if there is no reasoning, or a pattern delimits it.
+        call_field: all texts and regexes of the field for tool calls.
+        reasoning_tags: the literal texts that open and close the reasoning, such as
+            ``("<think>", "</think>")``; None without reasoning, or if a regex delimits it.
     """
 
     whole: Any
@@ -51,7 +51,7 @@ class TemplateFormat:
     reasoning_tags: tuple[str, str] | None
 
     begins_open = False  # reasoning has its opening delimiter
-    header_end = ""  # delimiters name no content type
+    header_end = ""  # delimiters contain no content type
 
     @property
     def reads_calls(self) -> bool:
@@ -80,7 +80,7 @@ class TemplateFormat:
 def make_format(template: dict[str, Any]) -> TemplateFormat:
     """
     Raises:
-        ValueError: it is no response template of transformers.
+        ValueError: it is not a response template of transformers.
     """
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -128,7 +128,7 @@ def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
         "content": "text",
         "content_args": {"strip": False},
         "repeats": True,
-        "transform": "{content}",  # without one, a delimiter may not have named groups
+        "transform": "{content}",  # needed for delimiters with named groups
     }
     made: dict[str, Any] = {}
     has_implicit = False
@@ -145,22 +145,22 @@ def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_field(close: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """The end of the implicit field as an empty field of its own: the end of an empty field has no
-    event."""
+    """The end of the implicit field, as a separate empty field: the parser has no event for the end
+    of an empty field."""
     if "close" in close:
         return {_END: text | {"open": close["close"], "close_pattern": ""}}
     pattern = close.get("close_pattern")
     if pattern is None:
         return {}
-    import regex  # the library of which the templates' patterns are
+    import regex  # the library that transformers uses for the templates' regexes
 
     if regex.search(pattern, "") is not None:
-        return {}  # the end of the text, which ends the field anyway
+        return {}  # the end of the text, which ends the field in any case
     return {_END: text | {"open_pattern": pattern, "close_pattern": ""}}
 
 
 class TemplateAnswer:
-    """Turns the text of one answer into content, reasoning and tool calls."""
+    """Splits the text of one answer into content, reasoning and tool calls."""
 
     def __init__(self, form: TemplateFormat, context: AnswerContext) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -173,15 +173,15 @@ class TemplateAnswer:
         self._reasoning = Stripper(form.strips_reasoning)
         self._parser = ResponseParser(form.plain, prefix="")
         self._text = form.prefix_of(context.prompt)
-        self._place = 0  # of the next event, in the text
-        self._region = 0  # where the open field began, with its delimiter
-        # Hidden stretches: the prompt's, the stop token, special tokens. Special tokens of calls
+        self._place = 0  # offset of the next event in the text
+        self._region = 0  # offset of the open field, with its delimiter
+        # Hidden ranges: the prompt's, the stop token, special tokens. Special tokens of calls
         # are shown if the call is not read.
         self._hidden = deque([(0, len(self._text))])
         self._hidden_in_calls = deque(self._hidden)
         for _ in self._read(self._parser.feed(self._text)):
             pass
-        self._num_calls = 0  # those of the answer; there were some if it continues a message
+        self._num_calls = 0  # in this answer, without those of a message that it continues
 
     def push(self, piece: Piece) -> list[Delta]:
         begin = len(self._text)
@@ -214,7 +214,7 @@ class TemplateAnswer:
                     yield from self._call(is_closed)
 
     def _pass(self, delimiter: Any) -> bool:
-        """Pass a delimiter, if it stands here; a field without one ends with the text."""
+        """Skip a delimiter at this offset, if any; a field without one ends with the text."""
         if delimiter is None:
             return True
         match = delimiter.match(self._text, self._place)
@@ -244,12 +244,12 @@ class TemplateAnswer:
             self._num_calls += 1
 
     def _parsed(self, raw: str) -> list[Call]:
-        """Names and arguments of the calls in one region; none if anything is wrong with one."""
+        """Names and arguments of the calls in one region; empty if any of them is invalid."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
             message = parse_response(raw, self._form.whole, prefix="", tools=self._tools)
             functions = [call["function"] for call in flat(message["tool_calls"])]
             return [make_call(f["name"], f.get("arguments", {})) for f in functions]
-        except Exception:  # whatever a model writes: a parser of transformers raises many kinds
+        except Exception:  # the parser raises many types for what a model may write
             return []

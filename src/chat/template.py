@@ -1,11 +1,11 @@
-"""Properties of one chat template, and the format of its answers, found by rendering small
+"""Determines properties of a chat template, and the format of its answers, by rendering small
 conversations.
 
 A template is a program: it may read content as text or as a list of parts, and may ignore tools.
-Its output shows these properties; its source does not. For the format, a conversation with a tool
-call is rendered, and each format reads the text of the call: the first that reads it correctly is
-the model's. A template that writes no calls, but instructs the model, has the format's opening
-delimiter in its source.
+These properties show in its output, not in its source. To detect the format, a conversation with a
+tool call is rendered, and each format parses the text of the call: the first one that succeeds is
+the model's. If a template writes no calls but instructs the model how to, its source contains the
+format's opening delimiter.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .regions import FormatAnswer
 from .response import AnswerContext
 
 Message = Mapping[str, Any]
-# Texts that no template writes by itself; letters and digits only, which no filter changes.
+# Texts that no template contains; letters and digits only, which no filter changes.
 _FIRST, _SECOND, _ARGUMENT, _WORD = "Zq1wordone", "Zq2wordtwo", "Zq3argument", "Zq4word"
 _PROBE_TOOL = "zq_probe_tool"
-# Nine letters and digits, the only ids that templates of Mistral accept.
+# Nine letters and digits, the only ids that Mistral's templates accept.
 _PROBE_ID = "zqcall001"
-# Ids of calls that templates accept, and that formats with the name in the id can be read from.
+# Ids of calls that templates accept, and from which formats with the name in the id can be read.
 _IDS = (_PROBE_ID, f"functions.{_PROBE_TOOL}:0")
-# Text of a template that prints a list of parts as a Python or JSON value.
+# Substrings of a rendered list of parts that is printed as a Python or JSON value.
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
 def _probe_tools() -> list[dict[str, Any]]:
-    """One tool, with a text and a number for arguments."""
+    """One tool, with a text and a number as arguments."""
     properties = {
         "word": {"type": "string", "description": "A word."},
         "count": {"type": "integer", "description": "A number."},
@@ -57,7 +57,7 @@ _PROBE_ARGUMENTS = {"word": _ARGUMENT, "count": 3}
 
 
 def _probe_call(content: Any = "", call_id: str = _PROBE_ID) -> Message:
-    """An assistant's message with a call of the tool of :func:`_probe_tools`."""
+    """An assistant message with a call of the tool of :func:`_probe_tools`."""
     function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -72,8 +72,8 @@ class ChatTemplate:
     """
     Args:
         source: the Jinja text.
-        render: renders messages, tools (or None) and whether a generation prompt is added, with
-            this template; raises whatever the template raises.
+        render: renders messages, tools (or None) and whether to add a generation prompt, with
+            this template; raises any exception of the template.
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> str | None:
-        """The text; None if the template refuses the conversation."""
+        """The rendered text; None if the template refuses the conversation."""
         try:
             return self._render(messages, tools, add_generation_prompt)
-        except Exception:  # a template raises whatever Jinja or its own code raises
+        except Exception:  # Jinja, or the template itself, may raise anything
             return None
 
     # Content ------------------------------------------------------------------------------------
 
     def message(self, role: str, text: str = "Hello.") -> Message:
-        """A message whose content the template reads."""
+        """A message with content in a form that the template reads."""
         return {"role": role, "content": self.fitting(role, text)}
 
     def fitting(self, role: str, content: str | list[dict[str, Any]] | None) -> Any:
         """The content in a form that the template reads for that role: text, a list of parts, or a
-        list of one part for templates that read the first only. Line breaks join parts. The given
-        form is kept if the template reads it. None: a message with tool calls alone.
+        list of one part for templates that read only the first. Parts are joined by line breaks.
+        The given form is kept if the template reads it. None: a message with tool calls only.
         """
         if content is None:
             return self._no_content
@@ -125,7 +125,7 @@ class ChatTemplate:
     @cached_property
     def _no_content(self) -> str | None:
         """The form of missing content. Some templates write an empty message for empty text, others
-        the word "None" for None."""
+        write the word "None" for None."""
         user = self.message("user")
         empty, none = (self.rendered([user, _probe_call(content)]) for content in ("", None))
         if empty is None or none is None or "None" in none:
@@ -141,7 +141,7 @@ class ChatTemplate:
         return tuple(name for name, content in words.items() if self._reads(role, content))
 
     def _reads(self, role: str, content: Any) -> bool:
-        # A user's message that is tried itself has no other user's content to fit.
+        # If the probed message is a user's itself, no other user message needs to be added.
         user: Message = {} if role == "user" else self.message("user")
         message: Message = {"role": role, "content": content}
         conversation: list[Message] = {
@@ -156,7 +156,7 @@ class ChatTemplate:
 
     @cached_property
     def after_answer(self) -> str:
-        """The text behind the assistant's content in a conversation of one turn; "" if the content
+        """The text after the assistant's content in a conversation of one turn; "" if the content
         is not found."""
         text = self.rendered([self.message("user"), self.message("assistant", _FIRST)])
         return text.rpartition(_FIRST)[2] if text is not None and _FIRST in text else ""
@@ -165,8 +165,8 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template shows tools to the model. True if that is unknown: the template then
-        refuses conversations without tools, too."""
+        """Whether the template shows tools to the model. True if unknown, which means that the
+        template refuses conversations without tools, too."""
         user = [self.message("user")]
         for conversation in (user, [self.message("system", "Be kind."), *user]):
             text = self.rendered(conversation, _probe_tools(), add_generation_prompt=True)
@@ -178,12 +178,12 @@ class ChatTemplate:
 def turn_ends(
     template: ChatTemplate, tokenizer: Any, specials: Mapping[int, str]
 ) -> frozenset[int]:
-    """The tokens that end an answer, beside the end tokens of the model's configs: the tokenizer's
-    ``eos_token``, and the special token behind the assistant's content in a conversation of one
-    turn, such as ``<|im_end|>``. Empty if there is neither.
+    """The tokens that end an answer, in addition to the end tokens of the model's configs: the
+    tokenizer's ``eos_token``, and the special token after the assistant's content in a conversation
+    of one turn, such as ``<|im_end|>``. Empty if there is neither.
 
     Args:
-        specials: of the tokenizer, see :func:`.answer_text.special_tokens`.
+        specials: the tokenizer's special tokens, see :func:`.answer_text.special_tokens`.
     """
     own = getattr(tokenizer, "eos_token_id", None)
     found = {own} if type(own) is int else set()
@@ -205,7 +205,7 @@ def detect(
     """The format of the answers to a template's prompts; None if unknown.
 
     Args:
-        tool_call_format, reasoning_format: names of :mod:`.formats` in place of detection.
+        tool_call_format, reasoning_format: names of :mod:`.formats`, or "auto" for detection.
         tokens: the tokenizer's added tokens.
     """
     if reasoning_format == AUTO:
@@ -229,11 +229,11 @@ def _reasoning(template: ChatTemplate, tokens: Container[str]) -> ReasoningForma
     for form in REASONING_FORMATS.values():
         if any(form.open in text for text in texts) and any(form.close in text for text in texts):
             return form
-    # The first templates of DeepSeek-R1 only cut reasoning off: those models begin with it.
+    # The first templates of DeepSeek-R1 only remove reasoning: those models begin with it.
     first = REASONING_FORMATS["deepseek_r1"]
     if first.close in template.source and "<｜Assistant｜>" in template.source:
         return first
-    # A model may reason though its template does not mention it.
+    # A model may reason even if its template does not mention it.
     return next(
         (f for f in REASONING_FORMATS.values() if f.open in tokens and f.close in tokens), None
     )
@@ -258,7 +258,7 @@ def _calls(template: ChatTemplate, tokens: Container[str]) -> CallFormat | None:
 
 
 def _reads(form: CallFormat, text: str) -> bool:
-    """Whether a text is read as the call of the probe."""
+    """Whether the format reads a text as the probe's call."""
     answer = FormatAnswer(AnswerFormat(calls=form), AnswerContext(tools=_probe_tools()))
     deltas = [*answer.push(Piece(text, Kind.TEXT)), *answer.finish()]
     calls = [(d.name, json.loads(d.arguments)) for d in deltas if isinstance(d, ToolCallDelta)]
@@ -266,7 +266,7 @@ def _reads(form: CallFormat, text: str) -> bool:
 
 
 def _written_calls(template: ChatTemplate) -> Iterator[str]:
-    """The template's text for an assistant's message with one call."""
+    """Renderings of an assistant's message with one call."""
     user, tools = template.message("user", _WORD), _probe_tools()
     opened = template.rendered([user], tools, True)
     closed = template.rendered([user], tools)
@@ -297,11 +297,11 @@ def _num_common(a: str, b: str) -> int:
 
 
 def _anchors(template: ChatTemplate, reasoning: ReasoningFormat | None) -> Iterator[str]:
-    """The text between a message and the answer to it, without reasoning."""
+    """Texts between a message and its answer, without reasoning."""
     result = _probe_result(template.fitting("tool", _WORD))
     called = [template.message("user"), _probe_call(), result]
     cuts: list[str] = []
-    if reasoning is not None:  # `close` ends other messages as well where content has delimiters
+    if reasoning is not None:  # with content delimiters, `close` also ends other messages
         cuts = [reasoning.open] if reasoning.contents else [reasoning.open, reasoning.close]
     cut = "|".join(map(re.escape, cuts)) or "(?!)"
     for conversation in ([template.message("user", _WORD)], called):

@@ -1,14 +1,14 @@
-"""``tool_choice``: an answer that must be a tool call, by structured output. Meanings as in vLLM.
+"""``tool_choice``: forces an answer to be a tool call, by structured output. Semantics as in vLLM.
 
 * "auto": the model writes tool calls in its own format, or none.
-* "none": nothing in the answer is a tool call. (Without tools the template shows none.)
-* "required": the answer is a JSON list, at least one item long, of ``{"name": ..., "parameters":
-  {...}}``: the name of a tool, and arguments that meet its schema.
+* "none": nothing in the answer is a tool call. (The template still shows tools that are passed.)
+* "required": the answer is a non-empty JSON list of ``{"name": ..., "parameters": {...}}``: the
+  name of a tool, and arguments that match its schema.
 * ``{"type": "function", "function": {"name": ...}}``: the answer is a JSON object, the arguments of
-  that function, which meet its schema.
+  that function, which match its schema.
 
-The content of a forced answer is JSON from its first character: the model's own format of tool
-calls has no place in it. Reasoning may come before (:mod:`.reasoning`).
+The content of a forced answer is JSON from its first character; the model's own format of tool
+calls is not used. Reasoning may precede it (:mod:`.reasoning`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forced_name(tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice) -
     """The function that a choice names; None if it names none.
 
     Raises:
-        InvalidInputError: it is no choice, or there is no such tool.
+        InvalidInputError: the choice is invalid, or there is no such tool.
     """
     if choice in _PLAIN:
         return None
@@ -60,13 +60,13 @@ def forced_name(tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice) -
 def forced_output(
     tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice
 ) -> StructuredOutputs | None:
-    """The constraint of the answer; None if the choice forces nothing.
+    """The constraint for the answer; None if the choice forces nothing.
 
     Args:
-        tools: as :func:`.messages.read_tools` gives them.
+        tools: as returned by :func:`.messages.read_tools`.
 
     Raises:
-        InvalidInputError: it is no choice, there is no such tool, or a schema is refused.
+        InvalidInputError: the choice is invalid, there is no such tool, or a schema is refused.
     """
     name = forced_name(tools, choice)
     if choice in _PLAIN:
@@ -81,7 +81,7 @@ def forced_output(
         raise InvalidInputError("tools", f"{size} bytes", limit)
     schemas, calls = {}, []
     for i, function in enumerate(functions):
-        # References count from the root, so each schema has its own beginning there.
+        # References are relative to the root, so each schema has its own root there.
         root = f"#/$defs/tool{i}"
         schemas[f"tool{i}"] = _moved(_parameters(function), root)
         calls.append(_call_schema(function["name"], root))
@@ -91,13 +91,13 @@ def forced_output(
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments; without one it has none."""
+    """The schema of a function's arguments; a function without one has no arguments."""
     given = function.get("parameters")
     return dict(given) if given else {"type": "object", "additionalProperties": False}
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
-    """The schema of one item of the list; ``parameters`` refers to the schema of its arguments."""
+    """The schema of one list item; ``parameters`` refers to the schema of its arguments."""
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
@@ -107,7 +107,7 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str, depth: int = 0) -> Any:
-    """A schema whose references count from ``root`` instead of ``#``."""
+    """A schema whose references are relative to ``root`` instead of ``#``."""
     if depth > MAX_SCHEMA_DEPTH:
         limit = f"must be nested at most {MAX_SCHEMA_DEPTH} deep"
         raise InvalidInputError("tools", "a schema", limit)
@@ -128,12 +128,12 @@ def _moved(schema: Any, root: str, depth: int = 0) -> Any:
 
 
 class ForcedAnswer:
-    """Reads an answer whose constraint makes it a tool call, or several. A truncated answer is
-    content.
+    """Reads an answer that a constraint forces to be one or several tool calls. A truncated answer
+    is content.
 
     Args:
-        name: of the forced function; None for "required".
-        request_id, answer: for the ids of tool calls.
+        name: the forced function; None for "required".
+        request_id, answer: used to make the ids of tool calls.
     """
 
     def __init__(self, name: str | None, request_id: str, answer: int) -> None:

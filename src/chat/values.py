@@ -1,4 +1,4 @@
-"""Values of arguments: JSON text, and text whose type is in a schema."""
+"""Values of arguments: JSON text, and text that is typed by a schema."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Python's spelling of JSON's words; templates that print with `string` write these.
+# Python's spelling of JSON's literals, which templates with Jinja's `string` filter write.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_MAX_REFERENCES = 8  # that lead from one schema to the next
+_MAX_REFERENCES = 8  # maximum length of a chain of schema references
 
 
 def json_text(value: Any) -> str:
     """
     Raises:
-        ValueError: JSON has no such value (NaN, an infinite number).
-        TypeError: JSON has no such type.
+        ValueError: JSON cannot represent the value (NaN, an infinite number).
+        TypeError: JSON cannot represent the type.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can spell
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
         return json.dumps(value)
     return text
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]] | None, name: str) -> Mapping[str, Any]:
-    """The schema of a tool's arguments; an empty one if there is no such tool."""
+    """The schema of a tool's arguments; empty if there is no such tool."""
     for tool in tools or ():
         function = tool["function"]
         if function["name"] == name:
@@ -39,13 +39,13 @@ def typed(raw: str, name: str, parameters: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes.
 
     Args:
-        raw: the written text.
-        name: of the argument.
+        raw: the text as written.
+        name: name of the argument.
         parameters: the schema of all arguments.
 
     Returns:
-        The first value that the argument's schema allows and that ``raw`` spells in JSON or in
-        Python; ``raw`` itself if there is none, or the schema names no type.
+        The first value that the argument's schema allows and that ``raw`` denotes in JSON or
+        Python; ``raw`` itself if there is none, or if the schema names no type.
     """
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
@@ -59,7 +59,7 @@ def typed(raw: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any], num_references: int) -> Iterator[str]:
-    """The types that a schema allows, as far as its plain keywords show them."""
+    """The types that a schema allows, as far as its simple keywords show them."""
     if not isinstance(schema, Mapping):
         return
     declared = schema.get("type")
@@ -96,8 +96,8 @@ def _type_of(value: Any) -> frozenset[str]:
 
 
 def _spelled(text: str) -> Iterator[Any]:
-    """The values of a text in JSON or Python syntax, if JSON can hold them. Quoted text does not
-    count."""
+    """The values of a text in JSON or Python syntax that JSON can represent. Quoted text is
+    excluded."""
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(PYTHON_WORDS.get(text, text))

@@ -1,8 +1,8 @@
-"""Structured output: which tokens a JSON schema, a regex or a grammar allows next.
+"""Structured output: the tokens that a JSON schema, a regex or a grammar allows next.
 
-Read in this order: ``tokens`` (a tokenizer, as llguidance reads it), ``grammars`` (a constraint,
-compiled for one model and kept), ``matchers`` (how far each running request has come, from plans
-and results alone). No torch here: the masks are bits, for the sampler to apply.
+Reading order: ``tokens`` (converts a tokenizer for llguidance), ``grammars`` (compiles constraints
+for one model and caches them), ``matchers`` (the state of each running request, from plans and
+results only). The package imports no torch: it computes bitmasks, which the sampler applies.
 
-Imports the plans and constraints of ``engine``. Imported by ``runner`` and ``build``.
+It imports the plans and constraints of ``engine``; ``runner`` and ``build`` import it.
 """

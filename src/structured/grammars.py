@@ -1,4 +1,4 @@
-"""Constraints compiled for one model, and kept: the same schema is compiled once."""
+"""Compiles constraints for one model, and caches them by constraint."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
 # Copies of an llguidance matcher share a lexer and its lock: masks of 32 rows took as long on 8
-# threads as on one. So a popular grammar is compiled up to this often.
+# threads as on one. So a popular grammar is compiled up to this many times.
 _NUM_LEXERS = 8
-# Slower grammars are compiled once.
+# Grammars that compile more slowly than this are compiled only once.
 _MAX_COMPILE_AGAIN_S = 0.05
-# Per lexer, shared by its requests: a state takes 1 to 2 kB.
+# Limit per lexer, which its requests share: a state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
-# Less than llguidance's own million: a repeat of repeats took 160 MB, and is kept. 350,000 are
-# enough for an enum that is as large as a constraint may be.
+# Below llguidance's default of a million: nested repeats took 160 MB, which is cached. 350,000 are
+# enough for an enum as large as a constraint may be.
 _LEXER_FUEL = 400_000
-# Of llguidance's parser, per token of an answer: 5,000 take it 15 ms. Its own 2,000 were less than
-# the alternatives of some grammars.
+# Limit of llguidance's parser per token of an answer: 5,000 items take it 15 ms. Its default of
+# 2,000 is too small for the alternatives of some grammars.
 _MAX_ITEMS = 10_000
-_NUM_TRIED = 4  # first tokens
-# llguidance calls itself for each reference and rule: 3,000 in a row ended the process on a stack
-# of 8 MiB. The longest that the largest constraint has room for take some 90 MiB.
+_NUM_TRIED = 4  # number of first tokens that are tried
+# llguidance recurses for each reference and rule: a chain of 3,000 overflowed a stack of 8 MiB and
+# ended the process. The longest chain that fits in the largest constraint takes some 90 MiB.
 _STACK_BYTES = 256 << 20
 _MAX_COMPILING = 4
-# A longer compilation continues on its thread, but no request waits for it.
+# A longer compilation continues on its thread, but its request is refused.
 _MAX_COMPILE_S = 10.0
-# Prefix of a Lark grammar: tokens are chosen by their bytes, also where the text is forced.
+# Prefix of a Lark grammar: tokens are selected by their bytes, even where the text is forced.
 _NOT_ENCODED = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(slots=True)
 class _Compiled:
-    """One constraint, compiled once per request, up to :data:`_NUM_LEXERS` times.
+    """One constraint, compiled by up to :data:`_NUM_LEXERS` of its requests.
 
     Attributes:
-        matchers: at the beginning of the text, with a lexer each.
-        compile_s: of the first.
-        num_copied: how many copies were made, in turn of each.
+        matchers: matchers at the beginning of the text, each with its own lexer.
+        compile_s: duration of the first compilation.
+        num_copied: number of copies made so far, from each matcher in turn.
     """
 
     matchers: list[Any]
@@ -65,13 +65,13 @@ class Grammars:
     """Compiles constraints for one model. Threads may share it.
 
     Args:
-        tokenizer: of the model, or None.
-        vocab_size: columns of the logits, which may be more than the tokenizer's tokens.
-        eos_token_ids: what may follow a complete text.
+        tokenizer: the model's tokenizer, or None.
+        vocab_size: columns of the logits, possibly more than the tokenizer's tokens.
+        eos_token_ids: the tokens that may follow a complete text.
 
     Attributes:
         token_bytes: the bytes of the model's tokens.
-        eos_token_ids: as given, in order.
+        eos_token_ids: as passed, in order.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -87,15 +87,15 @@ class Grammars:
         self._places = threading.BoundedSemaphore(_MAX_COMPILING)
 
     def check(self, outputs: StructuredOutputs, reasoning: Reasoning | None = None) -> None:
-        """Compile a constraint, unless that was done often enough.
+        """Compile a constraint, unless it was compiled often enough.
 
         Args:
-            reasoning: that may come before the constrained content.
+            reasoning: reasoning that may precede the constrained content.
 
         Raises:
-            InvalidInputError: the constraint cannot be enforced or met, with this model or at all,
-                or takes too long to compile.
-            EngineBusyError: no place for compiling became free in time.
+            InvalidInputError: the constraint cannot be enforced or satisfied, with this model or at
+                all, or takes too long to compile.
+            EngineBusyError: no compilation thread became free in time.
         """
         constraint = outputs.constraint
         made, is_new = self._compiled(constraint, self._compile_in_time)
@@ -111,7 +111,7 @@ class Grammars:
             self.reasoning_tokens(reasoning)
 
     def reasoning_tokens(self, reasoning: Reasoning) -> ReasoningTokens:
-        """The tokens that open or close the reasoning; found once for each of its forms."""
+        """The tokens that open or close the reasoning; computed once per form of reasoning."""
         found = self._reasoning_tokens.get(reasoning)
         if found is None:
             backend = self._model[0].backend_tokenizer
@@ -121,13 +121,13 @@ class Grammars:
         return found
 
     def is_known(self, outputs: StructuredOutputs) -> bool:
-        """Whether a constraint is kept: :meth:`check` of it takes milliseconds."""
+        """Whether a constraint is cached, so that :meth:`check` takes milliseconds."""
         with self._lock:
             return outputs.constraint in self._kept
 
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
-        # The engine's steps call this without a time limit: the door has compiled the constraint.
+        # Called by the engine's steps, without a time limit: admission has compiled the constraint.
         made, _ = self._compiled(outputs.constraint, self._compile_now)
         with self._lock:
             one = made.matchers[made.num_copied % len(made.matchers)]
@@ -136,19 +136,19 @@ class Grammars:
 
     @property
     def num_ll_words(self) -> int:
-        """Words of llguidance's masks: of all its tokens."""
+        """Number of 32-bit words of llguidance's masks, over all its tokens."""
         return -(-self._ll_tokenizer.vocab_size // 32)
 
     def _compiled(
         self, constraint: Constraint, compile: Callable[[Constraint], Any]
     ) -> tuple[_Compiled, bool]:
-        """The compiled constraint, and whether it was compiled by this call."""
+        """The compiled constraint, and whether this call compiled it."""
         with self._lock:
             kept = self._kept.get(constraint)
             if kept is not None:
                 self._kept.move_to_end(constraint)
                 return kept, False
-            # The first request of a model waits for a second or so, and others with it.
+            # The first request of a model waits for about a second, and others with it.
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = make_ll_tokenizer(*self._model)
         begin = time.monotonic()
@@ -191,8 +191,8 @@ class Grammars:
         except InvalidInputError:
             if constraint.kind != "grammar":
                 raise
-        # The grammar may refer to special tokens by name. Text that spells one is then not encoded.
-        # Without the lock, which steps of the engine take: it takes a second, and two may do it.
+        # Grammars may refer to special tokens by name. Text that spells a name is then not encoded.
+        # Without the lock, which the engine's steps take: this takes a second, and may run twice.
         if self._named_tokenizer is None:
             self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
         grammar = _NOT_ENCODED + grammar
@@ -215,13 +215,13 @@ class Grammars:
             num_lines = int(grammar.startswith(_NOT_ENCODED))
             raise _refusal(constraint, "; ".join(messages), num_lines)
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
-        # Some limits, and texts without an end, show in the first mask only.
+        # Some limits, and grammars without a finite text, show only in the first mask.
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise _refusal(constraint, matcher.get_error())
         if not mask.any():
             raise _refusal(constraint, "no text can meet it")
-        # Others show behind the first token: too many ways to go on.
+        # Others show only after the first token: too many alternatives.
         for token_id in np.flatnonzero(np.unpackbits(mask, bitorder="little"))[:_NUM_TRIED]:
             tried = matcher.deep_copy()
             if tried.consume_token(int(token_id)) and not tried.is_stopped():
@@ -235,7 +235,7 @@ _starting = threading.Lock()
 
 
 def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
-    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory."""
+    """Run ``work`` on a thread with ``_STACK_BYTES`` of stack; only the used part takes memory."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -254,7 +254,7 @@ def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """A constraint in llguidance's own form."""
+    """A constraint in llguidance's own format."""
     from llguidance import LLMatcher, grammar_from
 
     kind, text, any_whitespace, pattern = constraint
@@ -268,7 +268,7 @@ def _grammar(constraint: Constraint) -> str:
             },
         )
     if kind == "choice":
-        # One word for the lexer, which takes 15,000 of them; the parser would try each by itself.
+        # One lexeme, which may have 15,000 alternatives; the parser would try each one separately.
         choices = [json.dumps(choice) for choice in sorted(set(json.loads(text)))]
         return f"start: CHOICE\nCHOICE: {' | '.join(choices)}\n"
     return grammar_from("regex" if kind == "regex" else "grammar", text)

@@ -1,12 +1,13 @@
-"""The matchers of a runner's constrained requests, and the bitmasks of their next tokens.
+"""The matchers of a runner's constrained requests, and the bitmasks for their next tokens.
 
-Plans and results are the only inputs. A matcher consumes the output tokens of an admission (after a
-preemption), then each collected token; none is taken back. A bitmask needs all tokens before it,
-which are settled when its row is planned, as constrained requests are settled-only (S42). So a
-thread computes it as soon as they are collected, and only the sampling of the row waits for it.
+Plans and results are the only inputs. A matcher consumes the output tokens known at an admission
+(after a preemption), then each collected token; it never rolls back. A bitmask needs all tokens
+before it. These are settled when its row is planned, because constrained requests are settled-only
+(S42). So a thread computes the bitmask as soon as the tokens are collected, and only the sampling
+of the row waits for it.
 
-A constraint is for the content of an answer. Where reasoning may come before it, a row has a mask
-of its own before and in the reasoning (:mod:`.reasoning`), and the matcher gets the tokens behind.
+A constraint applies to the content of an answer. If reasoning may precede it, a row has a separate
+mask before and inside the reasoning (:mod:`.reasoning`), and the matcher gets the tokens after it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .reasoning import Ids, ReasoningTokens
 from .reasons import readable
 
 IntArray = NDArray[np.int32]
-# A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
+# A mask takes some 30 us. Waking a thread on each of many cores took longer than 64 masks.
 _MAX_THREADS = 8
 _FEW_MASKS = 64
 
@@ -43,8 +44,8 @@ class _Beginning:
 
     Attributes:
         fresh: a matcher at the beginning of the content.
-        is_free: whether the row's mask allows all tokens but ``banned``.
-        is_beyond: whether the text so far cannot be content any more, only open the reasoning.
+        is_free: whether the row's mask allows all tokens except ``banned``.
+        is_beyond: whether the text so far can only open the reasoning, and cannot be content.
     """
 
     tracker: ReasoningTracker
@@ -61,17 +62,17 @@ class _Beginning:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A running request's text, as far as it is known.
+    """The known text of a running request.
 
     Attributes:
-        mask: where its mask is among all of them.
-        num_known: its tokens that are known, from the first of the prompt.
-        unread: outputs that the matcher was not yet given.
-        made: done when the matcher has all tokens that were known, and the mask is made.
-        failure: why no mask can be made any more.
-        beginning: until the content begins; None from its first token on.
-        ends: tokens that are allowed where the model's end tokens are, beside them. The matcher is
-            given ``end`` for each.
+        mask: index of its mask.
+        num_known: number of its known tokens, including the prompt.
+        unread: outputs that the matcher has not consumed yet.
+        made: done when the matcher has consumed all known tokens and the mask is written.
+        failure: why no further mask can be computed.
+        beginning: state before the content begins; None from the content's first token on.
+        ends: additional tokens that are allowed wherever the model's end tokens are. The matcher
+            consumes ``end`` in place of each.
     """
 
     matcher: Any
@@ -91,7 +92,7 @@ class _Text:
         return None if beginning is None else beginning.tokens.opening(beginning.tracker.head)
 
     def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
-        """Learn the tokens at positions ``start ..``, of which some may be known."""
+        """Add the tokens at positions ``start ..``, some of which may be known already."""
         new = token_ids[self.num_known - start :]
         num_prompt = max(0, request.num_prompt_tokens - self.num_known)
         self.num_known += len(new)
@@ -108,7 +109,7 @@ class _Text:
         self.unread += outputs[num_before:]
 
     def _push_before_content(self, beginning: _Beginning, token_id: int) -> None:
-        # Content that begins with this answer is the matcher's from its first token on.
+        # If the answer turns out to begin with content, the matcher needs its first token too.
         self.unread.append(token_id)
         tracker = beginning.tracker
         phase = tracker.push(token_id)
@@ -124,7 +125,7 @@ class ConstrainedRows:
     """The sampled rows of a step whose tokens are constrained.
 
     Attributes:
-        rows: of the plan. places: theirs among the sampled rows.
+        rows: row indices in the plan. places: their indices among the sampled rows.
     """
 
     plan: StepPlan
@@ -140,11 +141,11 @@ class Masks(NamedTuple):
     """The ids that constrained rows of a step may sample.
 
     Attributes:
-        bits: int32 ``[masks, words]``: a bit for each id. Those of a row stay until its token is
+        bits: int32 ``[masks, words]``, one bit per id. A row's mask is unchanged until its token is
             settled.
-        numbers: of the masks, by row of the plan. A row whose matcher has failed has none: its
+        numbers: mask index by row of the plan. A row whose matcher has failed has none: its
             sampled token is discarded.
-        places: of these rows among the sampled ones.
+        places: indices of these rows among the sampled ones.
     """
 
     bits: IntArray
@@ -153,18 +154,18 @@ class Masks(NamedTuple):
 
 
 def make_array(num_masks: int, num_words: int) -> IntArray:
-    """Memory for masks."""
+    """Allocate zeroed masks."""
     return np.zeros((num_masks, num_words), np.int32)
 
 
 class Matchers:
     """The matchers of the running requests of one runner.
 
-    Plans and results go in as they come: :meth:`take` at each dispatch, :meth:`masks` when the row
+    Plans and results are passed in order: :meth:`take` at each dispatch, :meth:`masks` when a row
     is to be sampled, :meth:`settle` with the tokens. At most two steps are in flight.
 
     Args:
-        make_space: memory for so many masks of so many words, zeros.
+        make_space: allocates zeroed memory for a number of masks of a number of words.
     """
 
     def __init__(
@@ -181,9 +182,9 @@ class Matchers:
         self.reset()
 
     def reset(self) -> None:
-        """A step failed: no request is known any more."""
+        """Discard all requests, after a failed step."""
         if self._last_job is not None:
-            wait([self._last_job])  # its error is not reported any more
+            wait([self._last_job])  # its error no longer matters
         self._last_job = None
         self._texts: dict[str, _Text] = {}
         self._free = list(range(len(self._bits) - 1, -1, -1))
@@ -191,7 +192,7 @@ class Matchers:
         self._repeatable.clear()
 
     def take(self, plan: StepPlan) -> ConstrainedRows | None:
-        """Take in a plan that is dispatched; its constrained rows that sample, or None."""
+        """Process a plan that is dispatched. Returns its constrained rows that sample, or None."""
         if self._texts or self._leaving:
             self._release(plan)
         constrains = self._constrains.get(plan.requests)
@@ -212,7 +213,7 @@ class Matchers:
         return found if found.rows else None
 
     def _release(self, plan: StepPlan) -> None:
-        # The masks of requests that have left may belong to rows of the step before this one.
+        # Masks of requests that have left may still belong to rows of the previous step.
         self._free += self._leaving
         self._leaving = []
         for request_id in plan.released:
@@ -245,7 +246,7 @@ class Matchers:
     def _new_text(self, request: RequestInfo) -> _Text:
         try:
             return self._begun_text(request)
-        except Exception as error:  # the door let it in: a bug, which ends this request alone
+        except Exception as error:  # admission accepted it: a bug, which ends only this request
             return _Text(None, self._take_mask(), failure=_shown(error))
 
     def _begun_text(self, request: RequestInfo) -> _Text:
@@ -265,7 +266,7 @@ class Matchers:
     def _take_mask(self) -> int:
         if not self._free:
             if self._last_job is not None:
-                self._last_job.result()  # it writes to the memory there is
+                self._last_job.result()  # it writes to the memory that is replaced
             old = self._bits
             num_masks = max(_FEW_MASKS, 2 * len(old))
             self._bits = self._make_space(num_masks, self._grammars.num_ll_words)
@@ -275,7 +276,7 @@ class Matchers:
         return self._free.pop()
 
     def masks(self, constrained: ConstrainedRows) -> Masks:
-        """The masks of a step's rows; waits until they are made."""
+        """The masks of a step's rows; waits until they are computed."""
         for job in {text.made for text in constrained.texts if text.made is not None}:
             job.result()
         numbers, places = {}, []
@@ -287,11 +288,11 @@ class Matchers:
         return Masks(self._bits[:, : self._grammars.num_words], numbers, places)
 
     def settle(self, constrained: ConstrainedRows, token_ids: Sequence[int]) -> dict[str, str]:
-        """Take in the tokens of a step, one for each sampled row of its plan, and begin with the
-        masks of what follows them.
+        """Process the tokens of a step, one per sampled row of its plan, and start computing the
+        masks for the next tokens.
 
         Returns:
-            Why requests cannot go on, by their ids.
+            Why requests cannot continue, by request id.
         """
         plan = constrained.plan
         sampled = [token_ids[place] for place in constrained.places]
@@ -316,7 +317,7 @@ class Matchers:
     # On the thread ----------------------------------------------------------------------------
 
     def _start(self, texts: list[_Text]) -> None:
-        """Queue the masks of these texts, behind all earlier ones."""
+        """Queue the masks of these texts, after all earlier ones."""
         for text in texts:
             if text.beginning is not None and not text.beginning.is_undecided:
                 self._write_free_mask(text, text.beginning)
@@ -330,7 +331,7 @@ class Matchers:
             job.text.unread, job.text.made = [], self._last_job
 
     def _write_free_mask(self, text: _Text, beginning: _Beginning) -> None:
-        """The mask of a row inside its reasoning. No job writes it meanwhile."""
+        """Write the mask of a row inside its reasoning. No job writes it at the same time."""
         text.made = _MADE
         num_matched = beginning.tracker.num_matched
         if beginning.is_free and beginning.banned == num_matched:
@@ -342,11 +343,11 @@ class Matchers:
         beginning.is_free, beginning.banned = True, num_matched
 
     def _make(self, jobs: list[_Job], bits: IntArray) -> None:
-        """Give the matchers their tokens, and write the masks. llguidance does both without the
-        lock of the interpreter, in one call each for all of them.
+        """Pass the matchers their tokens and write the masks. llguidance does each in one call for
+        all matchers, without holding the GIL.
 
-        An exception of llguidance, or a panic of its Rust code, ends the requests concerned: all of
-        the call, as it is unknown which matchers consumed their tokens."""
+        An exception of llguidance, or a panic of its Rust code, ends all requests of the call,
+        because it is unknown which matchers consumed their tokens."""
         from llguidance import LLExecutor
         from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
 
@@ -367,7 +368,7 @@ class Matchers:
                 job.text.failure = failure
         live = [job.text for job in jobs if not job.is_beyond and not _has_failed(job.text)]
         masks = [(text.matcher, text.mask) for text in live]
-        # llguidance raises if there are none.
+        # llguidance raises for an empty list.
         if masks and _failure_of(fill_next_token_bitmask_par, self._executor, masks, bits):
             for text, mask in zip(live, masks, strict=True):
                 text.failure = _failure_of(
@@ -393,11 +394,12 @@ class Matchers:
 
 @dataclass(slots=True)
 class _Job:
-    """A mask to be made.
+    """A mask to compute.
 
     Attributes:
-        ids: outputs that the matcher is given before.
-        opening: tokens that open the reasoning, allowed besides; None once the content has begun.
+        ids: outputs that the matcher consumes first.
+        opening: tokens that open the reasoning, which are also allowed; None once the content has
+            begun.
     """
 
     text: _Text
@@ -409,7 +411,7 @@ class _Job:
         return self.text.beginning is not None and self.text.beginning.is_beyond
 
     def try_tokens(self) -> None:
-        """Give the matcher the tokens, which may be no content but open the reasoning."""
+        """Let the matcher consume the tokens. They may open the reasoning instead."""
         beginning = self.text.beginning
         if beginning is not None and not beginning.is_beyond:
             num_taken = self.text.matcher.try_consume_tokens(self.ids)
@@ -417,7 +419,7 @@ class _Job:
 
 
 def _bits_of(ids: Ids) -> IntArray:
-    """The bit of each id in its word."""
+    """The bit of each id within its word."""
     return np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32)).view(np.int32)
 
 
@@ -428,7 +430,7 @@ def _has_failed(text: _Text) -> bool:
 
 
 def _failure_of(call: Callable[..., object], *arguments: object) -> str:
-    """The text of a call's exception; "" without one. Not for a thread that gets signals."""
+    """The text of a call's exception; "" if none. Not for a thread that receives signals."""
     try:
         call(*arguments)
     except BaseException as error:

@@ -1,8 +1,8 @@
 """The masks of constrained rows before their content begins.
 
-Inside the reasoning every token is allowed, but those that would close it and go on in the content
-with text that the constraint has not seen. Before the reasoning the first token may be one of the
-constraint, or one that opens the reasoning.
+Inside the reasoning every token is allowed, except tokens that would close it and continue with
+content text, which the constraint could not check. Before the reasoning, the first token may be
+one that the constraint allows, or one that opens the reasoning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ReasoningTokens:
     """The tokens of one model that open or close the reasoning. Threads may share it.
 
     Args:
-        backend: the tokenizer, of the ``tokenizers`` library.
-        vocab: its tokens' names and ids.
+        backend: the tokenizer's backend, of the ``tokenizers`` library.
+        vocab: names and ids of its tokens.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class ReasoningTokens:
                 self._add_path(delimiter, self._encoded(delimiter), goes_on=False)
 
     def banned(self, num_matched: int) -> Ids:
-        """Tokens that are banned where the reasoning ends with so many bytes of its closing
-        delimiter; ids, mostly none."""
+        """Ids of tokens that are banned when the reasoning ends with ``num_matched`` bytes of its
+        closing delimiter; usually empty."""
         return self._banned[num_matched]
 
     def opening(self, head: bytes) -> Ids:
-        """Tokens by which an answer whose text is ``head`` goes on to open its reasoning."""
+        """Tokens that continue the opening of reasoning for an answer whose text is ``head``."""
         return np.array(sorted(self._next.get(head, ())), np.int64)
 
     def _add_path(self, delimiter: bytes, ids: list[int], *, goes_on: bool) -> None:
-        """Allow the tokens of a delimiter one after the other.
+        """Allow the tokens of a delimiter, in sequence.
 
         Args:
-            ids: none if no tokens spell the delimiter.
-            goes_on: the last token may have more behind it, such as a line break.
+            ids: empty if no tokens spell the delimiter.
+            goes_on: the last token may contain more text, such as a line break.
         """
         if not ids:
             return
@@ -75,7 +75,7 @@ class ReasoningTokens:
             last.update(i for i, text in self._texts_with(rest) if text.startswith(rest))
 
     def _encoded(self, delimiter: bytes) -> list[int]:
-        """The tokens of a delimiter inside a text; none if no tokens spell it exactly."""
+        """The tokens of a delimiter inside a text; empty if no tokens spell it exactly."""
         text = delimiter.decode()
         for before in ("", "\n"):
             ids = self._backend.encode(before + text, add_special_tokens=False).ids
@@ -85,8 +85,8 @@ class ReasoningTokens:
         return []
 
     def _tokens_beyond(self, reasoning: Reasoning) -> list[Ids]:
-        """For each number of matched bytes the tokens that complete the delimiter and have more
-        than white space behind it."""
+        """For each number of matched bytes, the tokens that complete the delimiter and continue
+        with more than white space."""
         closing = reasoning.closing
         pattern = delimiter_patterns(closing, reasoning.header_end).whole
         beyond: list[set[int]] = [set() for _ in closing]
@@ -99,8 +99,8 @@ class ReasoningTokens:
         return [np.array(sorted(ids), np.int64) for ids in beyond]
 
     def _texts_with(self, part: bytes) -> Iterator[tuple[int, bytes]]:
-        """Tokens whose bytes contain ``part``. Names contain printable ASCII unchanged, so the
-        bytes of most tokens are not read."""
+        """Tokens whose bytes contain ``part``. Names show printable ASCII unchanged, so the
+        bytes of most tokens need not be read."""
         named = part.decode("ascii", "replace")
         is_plain = named.isascii() and named.isprintable() and " " not in named
         for name, token_id in self._vocab.items():
@@ -111,7 +111,7 @@ class ReasoningTokens:
 
 
 def _with_type(delimiter: bytes, header_end: bytes) -> bytes:
-    """A header with the content type that models write of constrained content."""
+    """A header with the content type that models write for constrained content."""
     if not header_end or not delimiter.endswith(header_end):
         return delimiter
     return delimiter.removesuffix(header_end) + f" {CONSTRAIN}json".encode() + header_end

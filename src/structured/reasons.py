@@ -1,4 +1,4 @@
-"""Messages of llguidance, rewritten without its internal names."""
+"""Rewrites llguidance's error messages without its internal names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import shortened
 _MAX_REASON = 500
 _NO_TEXT, _NO_REGEX = "no text can meet it", "invalid regex: "
 _TOO_COMPLEX = "too complex: it has too many states"
-# A line of the grammar that is quoted, and the mark below a place in it.
+# A quoted line of the grammar, and the marker below a position in it.
 _QUOTED = re.compile(r"\s*\d+ \| .*|\s*\^+\s*")
-# The regex crate quotes a regex over several lines; the last line has the error.
+# The regex crate quotes a regex over several lines; the last line contains the error.
 _REGEX_ERROR = re.compile(r"regex parse error:.*?error: ", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _NUMBER = r"(?:Some\(([^()]*)\)|None)"
@@ -62,11 +62,11 @@ _WORDS: tuple[tuple[re.Pattern[str], _Words], ...] = tuple(
 
 
 def readable(reason: str, num_lines_before: int = 0, *, has_place: bool = True) -> str:
-    """One line of at most 500 characters.
+    """A reason as one line of at most 500 characters.
 
     Args:
-        num_lines_before: lines that were put before the caller's own.
-        has_place: the caller's text has lines.
+        num_lines_before: number of lines that were added before the caller's own.
+        has_place: the caller's text has line numbers.
     """
     reason = _REGEX_ERROR.sub(_NO_REGEX, reason)
     lines = [line for line in reason.splitlines() if not _QUOTED.fullmatch(line)]

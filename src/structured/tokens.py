@@ -1,12 +1,12 @@
 """Converts a transformers tokenizer to llguidance's: the bytes of each token, and the end tokens.
 
-llguidance recognises a byte-level vocabulary by its decoder. Where the decoder is a sequence that
-has a byte fallback as well (tokenizers made of GGUF files), it takes the letters that stand for
-bytes for themselves. So its bytes of tokens are compared with the tokenizer's own text.
+llguidance recognises a byte-level vocabulary by its decoder. If the decoder is a sequence that also
+has a byte fallback (tokenizers made from GGUF files), llguidance does not map the letters of a
+byte-level vocabulary to bytes. So its token bytes are compared with the tokenizer's own text.
 
-It encodes text that a constraint leaves no choice about, and a text that spells a special token
-would become that token: ``choice=["x</s>"]`` would end behind the x. So special tokens get names
-that no text spells.
+llguidance encodes text that a constraint forces. Text that spells a special token would become that
+token: ``choice=["x</s>"]`` would end after the x. So special tokens get names that no text can
+spell.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 def make_ll_tokenizer(
     tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int], *, has_names: bool = False
 ) -> Any:
-    """An ``llguidance.LLTokenizer`` of at least ``vocab_size`` tokens, of which those the tokenizer
+    """An ``llguidance.LLTokenizer`` with at least ``vocab_size`` tokens. Ids that the tokenizer
     does not have are never allowed.
 
     Args:
-        tokenizer: of the model, or None.
-        eos_token_ids: what may follow a text that is complete.
+        tokenizer: the model's tokenizer, or None.
+        eos_token_ids: the tokens that may follow a complete text.
         has_names: whether special tokens keep their names, for grammars that refer to them.
 
     Raises:
-        InvalidInputError: there is no tokenizer, or none that llguidance reads rightly, or nothing
-            that ends a text; or llguidance is not installed.
+        InvalidInputError: there is no tokenizer, llguidance does not read it correctly, the model
+            has no end token, or llguidance is not installed.
     """
     try:
         from llguidance import LLTokenizer
@@ -61,14 +61,14 @@ def make_ll_tokenizer(
                     n_vocab=num_tokens,
                     eos_token=sorted(eos_token_ids),
                 )
-            except Exception as error:  # of its own, in Rust
+            except Exception as error:  # an exception type of its own, from Rust
                 reason = str(error)
                 break
             wrong = _wrong_tokens(made, backend, token_ids)
             if not wrong:
                 return made
             reason = f"token {wrong[0]} has other bytes there"
-            # Such as "ø" beside a letter for a byte: bytes spell its text without it.
+            # For example "ø", which is also a letter for a byte: other tokens spell its text.
             if hidden or has_names or not backend.get_added_tokens_decoder().keys() >= {*wrong}:
                 break
             hidden.update(wrong)
@@ -77,11 +77,11 @@ def make_ll_tokenizer(
 
 
 def _descriptions(backend: Any) -> Iterator[str]:
-    """The tokenizer as JSON: unchanged, and with a plain byte-level decoder."""
+    """The tokenizer as JSON: unchanged, then with a plain byte-level decoder."""
     from tokenizers import decoders
 
     own = copy(backend)
-    # Settings for batches do not affect the tokens.
+    # Batch settings do not affect the tokens.
     own.no_padding()
     own.no_truncation()
     yield own.to_str()
@@ -90,11 +90,11 @@ def _descriptions(backend: Any) -> Iterator[str]:
 
 
 def _without_names(text: str, special_ids: Collection[int]) -> str:
-    """A tokenizer's JSON with names of special tokens that no text spells: U+FDD0 and U+FDD1, which
-    enclose their ids, are no characters. End tokens are always special.
+    """A tokenizer's JSON with names of special tokens that no text can spell: their ids, enclosed
+    in the noncharacters U+FDD0 and U+FDD1. End tokens are always treated as special.
 
     Args:
-        special_ids: those tokens, and others that no text may become.
+        special_ids: those tokens, and others that text must not be encoded to.
     """
     described = json.loads(text)
     model = described["model"]
@@ -106,20 +106,20 @@ def _without_names(text: str, special_ids: Collection[int]) -> str:
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(name, name): token_id for name, token_id in vocab.items()}
-    else:  # Unigram's, by id
+    else:  # Unigram: a list, by id
         model["vocab"] = [[names.get(name, name), *rest] for name, *rest in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    described["post_processor"] = None  # It adds special tokens, by name.
+    described["post_processor"] = None  # it adds special tokens, by name
     return json.dumps(described)
 
 
 def _wrong_tokens(made: Any, backend: Any, token_ids: Sequence[int]) -> list[int]:
-    """Tokens whose bytes are not those of their texts, of all added ones and many others."""
+    """Tokens whose bytes differ from their text, among all added tokens and many others."""
     some = token_ids[:: -(-len(token_ids) // _NUM_COMPARED)]
     compared = [*some, *backend.get_added_tokens_decoder()]
     compared = [token_id for token_id in compared if not made.is_special_token(token_id)]
-    # Behind another token: at the beginning of a text some decoders cut a space off.
+    # After another token: at the beginning of a text some decoders strip a space.
     (first, *_) = backend.encode("a", add_special_tokens=False).ids or [0]
     before = backend.decode([first], skip_special_tokens=False)
     pairs = [[first, token_id] for token_id in compared]

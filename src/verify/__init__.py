@@ -1,11 +1,11 @@
-"""Checks schedule transparency (batch invariance) on the user's own machine: a request's tokens
-and logits are the same to the bit, whatever else runs.
+"""Checks schedule transparency (batch invariance) on the user's machine: a request's tokens and
+logits are bit-identical, whatever else runs.
 
-Read in this order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules tried,
-and scores beside sampled log-probabilities), ``gate`` (compares each answer with the one given
-alone), ``report`` (how much is tried, what is found).
+Reading order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules, and scores
+compared with sampled log-probabilities), ``gate`` (compares each answer with the answer of the
+request alone), ``report`` (the amount of cases, and their results).
 
-Imports ``llm`` and ``engine``. Imported by ``cli``.
+The package imports ``llm`` and ``engine``; ``cli`` imports it.
 """
 
 from .gate import run_gate

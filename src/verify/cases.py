@@ -1,7 +1,7 @@
-"""The schedules that a request is tried under: beside neighbours, cut, hit, paused, preempted.
+"""The schedules that a request is run under: batched, chunked, cached, paused, preempted.
 
-Each method of :class:`ScheduleCases` is one kind: it drives an engine step by step and yields what
-was done, to which request, and the answer.
+Each method of :class:`ScheduleCases` is one group of cases. It drives an engine step by step and
+yields what was done, the request, and the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .report import CUT_PROMPT, GateReport, GateSize
 from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
 _LONG_PROMPT = 100
-_SCORE_BUDGETS = (7, 33)  # tokens of a chunk
+_SCORE_BUDGETS = (7, 33)  # tokens per chunk
 MAX_MODEL_LEN = 512
 
 
@@ -26,9 +26,8 @@ MAX_MODEL_LEN = 512
 class ScheduleCases:
     """
     Attributes:
-        report: cache hits and preemptions are counted there.
-        subjects: the requests whose answers are compared: greedy and sampled ones, and some whose
-            logits are edited.
+        report: counts cache hits and preemptions.
+        subjects: the requests whose answers are compared: greedy, sampled, and with edited logits.
     """
 
     make_llm: LLMFactory
@@ -47,7 +46,7 @@ class ScheduleCases:
         self.subjects = [*self._pool, *self._cut]
 
     def _request(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
-        """Greedy and sampled ones in turn."""
+        """A request, alternately greedy and sampled."""
         prompt = tuple(self._rng.randrange(self.vocabulary) for _ in range(num_tokens))
         is_random = number % 2 == 1
         params = SamplingParams(
@@ -60,7 +59,7 @@ class ScheduleCases:
         return CaseRequest(f"{kind} after {num_tokens} tokens", prompt, params, seed=1000 + number)
 
     def _edited(self, num_tokens: int, number: int) -> CaseRequest:
-        """One that edits its logits: among few tokens, or with some of them favoured."""
+        """A request that edits its logits: restricted to few tokens, or with a bias for some."""
         plain = self._request(num_tokens, number)
         few = self._rng.sample(range(self.vocabulary), 8)
         penalties: dict[str, Any] = {
@@ -82,7 +81,7 @@ class ScheduleCases:
         return replace(plain, name=f"edited, {plain.name}", params=params, edits=edits)
 
     def engine(self, **overrides: Any) -> SteppedEngine:
-        """An engine with room for the largest batch and for the longest neighbour."""
+        """An engine with capacity for the largest batch and for the longest neighbour."""
         longest = self._cut[0].num_tokens
         num_blocks = self.size.max_batch * self._num_blocks(longest)
         return SteppedEngine(
@@ -98,8 +97,8 @@ class ScheduleCases:
         )
 
     def pressed_engine(self, overlap: bool) -> SteppedEngine:
-        """No prefix cache, so that all is recomputed, and blocks for an older request of
-        ``_older_blocks`` and for one subject only."""
+        """An engine without prefix cache, so that everything is recomputed, and with blocks for
+        only an older request of ``_older_blocks`` blocks and one subject."""
         self._older_blocks = self._num_blocks(self.size.num_tokens) + 2
         num_blocks = self._older_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
         return self.engine(
@@ -116,7 +115,7 @@ class ScheduleCases:
     # ------------------------------------------------------------------------------------------
 
     def batches(self, stepped: SteppedEngine, sizes: Sequence[int]) -> Iterator[Case]:
-        """All of a batch are subjects, in another order each time; one waits in the largest."""
+        """Batches of subjects only, in different orders; in the largest one, a request waits."""
         for size in sizes:
             subjects = [self._pool[i % len(self._pool)] for i in range(size)]
             self._rng.shuffle(subjects)
@@ -125,7 +124,7 @@ class ScheduleCases:
                 yield f"batch of {size}", subject, answer
 
     def neighbours(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """A neighbour comes first, at the same time, or in the middle of the answer."""
+        """A neighbour arrives before, together with, or in the middle of the answer."""
         for i, length in enumerate(self.size.neighbour_lengths):
             neighbour = self._request(length, i)
             subject = self._cut[i % len(self._cut)]
@@ -159,7 +158,7 @@ class ScheduleCases:
             yield f"chunks of {budget}", subject, stepped.answer(request)
 
     def hits(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """The leading blocks come from another request's prompt, or all from the same request."""
+        """The leading blocks come from another request's prompt, or all from an equal request."""
         size = self.block_size
         for i, subject in enumerate(self._cut):
             for count in range((CUT_PROMPT - 1) // size + 1):
@@ -174,9 +173,9 @@ class ScheduleCases:
                     yield f"{count} blocks hit{again}", subject, stepped.answer(request)
 
     def pauses_over_hits(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """Two of one prompt arrive together and compute blocks of their own. One is paused after
-        each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
-        of the other. A third comes when they are done and hits their blocks."""
+        """Two equal requests arrive together and compute their own blocks. One is paused after each
+        number of tokens; a neighbour takes the blocks that it released, and it resumes with the
+        blocks of the other. A third request arrives when they are done and hits their blocks."""
         for count in range(self.size.num_tokens):
             for i, subject in enumerate(self._cut):
                 salt = b"paused %d %d" % (count, i)
@@ -188,7 +187,7 @@ class ScheduleCases:
                 stepped.step()
                 stepped.add(self._request(CUT_PROMPT, count), salt)
                 stepped.step()
-                if twins[1].finish_reason is None:  # else its last token was in flight
+                if twins[1].finish_reason is None:  # otherwise its last token was in flight
                     stepped.engine.resume(twins[1].request_id)
                 stepped.finish()
                 for twin, words in zip(twins, ("beside one", "itself"), strict=True):
@@ -213,7 +212,7 @@ class ScheduleCases:
             yield f"abort after {count} steps", subject, stepped.answer(request)
 
     def pauses(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """The subject is preempted after each token of its answer, and once in the prompt."""
+        """The subject is paused after each token of its answer, and once in the prompt."""
         for count in range(self.size.num_tokens):
             for subject in self._cut:
                 request = stepped.add(subject)
@@ -226,7 +225,7 @@ class ScheduleCases:
                 yield f"taken after {count} tokens", subject, stepped.answer(request)
 
     def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
-        """An older request needs one more block after each number of steps, and none is free."""
+        """After each number of steps, an older request needs a block when none is free."""
         size, answer = self.block_size, self.size.num_tokens
         for steps in range(answer):
             subject = self._cut[steps % len(self._cut)]
@@ -239,25 +238,25 @@ class ScheduleCases:
 
 
 class ScoreCases:
-    """Scores beside sampled log-probabilities: one float, however either is computed.
+    """Scores compared with sampled log-probabilities: both must give the same float.
 
-    The references are the log-probabilities of requests that are served alone. Each is sampled
-    again beside others, from the cache and after a pause. Prompt and answer are also scored as one
-    prompt, whose log-probabilities must be the same floats where the answer's tokens stand.
+    The references are the log-probabilities of requests that run alone. Each is sampled again in a
+    batch, from the cache and after a pause. Prompt and answer are also scored as one prompt, whose
+    log-probabilities at the answer's tokens must be the same floats.
 
     Args:
-        stepped: an engine with a prefix cache, or without.
-        subjects: whose answers are sampled and scored.
+        stepped: an engine, with or without a prefix cache.
+        subjects: requests whose answers are sampled and scored.
     """
 
     def __init__(self, stepped: SteppedEngine, subjects: Sequence[CaseRequest]) -> None:
         self._stepped = stepped
-        self._asking = {s: replace(s, params=replace(s.params, logprobs=0)) for s in subjects}
+        self._sampling = {s: replace(s, params=replace(s.params, logprobs=0)) for s in subjects}
         self._num_scored: dict[str, int] = {}
         self.references = {s: self._sampled([s], b"alone")[0] for s in subjects}
 
     def __iter__(self) -> Iterator[Case]:
-        subjects = list(self._asking)
+        subjects = list(self._sampling)
         for words in ("together", "together again"):
             answers = self._sampled(subjects, b"together")
             yield from self._cases(f"sampled {words}", subjects, answers)
@@ -292,10 +291,10 @@ class ScoreCases:
         return list(map(self._answer, requests))
 
     def _add(self, subject: CaseRequest, salt: bytes) -> Request:
-        return self._stepped.add(self._asking[subject], b"logprobs " + salt)
+        return self._stepped.add(self._sampling[subject], b"logprobs " + salt)
 
     def _add_score(self, subject: CaseRequest) -> Request:
-        """Prompt and answer as a prompt; the token sampled behind it is dropped."""
+        """Add prompt and answer as a prompt; the token sampled after it is discarded."""
         answer = self.references[subject].token_ids
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         scored = CaseRequest(subject.name, (*subject.prompt, *answer), params, seed=0)
@@ -312,7 +311,7 @@ class ScoreCases:
             engine.resume(request.request_id)
 
     def _answer(self, request: Request) -> Answer:
-        """The answer's tokens and their log-probabilities; of a scored one those of its end."""
+        """The answer's tokens and their log-probabilities; of a scored request, those at its end."""
         self._stepped.finish()
         found = self._stepped.answer(request)
         kept = request.logprobs

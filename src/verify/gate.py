@@ -1,11 +1,11 @@
-"""The gate of schedule transparency: the same request under many schedules, every bit compared.
+"""The gate of schedule transparency: compares the same request, bit by bit, under many schedules.
 
-A subject is served alone in a fresh engine; that answer is the reference. Then it is served again
-beside neighbours, cut, from the cache, preempted, and so on, and its tokens and the bits of the
-logits at each of its positions are compared. A gate that finds nothing must be able to find
-something: a control runs some of the cases with ``transparent=False`` and must see differences.
-If our kernels are the fastest at every size, that setting may change nothing. Then a second control
-runs the model's own operations, whose matmuls the library chooses.
+A subject runs alone in a fresh engine; that answer is the reference. Then it runs batched, chunked,
+from the cache, preempted, and so on. Its tokens, and the bits of the logits at each of its
+positions, are compared with the reference. To show that the gate can detect a difference, a control
+runs some of the cases with ``transparent=False``. If our kernels are the fastest at every size,
+that setting may change nothing. Then a second control runs the model's own operations, whose matmul
+kernels the library chooses.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class _Gate:
         counts: str | None = None,
         references: Mapping[CaseRequest, Answer] | None = None,
     ) -> None:
-        """Run cases of one kind.
+        """Run one group of cases.
 
         Args:
-            counts: the number of the report that the cases must raise; else the group is idle.
+            counts: a counter of the report that the cases must increase; else the group is idle.
             references: None: each subject's answer alone.
         """
         self._on_progress(name)
@@ -96,7 +96,7 @@ class _Gate:
             except InvalidInputError:
                 if not found:
                     raise
-                break  # a checkpoint's quantised weights have no operations of the model's own
+                break  # the model's own operations cannot use a checkpoint's quantised weights
             if found[-1].num_different:
                 break
         return found
@@ -131,14 +131,14 @@ def run_gate(
 
     Args:
         make_llm: builds a fresh engine; see :data:`.stepped_engine.LLMFactory`. With
-            ``transparent=False`` it must build one that may choose its kernels freely.
-        vocabulary: prompts are of ids below this.
-        block_size: tokens in a KV block; small blocks make more cases.
-        size: how much is tried; by default all of it.
-        on_progress: called with the name of the next cases.
-        with_control: run the controls as well. On a GPU they need a process of their own
-            (``only_control``): pinned algorithms of the library stay pinned in the process.
-        only_control: run nothing but the controls.
+            ``transparent=False`` it must build one that may choose its kernels by batch size.
+        vocabulary: prompts consist of ids below this.
+        block_size: tokens per KV block; smaller blocks give more cases.
+        size: the amount of cases; by default all.
+        on_progress: called with the name of the next group.
+        with_control: also run the controls. On a GPU they need a separate process
+            (``only_control``), because the library's algorithms stay pinned within a process.
+        only_control: run the controls only.
     """
     cases = ScheduleCases(make_llm, vocabulary, block_size, size or GateSize())
     gate = _Gate(cases, on_progress)

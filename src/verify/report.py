@@ -1,4 +1,4 @@
-"""The size of a run of the gate, and its report."""
+"""The amount of cases in a run of the gate, and the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .stepped_engine import Answer, Case, CaseRequest
 
 CUT_PROMPT = 64
-"""Tokens of the prompt that is cut, found in the cache and computed again."""
+"""Tokens of the prompt that is split, found in the cache and recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +16,13 @@ class GateSize:
     """The amount of cases.
 
     Attributes:
-        max_batch: batches of 1 to this many requests, and one more.
-        batch_step: the step from one of those sizes to the next.
-        neighbour_lengths: prompt lengths of a neighbour, tokens.
-        cuts: where a prompt of 64 tokens is cut in two.
-        budgets: sizes of the chunks that it is cut into.
-        num_tokens: length of each answer, tokens.
-        both_overlaps: run the cases with and without overlapping steps, not only with.
+        max_batch: batches have 1 to this many requests; one batch has one more.
+        batch_step: increment between batch sizes.
+        neighbour_lengths: prompt lengths of a neighbour, in tokens.
+        cuts: positions at which a prompt of 64 tokens is split in two.
+        budgets: sizes of the chunks that it is split into.
+        num_tokens: length of each answer, in tokens.
+        both_overlaps: run the cases with and without overlapping steps, not only with them.
     """
 
     max_batch: int = 64
@@ -35,7 +35,7 @@ class GateSize:
 
     @classmethod
     def quick(cls) -> GateSize:
-        """Two minutes for a model of 135M parameters on one core."""
+        """Takes two minutes for a model with 135M parameters on one core."""
         return cls(
             max_batch=8,
             neighbour_lengths=(1, 2, 3, 16, 17, 64, 65, 300),
@@ -53,7 +53,7 @@ class GateSize:
 
 @dataclass
 class CaseGroup:
-    """The cases of one kind. A case is one answer compared with its reference."""
+    """A group of cases. A case is one answer compared with its reference."""
 
     name: str
     num_equal: int = 0
@@ -65,7 +65,7 @@ class CaseGroup:
         return self.num_equal + self.num_different
 
     def compare(self, cases: Iterable[Case], references: Mapping[CaseRequest, Answer]) -> None:
-        """Compare each answer with its subject's reference, and count it."""
+        """Compare each answer with its subject's reference, and count the cases."""
         for case, subject, answer in cases:
             found = references[subject].first_difference(answer)
             self.num_equal += not found
@@ -79,13 +79,13 @@ class GateReport:
     """The results of the gate.
 
     Attributes:
-        groups: of the promise.
-        controls: some of the cases without transparency; the last is the first that found a
-            difference, if any did.
-        num_preemptions: how often a request was preempted for its blocks.
-        num_hit_blocks: how many blocks were found in the prefix cache.
-        idle: groups that are about hits or preemptions and had none: their answers were equal
-            without a trial.
+        groups: the groups that must show no difference.
+        controls: some of the cases without transparency. The last control is the first one that
+            found a difference, if any did.
+        num_preemptions: number of times that a request was preempted for its blocks.
+        num_hit_blocks: number of blocks found in the prefix cache.
+        idle: groups about cache hits or preemptions in which none occurred, so that their equal
+            answers prove nothing.
     """
 
     groups: list[CaseGroup] = field(default_factory=list)

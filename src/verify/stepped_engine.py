@@ -1,4 +1,4 @@
-"""An engine that is stepped by hand, and records the bits of all logits it samples from."""
+"""An engine that is stepped by hand and records the bits of all logits that it samples from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CaseRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer; no end token stops a subject."""
+        """Tokens of prompt plus answer; no end token stops a subject."""
         return len(self.prompt) + (self.params.max_tokens or 0)
 
 
@@ -46,10 +46,10 @@ class Answer:
     """The answer to a request.
 
     Attributes:
-        token_ids: the answer's.
-        bits: a digest of the logits' bytes for each position that a token was sampled for; more
-            than one if it was sampled for more than once, with other bits.
-        logprobs: of the tokens, with ``logprobs``.
+        token_ids: the answer's token ids.
+        bits: for each sampled position, digests of the logits' bytes; more than one if the position
+            was sampled several times with different bits.
+        logprobs: log-probabilities of the tokens, if requested.
     """
 
     token_ids: tuple[int, ...]
@@ -69,11 +69,11 @@ class Answer:
 
 
 Case = tuple[str, CaseRequest, Answer]
-"""A schedule in words, the subject, and its answer."""
+"""(description of the schedule, subject, answer)."""
 
 
 class SteppedEngine:
-    """One engine and the recorded logits of its requests."""
+    """An engine and the recorded logits of its requests."""
 
     def __init__(self, make_llm: LLMFactory, **overrides: Any) -> None:
         self.llm = make_llm(on_logits=self._record, **overrides)
@@ -93,7 +93,7 @@ class SteppedEngine:
             self._bits[request.request_id, position].add(digest)
 
     def add(self, subject: CaseRequest, salt: bytes = b"") -> Request:
-        """Begin a subject. Cached blocks are shared by requests of one ``salt`` alone."""
+        """Add a subject. Only requests with the same ``salt`` share cached blocks."""
         self._num_added += 1
         request = Request(
             f"verify-{self._num_added}",
@@ -116,20 +116,20 @@ class SteppedEngine:
         self.scheduler.max_num_batched_tokens = self.full_budget
 
     def step_until(self, request: Request, num_answered: int) -> None:
-        """Step until ``request`` has so many settled tokens of its answer, or has ended."""
+        """Step until ``request`` has this many settled output tokens, or has ended."""
         while request.finish_reason is None and (
             len(request.token_ids) - request.num_prompt_tokens < num_answered
         ):
             self.step()
 
     def finish(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until no work is left."""
         while self.engine.has_work:
             self.step()
 
     def answer(self, request: Request) -> Answer:
-        """The answer of a finished request; its records are dropped. Overlapping steps may have
-        computed positions past its end, which are ignored."""
+        """The answer of a finished request, whose records are dropped. Overlapping steps may have
+        computed positions after its end, which are ignored."""
         self.engine.forget(request)
         length = request.max_num_tokens
         bits = {
@@ -142,14 +142,14 @@ class SteppedEngine:
         return Answer(tuple(request.output_token_ids), bits)
 
     def run(self, subjects: Sequence[CaseRequest], salt: bytes = b"") -> list[Answer]:
-        """Serve subjects that arrive together."""
+        """Run subjects that arrive together."""
         requests = [self.add(subject, salt) for subject in subjects]
         self.finish()
         self._forget_others(requests)
         return [self.answer(request) for request in requests]
 
     def close(self) -> None:
-        """Free the engine before another takes its memory; this object is unusable afterwards."""
+        """Free the engine before another one uses its memory; this object is unusable afterwards."""
         del self.llm, self.engine, self.scheduler
         gc.collect()
 
