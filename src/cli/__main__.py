@@ -7,7 +7,7 @@ from ..startup import gc_paused
 with gc_paused():
     from .main import main
 
-    gc.freeze()  # objects of modules stay: no collection scans them
+    gc.freeze()  # exclude the modules' long-lived objects from collections
 
 __all__ = ["main"]
 

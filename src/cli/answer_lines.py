@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def answer_lines(llm: LLM, fingerprint: Fingerprint, lines: Iterable[Line]) -> Iterator[Row]:
-    """Yield one row per line. A line that is refused yields a row with ``"error"``.
+    """Yield one row per line. A refused line yields a row with ``"error"``.
 
     Raises:
         EngineError: a step failed.
     """
     defaults = sampling_defaults(llm)
-    pulled: deque[tuple[Line, str | int | None]] = deque()  # lines without a row, with their ids
+    pulled: deque[tuple[Line, str | int | None]] = deque()  # lines without a row yet, and their ids
 
     def request(line: Line) -> tuple[Any, SamplingParams] | InvalidInputError:
         identity = None
@@ -46,7 +46,7 @@ def answer_lines(llm: LLM, fingerprint: Fingerprint, lines: Iterable[Line]) -> I
 
 
 def error_row(fingerprint: Fingerprint, line: Line, error: str) -> Row:
-    """The row of a line without an answer, for a reason outside the line."""
+    """The row of a line that has no answer for a reason outside the line."""
     try:
         identity = parse_question(line).identity
     except InvalidInputError:
@@ -93,5 +93,5 @@ def _fields(answer: CompletionOutput) -> Row:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity: None stands for it."""
+    """The value; None for infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None

@@ -31,15 +31,15 @@ _VOCABULARY_WITHOUT_TOKENIZER = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Workload:
-    """Requests of one length each way, all sent at once."""
+    """Requests with equal prompt and output lengths, all submitted at once."""
 
     PANEL: ClassVar = None
 
-    num_prompts: int = option(32, None, "Requests, all sent at once.", min=1)
-    input_len: int = option(128, None, "Tokens of each prompt, random.", min=1)
-    output_len: int = option(64, None, "Tokens generated for each.", min=1)
+    num_prompts: int = option(32, None, "Number of requests, all submitted at once.", min=1)
+    input_len: int = option(128, None, "Tokens per prompt (random ids).", min=1)
+    output_len: int = option(64, None, "Tokens generated per request.", min=1)
     temperature: float = option(1.0, None, "0 is greedy.")
-    seed: int = option(0, None, "Seed of the prompts and the sampling.")
+    seed: int = option(0, None, "Seed of the prompts and of the sampling.")
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
         """Random ids: no two prompts share a prefix, so the prefix cache has no effect."""
@@ -56,7 +56,7 @@ class Workload:
 
 
 def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: bool) -> None:
-    """Run the workload and print its measurements.
+    """Run the workload and print the measurements.
 
     Raises:
         PagespecError: an option is refused, or the engine did not generate every token.
@@ -80,7 +80,7 @@ def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: 
 
 
 def _warm_up(llm: LLM, workload: Workload, vocabulary: int) -> None:
-    """A few tokens of other prompts (another seed: their blocks must not be hits later)."""
+    """Run a few tokens of other prompts (another seed, so that none of their blocks is hit)."""
     few = replace(
         workload,
         num_prompts=min(_WARMUP_PROMPTS, workload.num_prompts),
@@ -97,7 +97,7 @@ def _measured(
     num_out = sum(len(result.outputs[0].token_ids) for result in results)
     due = workload.num_prompts * workload.output_len
     if num_out != due:
-        # A short run would seem fast: refuse in place of a wrong number.
+        # A run that ended early would seem fast: raise instead of printing a wrong figure.
         raise EngineError(f"{num_out} tokens were generated where {due} were due")
     waits = [result.metrics.time_to_first_token_s for result in results]
     first = [wait for wait in waits if wait is not None]
@@ -115,7 +115,7 @@ def _measured(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that ``percent`` of them do not exceed (nearest rank)."""
+    """The smallest value that at least ``percent`` of the values do not exceed (nearest rank)."""
     if not values:
         return math.nan
     rank = max(1, math.ceil(len(values) * percent / 100))

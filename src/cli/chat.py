@@ -1,4 +1,4 @@
-"""``pagespec chat``: a conversation on the terminal."""
+"""``pagespec chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .options import EngineOptions, SamplingOptions
 if TYPE_CHECKING:
     from ..llm import LLM
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
 class StopFlag:
@@ -34,10 +34,10 @@ class StopFlag:
 
 @contextmanager
 def ctrl_c_sets() -> Iterator[StopFlag]:
-    """While open, the first Ctrl-C sets the flag; a second one interrupts as usual.
+    """While active, the first Ctrl-C sets the flag; a second one interrupts as usual.
 
-    A KeyboardInterrupt inside an engine step would end the answer as an error and empty the prefix
-    cache, including the conversation's blocks. The flag is checked between two pieces of text.
+    A KeyboardInterrupt inside an engine step would end the answer with an error and empty the
+    prefix cache, including the conversation's blocks. The flag is checked between pieces of text.
     """
     flag = StopFlag()
 
@@ -54,7 +54,7 @@ def ctrl_c_sets() -> Iterator[StopFlag]:
 
 
 class Conversation:
-    """The messages, and the sampling of the next answer."""
+    """The messages of a conversation, and the sampling parameters of the next answer."""
 
     def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None) -> None:
         self._llm = llm
@@ -69,11 +69,11 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> None:
-        """Print the answer as it arrives, reasoning dim, and append both messages; a stopped answer
-        keeps its text so far.
+        """Print the answer as it arrives, with dimmed reasoning, and append both messages. A
+        stopped answer keeps its text so far.
 
         Raises:
-            InvalidInputError: the conversation is refused (too long, or no Unicode text); it is
+            InvalidInputError: the conversation is refused (too long, or not Unicode text); it is
                 then unchanged.
         """
         require_unicode("message", text)
@@ -94,7 +94,7 @@ class Conversation:
 
 
 def _show(delta: Delta, last: Delta | None) -> None:
-    """Print a piece of an answer; reasoning is dim, and on lines of its own."""
+    """Print a piece of an answer; reasoning is dimmed and on separate lines."""
     if isinstance(delta, ToolCallDelta):
         return
     if last is not None and type(delta) is not type(last):
@@ -104,7 +104,7 @@ def _show(delta: Delta, last: Delta | None) -> None:
 
 
 def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None) -> None:
-    """Read, answer, repeat, until the user leaves.
+    """Read and answer messages until the user quits.
 
     Raises:
         PagespecError: the model is refused or has no chat template.
@@ -137,7 +137,7 @@ def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None
 
 
 def _read() -> str | None:
-    """The next line, or None at its end. Ctrl-C drops the line being typed."""
+    """The next line, or None at the end of input. Ctrl-C discards the line being typed."""
     while True:
         try:
             return input("> ") if sys.stdin.isatty() else _read_piped()
@@ -151,8 +151,8 @@ def _read() -> str | None:
 
 
 def _read_piped() -> str:
-    """The next line of a file or pipe. It is decoded by itself: where the text stream meets a wrong
-    byte, all that it has read ahead is lost."""
+    """The next line of a file or pipe. Each line is decoded separately: at an invalid byte, a text
+    stream loses everything that it has read ahead."""
     raw = sys.stdin.buffer.readline()
     if not raw:
         raise EOFError

@@ -20,15 +20,15 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "PAGESPEC_TRACEBACK"
 MORE = "pagespec.more_arguments"
-"""In the context of a command: arguments without an option, of the group that ``TAKES_MORE``."""
+"""Key in the context of a command: arguments without an option, for a group that accepts them."""
 
 
 def prepare_streams() -> None:
     """Make stdin, stdout and stderr usable streams.
 
     A closed stream (``<&-``; pythonw) is None in Python, and the next opened file gets its
-    descriptor: a library's warning would be written into --output. It becomes the null device.
-    Characters that the encoding lacks are escaped.
+    descriptor: a library's warning would then be written into --output. It is replaced by the null
+    device. Characters that the encoding cannot represent are escaped.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -39,8 +39,8 @@ def prepare_streams() -> None:
 
 
 def note(message: str) -> None:
-    """Print a message to stderr: stdout has answers only."""
-    # A full disk or a closed pipe does not stop the answers.
+    """Print a message to stderr; stdout is for answers only."""
+    # A full disk or a closed pipe must not stop the answers.
     with suppress(OSError):
         typer.echo(message, err=True)
 
@@ -54,9 +54,9 @@ def refuse(error: Exception) -> int:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Convert errors of users to one line on stderr and exit code 2, Ctrl-C to 130.
+    """Convert user errors to one line on stderr and exit code 2, and Ctrl-C to exit code 130.
 
-    Files, folders and downloads raise ``OSError``. typer ends quietly at a broken pipe
+    Errors of files, folders and downloads are ``OSError``. typer exits silently at a broken pipe
     (``pagespec generate ... | head``). Other exceptions are bugs of pagespec and keep their
     traceback; ``PAGESPEC_TRACEBACK=1`` keeps every traceback.
     """
@@ -76,9 +76,9 @@ def readable_errors() -> Iterator[None]:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make ``function`` a typer callback whose dataclass arguments are groups of options.
 
-    Typer reads one option from one parameter. Here a parameter annotated with a dataclass stands
+    Typer maps one parameter to one option. Here a parameter annotated with a dataclass stands
     for all fields of that class that are options: typer sees a flat signature, and the function
-    gets an instance of the dataclass. Errors of the function become readable.
+    receives an instance of the dataclass. Errors of the function are printed as one line.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, tuple[Any, tuple[Option, ...]]] = {}
@@ -110,14 +110,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def option(default: Any, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
-    """A field of a dataclass that ``command`` expands; the rest is as in ``typer.Option``."""
+    """A field of a dataclass that ``command`` expands; other arguments as for ``typer.Option``."""
     settings |= {"metavar": metavar, "help": help}
     return dataclasses.field(default=default, metadata={"names": names, "settings": settings})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Option:
-    """An option of the command line; ``settings`` are as in ``typer.Option``."""
+    """An option of the command line; ``settings`` are arguments of ``typer.Option``."""
 
     name: str
     type: Any
@@ -126,7 +126,7 @@ class Option:
     settings: Mapping[str, Any]
 
     def with_default(self, default: Any, show_default: Any = True, **settings: Any) -> Option:
-        """The same option with another default, and the default's name in the help."""
+        """The same option with another default, and that default's text in the help."""
         shown = {**self.settings, "show_default": show_default, **settings}
         type_ = self.type | None if default is None else self.type
         return dataclasses.replace(self, type=type_, default=default, settings=shown)
@@ -147,11 +147,11 @@ _METAVARS |= {type_ | None: metavar for type_, metavar in _METAVARS.items()}
 
 @functools.cache
 def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
-    """The options among the fields of a dataclass: those of :func:`option`, and of declared
+    """The options among the fields of a dataclass: those of :func:`option`, and declared
     parameters.
 
     Args:
-        panel: of the help; None: of a declared parameter its stage.
+        panel: panel of the help; None: the stage of a declared parameter.
     """
     names_there = vars(sys.modules[group.__module__])
     found = []
@@ -160,7 +160,7 @@ def options_of(group: Any, panel: str | None) -> tuple[Option, ...]:
         if known is not None and known.flag is not None:
             names, is_time = known.flags, field.name.endswith("_s")
             type_ = _option_type(eval(str(field.type), names_there))
-            if not names and (is_time or field.default is False):  # True has --no-NAME as well
+            if not names and (is_time or field.default is False):  # True also gets --no-NAME
                 names = ("--" + field.name.removesuffix("_s").replace("_", "-"),)
             settings = {"help": known.help, "show_default": known.absent or True}
             settings["metavar"] = known.metavar or ("S" if is_time else _METAVARS.get(type_))

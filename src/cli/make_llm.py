@@ -1,4 +1,4 @@
-"""Finds the model and makes the ``LLM``, with all heavy imports of the command line."""
+"""Finds the model and makes the ``LLM``; contains all heavy imports of the command line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_MODEL = (
 
 
 def make_llm(model: str, **arguments: Any) -> LLM:
-    """The one place that builds an engine (tests replace it)."""
+    """Build an engine. All commands use this function, and tests replace it."""
     from ..llm import LLM
     from ..model_name import check_model_name
 
-    if isinstance(model, str):  # verify also makes engines of a model in memory
+    if isinstance(model, str):  # verify also makes engines from a model in memory
         check_model_name(model)  # before transformers is imported
     if not sys.stderr.isatty():
         with gc_paused():
@@ -37,10 +37,10 @@ def make_llm(model: str, **arguments: Any) -> LLM:
 
 
 def sampling_defaults(llm: LLM) -> Mapping[str, Any]:
-    """Defaults of the generation config, by names of ``SamplingParams``.
+    """Defaults from the generation config, by names of ``SamplingParams``.
 
     Raises:
-        InvalidInputError: a value there is refused.
+        InvalidInputError: the generation config has a value that is refused.
     """
     llm.get_default_sampling_params()
     return llm.default_sampling
@@ -62,7 +62,7 @@ def model_of(options: EngineOptions) -> str:
     """The model to load.
 
     Raises:
-        PagespecError: none was named and none is installed.
+        PagespecError: no model was named, and the embedded one is not installed.
     """
     if options.model is not None:
         return options.model
@@ -73,10 +73,10 @@ def model_of(options: EngineOptions) -> str:
 
 
 def model_label(options: EngineOptions) -> str:
-    """A name of the model, without the folder of the embedded one."""
+    """A name for the model, without the folder of the embedded one."""
     return options.model if options.model is not None else Path(model_of(options)).name
 
 
 def start_llm(options: EngineOptions) -> LLM:
-    """Load the model of ``options``. Every request of the command line has a seed of its own."""
+    """Load the model of ``options``. Each request of the command line sets its own seed."""
     return make_llm(model_of(options), **options.config.arguments())

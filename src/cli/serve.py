@@ -17,14 +17,14 @@ KEY_VARIABLE = "PAGESPEC_API_KEY"
 
 
 class ServerOptions:
-    """Options of the server; ``values`` are by names of ``ServerConfig``."""
+    """Options of the server; ``values`` by names of ``ServerConfig``."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
     @staticmethod
     def options() -> tuple[Option, ...]:
-        """The settings that have an option, each in the panel of its stage."""
+        """The settings that have an option, each in its panel of the help."""
         return options_of(ServerConfig, None)
 
 

@@ -1,4 +1,4 @@
-"""``pagespec trace``: a step trace replayed against the specification, or drawn."""
+"""``pagespec trace``: checks a step trace against the specification, or draws it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[TextIO]:
-    """Raises InvalidInputError if the file is no trace."""
+    """Raises InvalidInputError if the file is not a trace."""
     from ..spec.replay import TraceError
 
     try:
@@ -47,10 +47,10 @@ def _judge(file: Path) -> tuple[Verdict, str]:
 
 
 def check_trace(file: Path) -> None:
-    """Print the verdict on a trace; exit code 1 if it breaks the specification.
+    """Print the verdict on a trace; exit code 1 if it violates the specification.
 
     Raises:
-        InvalidInputError: the file is no trace.
+        InvalidInputError: the file is not a trace.
     """
     verdict, said = _judge(file)
     typer.echo(said)
@@ -62,7 +62,7 @@ def view_trace(file: Path, output: Path | None, *, perfetto: bool, checks: bool)
     """Write the page of a trace, or its Chrome trace, and print the path.
 
     Raises:
-        InvalidInputError: the file is no trace.
+        InvalidInputError: the file is not a trace.
     """
     from ..viewer.page import Verdict, make_page
     from ..viewer.perfetto import chrome_trace

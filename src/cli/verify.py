@@ -20,15 +20,15 @@ from .options import EngineOptions
 if TYPE_CHECKING:
     from ..verify import GateReport
 
-# Ids of prompts: every model has these, and few are special.
+# Largest id in prompts, plus 1: every model has these ids, and few of them are special.
 _MAX_VOCABULARY = 50_000
 
 
 def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
     """Run the gate and print a verdict; exit code 1 unless every group shows transparency.
 
-    On a GPU the controls run first, in a process of this command with ``only_control``, which
-    prints JSON: the gate pins the library's algorithms for its whole process.
+    On a GPU the controls run first, in a separate process of this command with ``only_control``,
+    which prints JSON: the gate pins the library's algorithms for its whole process.
 
     Raises:
         PagespecError: an option is refused.
@@ -45,9 +45,9 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
     arguments, dtype = config.arguments(), config.dtype
-    # The gate's prompts are short, and hits begin at the ends of intervals.
+    # The gate's prompts are short, and prefix hits start at interval boundaries.
     arguments["state_interval"] = config.state_interval or config.block_size
-    # Ranks in other processes, and weights that no module can hold: each engine loads the model.
+    # With several ranks, or weights that no module can hold, each engine loads the model itself.
     quantization = config.quantization
     if config.tensor_parallel_size > 1 or quantization is not None:
         vocab_size = vocab_size_of(model)
@@ -95,7 +95,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
 
 
 def _check(config: EngineConfig) -> None:
-    """Refuse, before a load, options that engines would refuse or the gate ignore.
+    """Refuse, before loading, options that engines would refuse or that the gate would ignore.
 
     Raises:
         InvalidInputError: an option is outside its limits, or one that the gate sets itself.
@@ -124,7 +124,7 @@ def _check(config: EngineConfig) -> None:
 
 
 def _own_controls() -> list[dict[str, Any]]:
-    """The groups of the controls, from a process with this command's arguments."""
+    """The groups of the controls, from a process with the same arguments."""
     command = [sys.executable, "-m", "pagespec.cli", *sys.argv[1:], "--only-control"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:

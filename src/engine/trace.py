@@ -1,5 +1,5 @@
-"""The step trace: all inputs and decisions of the scheduler, one JSON object per line. ``pagespec
-trace check`` replays it against the specification.
+"""Writes the step trace: all inputs and decisions of the scheduler, one JSON object per line.
+``pagespec trace check`` replays it against the specification.
 
 =========  =====================================================================================
 event      fields besides ``t`` (seconds since the trace began)
@@ -8,39 +8,39 @@ start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
            priority; since version 3 reads_cache, needs_history, siblings (ids); since version 5
            settled_only; since version 7 owner (a number); since version 9 segments ``[length,
-           content hash (hex)]`` of the prompt, null of a token segment
+           content hash (hex)]`` of the prompt, null for a token segment
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
-           ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for which
-           the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
-           compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``planner``) and
-           times: when planning began, when it was done, when the runner's ``dispatch`` returned;
-           since version 5 rows are columns or null, see below; since version 7 budget (tokens that
-           the step might have computed); since version 8 drafts ``[id, draft tokens]``, which are
-           the last of the row's tokens, and rows with ``num_samples`` in place of ``sampled``;
-           state_tables and new_state_slots ``[id, slots]``, as tables and new_blocks, where the
-           model has recurrent layers
-result     step, token_ids (the samples, row after row), finished ``[id, reason]``, pool; since
-           version 4 times: when the wait for the result began, when it was there, when it was
-           committed; since version 8 accepted ``[id, number of draft tokens]`` of each row with
-           draft tokens
+           ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (per preempted
+           request, the id of the request that gained its blocks or place), hits ``[id, number of
+           tokens that its admission found in blocks]``, evicted (number of blocks), refused ``[id,
+           reason]`` (see ``planner``) and times: start of planning, end of planning, return of the
+           runner's ``dispatch``; since version 5 rows are columns or null, see below; since version
+           7 budget (token budget of the step); since version 8 drafts ``[id, draft tokens]``, which
+           are the last of the row's tokens, and rows with ``num_samples`` instead of ``sampled``;
+           with recurrent layers, state_tables and new_state_slots ``[id, slots]``, like tables and
+           new_blocks
+result     step, token_ids (the samples, in row order), finished ``[id, reason]``, pool; since
+           version 4 times: start of waiting for the result, its arrival, end of the commit; since
+           version 8 accepted ``[id, number of draft tokens]`` of each row with draft tokens
 abort      id, reason
 pause      id
 resume     id
 reset      pool; since version 4: the prefix cache was reset, with nothing in flight
-fail       pool; an operation failed or was interrupted, and all live requests ended. Its own event
-           may be missing
+fail       pool; an operation failed or was interrupted, and all live requests ended. The event of
+           that operation may be missing
 =========  =====================================================================================
 
-``pool`` is the number of blocks ``[free, cached, owned]`` after the event. Of a model with
-recurrent layers ``state_pool`` beside it counts state slots; such models came with version 6.
+``pool`` is the number of blocks ``[free, cached, owned]`` after the event. For models with
+recurrent layers (since version 6), ``state_pool`` gives the same counts of state slots.
 ``times`` are seconds since the trace began. A plan is written after its dispatch, so that the
-device need not wait.
+device does not wait for it.
 
-``rows`` are ``{ids, starts, unusual}``: of all rows their ids and starts, and ``[row, num_tokens,
-num_samples]`` of each that is not one sampled token; draft tokens count as ``num_tokens``. Null are
-the rows of the plan before (there was no failure since), each at its next position with one sampled
-token: so are most steps, and to write all rows of all of them was most of a trace's cost.
+``rows`` are ``{ids, starts, unusual}``: ids and starts of all rows, and ``[row, num_tokens,
+num_samples]`` of each row that does not compute one position and sample one token (``num_tokens``
+includes draft tokens). Null means the rows of the previous plan (with no failure since), each at
+its next position with one sampled token. Most steps are such steps; writing their rows was the
+largest cost of a trace.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ TRACE_VERSION = 9
 
 
 class TraceWriter:
-    """Appends events to a file. A line is complete once its event is over. From here on the
-    scheduler's plans are explained.
+    """Appends events to a file; a line is complete when its event is over. It makes the scheduler
+    record the reasons for its plans.
 
     Raises:
         OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler) -> None:
-        # Unbuffered: the trace of a run that dies is whole up to its last event.
+        # Unbuffered: the trace of a crashed run is complete up to its last event.
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._num_bytes = 0
         self._scheduler = scheduler
-        self._last_plan: StepPlan | None = None  # that was written, since the last failure
+        self._last_plan: StepPlan | None = None  # the last one written since the last failure
         self._account = scheduler.account = PlanAccount()
-        self._owners: dict[str, int] = {}  # a trace has numbers in place of names
+        self._owners: dict[str, int] = {}  # a trace contains numbers instead of names
         self._begin = time.perf_counter()
         blocks, policy = scheduler.blocks, asdict(scheduler.policy)
         self.write(
@@ -104,7 +104,7 @@ class TraceWriter:
         """Append an event with these fields."""
         line = json.dumps({"event": event, "t": self._now(), **fields}).encode() + b"\n"
         num_written = 0
-        while num_written < len(line):  # a pipe or a full disk may take a part
+        while num_written < len(line):  # a pipe or a full disk may accept only a part
             num_written += self._file.write(line[num_written:])
         self._num_bytes += num_written
 
@@ -151,7 +151,7 @@ class TraceWriter:
         )
 
     def plan(self, plan: StepPlan, began: float, planned: float) -> None:
-        """A step was planned, between these two readings of the clock, and just dispatched."""
+        """Write a step, planned between these two clock readings and just dispatched."""
         times = [self._since_start(began), self._since_start(planned), self._now()]
         account = self._account
         hits = [
@@ -193,13 +193,13 @@ class TraceWriter:
         return {"ids": ids, "starts": plan.starts, "unusual": unusual}
 
     def _goes_on(self, plan: StepPlan) -> bool:
-        """Whether the rows of the plan before are at their next positions. They are compared, so
-        that a wrong position is written, not hidden."""
+        """Whether the rows are those of the previous plan at their next positions. Positions are
+        compared, so that a wrong position is written, not hidden."""
         last = self._last_plan
         return (
             last is not None
             and plan.requests == last.requests
-            # No sums: a large integer would be made for each row.
+            # No sums, which would create a large integer per row.
             and tuple(map(sub, plan.starts, last.starts)) == last.num_tokens
         )
 
@@ -215,7 +215,7 @@ class TraceWriter:
         awaited: float,
         collected: float,
     ) -> None:
-        """A result was awaited and collected, at these readings of the clock, and just
+        """Write a result: the wait for it began and ended at these clock readings, and it was just
         committed."""
         self.write(
             "result",
@@ -231,7 +231,7 @@ class TraceWriter:
         self.write("reset", **self._pools())
 
     def fail(self) -> None:
-        """The scheduler was reset. What was written of the event of that moment is cut off."""
+        """Write that the scheduler was reset. A partially written event is cut off."""
         self._last_plan = None
         if self._is_regular:
             self._file.truncate(self._num_bytes)
