@@ -1,1 +1,1 @@
-"""The formal specification of the block pool and the scheduler. Imports nothing of ``src``."""
+"""The formal specification of the block pool and the scheduler. Imports nothing from ``src``."""

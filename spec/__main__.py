@@ -1,4 +1,4 @@
-"""``python -m spec``: explore the scopes, or show what a seeded defect leads to."""
+"""``python -m spec``: explores the scopes, or shows the counterexample of a seeded defect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADER = (
 
 
 def line(report: Report) -> str:
-    """``steps``: longest shortest path. ``happened``: what kinds of plans were dispatched."""
+    """``steps``: longest shortest path. ``happened``: which events the dispatched plans had."""
     happened = " ".join(f"{name}:{count}" for name, count in sorted(report.seen.items()))
     violated = ",".join(report.violated) or ("none" if report.complete else "none yet")
     return (
@@ -62,7 +62,7 @@ def check(scopes: tuple[Scope, ...], processes: int) -> int:
 
 
 def seed_bug(name: str) -> int:
-    """Succeeds if the defect is found."""
+    """Explore a seeded defect; succeeds if the defect is found."""
     known = DEFECTS[name]
     for prop in known.violates:
         report = explore(known.scope, only=[prop])

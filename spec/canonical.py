@@ -1,15 +1,15 @@
-"""The name of a state up to symmetry: two states of one name behave alike.
+"""The canonical form of a state: two states with the same form behave alike (symmetry reduction).
 
 - Block ids are interchangeable, and so are state slots: they are renamed in the order in which
-  request tables, the LRU and the free stack mention them. The order of the free stack then
-  disappears, since free blocks are alike.
-- The runner's tables of running requests are these requests' tables (S32, checked at every plan),
-  and those of requests that left are never read again: that they left is all there is to tell. The
-  same goes for its histories (S39).
-- Of a group of siblings it matters which are left, not which leader they had.
-- Under "fair" it matters how far accounts and ranks are from the clock. What has been is judged
-  along the first way to a state alone (S54, L5).
-- A finished request with nothing in flight is forgotten. Under first come first served only the
+  request tables, the LRU and the free stack mention them. The order of the free stack is dropped,
+  since free blocks are alike.
+- The runner's tables of running requests equal these requests' tables (S32, checked for every
+  plan). Tables of requests that left are never read again, so only the fact that they left is kept.
+  The same holds for its histories (S39).
+- For a group of siblings, only the remaining ones matter, not their former leader.
+- Under "fair", only the distances of accounts and ranks from the clock matter. Properties about the
+  past (S54, L5) are checked only along the first path to a state.
+- Finished requests with nothing in flight are dropped. Under first come, first served only the
   order of the others matters, not their numbers.
 """
 
@@ -35,7 +35,7 @@ def block_names(state: State) -> dict[int, int]:
 
 
 def slot_names(state: State) -> dict[int, int]:
-    """As ``block_names``, for state slots."""
+    """Like ``block_names``, for state slots."""
     names: dict[int, int] = {NO_SLOT: NO_SLOT}
     slots = state.slots
     for table in (*[request.states for request in state.requests], slots.lru, slots.free[::-1]):
@@ -88,8 +88,8 @@ def rank_from_clock(state: State, request: Request) -> int | None:
 
 
 def canonical_shares(state: State, scope: Scope) -> list[tuple[int, int, int]]:
-    """The accounts that still decide something: beyond the earliest start, or of an owner with a
-    live request."""
+    """The accounts that can still affect a decision: beyond the earliest start, or of an owner with
+    a live request."""
     live = {request.owner for request in state.requests if not request.reason}
     shares = [(owner, a - state.clock, s - state.clock) for owner, (a, s) in state.shares]
     return [share for share in shares if share[0] in live or max(share[1:]) > -scope.credit]
@@ -104,5 +104,5 @@ def canonical_slots(state: State) -> tuple[object, ...]:
 
 
 def digest(state: State, scope: Scope) -> bytes:
-    """128 bits of the name. Over 10^7 states a collision has a chance below 10^-24."""
+    """128 bits of the form. For 10^7 states the probability of a collision is below 10^-24."""
     return hashlib.blake2b(marshal.dumps(canonical(state, scope), 2), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Breadth-first exploration: every state, every property, shortest counterexamples."""
+"""Breadth-first exploration: checks every property in every state; counterexamples are shortest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .state import (
 )
 from .transitions import ANY, TRANSITION_PROPERTIES
 
-LIVENESS = ("L1", "L2", "L8")  # judged on the graph, below
+LIVENESS = ("L1", "L2", "L8")  # checked on the graph, below
 ALL_PROPERTIES = tuple(
     sorted(
         {*STATE_PROPERTIES, *TRANSITION_PROPERTIES, *LIVENESS},
@@ -42,16 +42,16 @@ class Report:
     transitions: int = 0
     depth: int = 0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0  # what it would take on an idle machine
+    cpu_seconds: float = 0.0  # the time on an idle machine
     complete: bool = True
-    violated: tuple[str, ...] = ()  # the properties violated first, at the same action
+    violated: tuple[str, ...] = ()  # the properties that the first violating action violates
     trace: list[Label] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)  # events, to show that nothing is idle
-    cycle: int = 0  # how many last actions of the trace repeat for ever
+    seen: Counter[str] = field(default_factory=Counter)  # events, to show that no rule is unused
+    cycle: int = 0  # how many last actions of the trace repeat forever
 
 
 class Graph:
-    """What is kept of each state: a digest, the first way to it, and its engine successors."""
+    """Kept for each state: a digest, the first path to it, and its engine successors."""
 
     def __init__(self) -> None:
         self.number: dict[bytes, int] = {}
@@ -76,8 +76,8 @@ class Graph:
         return labels[::-1]
 
     def find_cycle(self) -> list[int]:
-        """A cycle of engine actions, or []. Peels off states without successors, over and over:
-        what is left lies on cycles or leads to one."""
+        """A cycle of engine actions, or []. States without successors are removed repeatedly; the
+        remaining states are on cycles or lead to one."""
         count = len(self.parent)
         out = array("l", bytes(8 * count))
         into: list[list[int] | None] = [None] * count
@@ -161,7 +161,7 @@ def slot_events(before: State, plan: Plan, after: State) -> Iterator[str]:
 
 
 def unfinished(state: State) -> list[int]:
-    """Requests that the engine alone should bring to an end."""
+    """Requests that the engine alone should finish."""
     return [*state.running, *state.waiting, *state.pending, *state.queued]
 
 
@@ -188,7 +188,7 @@ class Explorer:
 
     def run(self, max_states: int) -> Report:
         began, cpu_began = time.perf_counter(), time.process_time()
-        gc.disable()  # nothing here is cyclic garbage; walking millions of tuples is half the time
+        gc.disable()  # there is no cyclic garbage; scanning millions of tuples is half the time
         self.search(max_states)
         gc.enable()
         if not self.report.violated and self.wanted.intersection(LIVENESS):
@@ -228,7 +228,7 @@ class Explorer:
             if violated:
                 violated += [n for n, holds in self.on_state if not holds(successor, self.scope)]
                 return self.fail(violated, [*graph.trace(number), label])
-            if successor == state:  # refused at the door, or a second abort
+            if successor == state:  # a refused request, or a second abort
                 target = number
             else:
                 key = digest(successor, self.scope)
@@ -244,7 +244,7 @@ class Explorer:
                 graph.source.append(number)
                 graph.target.append(target)
         if not engine_moves and unfinished(state):
-            # Nothing to settle and no plan: only a user could change anything (no abort is owed).
+            # Nothing to settle and no plan: only a user action could help, and none is required.
             trace = graph.trace(number)
             names = ["L2", "L8"] if resumed(trace, unfinished(state)) else ["L2"]
             names = [name for name in names if name in self.wanted]

@@ -1,8 +1,8 @@
-"""The lines of a step trace, each checked for its shape before anything is made of it.
+"""Parses the lines of a step trace, and checks the shape of each before it is used.
 
-``pagespec.engine.trace`` describes the format. A field that is missing, of another type or outside
-its bounds makes the file no trace; whether a well-formed event is one that the specification
-allows is for ``replay`` to say.
+``pagespec.engine.trace`` describes the format. If a field is missing, has another type or is
+outside its bounds, the file is not a trace; ``replay`` decides whether the specification allows a
+well-formed event.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .state import REFUSALS
 
 VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
-_MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
+_MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine stores some words per block
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
 _HASH = re.compile("(?:[0-9a-f]{2})+")
@@ -25,7 +25,7 @@ Rows = list[list[Any]]
 
 
 class TraceError(ValueError):
-    """The file is no step trace, or of another version."""
+    """The file is not a step trace, or has an unsupported version."""
 
 
 def _is_text(value: Any) -> bool:
@@ -37,7 +37,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    return type(value) is int  # true and false are no numbers here
+    return type(value) is int  # excludes true and false
 
 
 def _is_policy(value: Any) -> bool:
@@ -45,7 +45,7 @@ def _is_policy(value: Any) -> bool:
 
 
 def _is_reason(value: Any) -> bool:
-    return value in REFUSALS and value != "behind"  # those behind a refused one are not traced
+    return value in REFUSALS and value != "behind"  # requests behind a refused one are not traced
 
 
 def _is_time(value: Any) -> bool:
@@ -58,7 +58,7 @@ def _are_times(value: Any) -> bool:
 
 
 def _is_content_hash(value: Any) -> bool:
-    """None of a token segment."""
+    """None for a token segment."""
     return value is None or (_is_text(value) and _HASH.fullmatch(value) is not None)
 
 
@@ -81,8 +81,8 @@ def _tuple_of(*shapes: Shape) -> Shape:
 
 
 def _columns_of(sampled: Shape) -> Shape:
-    """Rows as traced since version 5; null stands for those of the plan before. ``sampled``: the
-    shape of what an unusual row samples."""
+    """Rows as traced since version 5; null stands for those of the previous plan. ``sampled``: the
+    shape of the number of samples of an unusual row."""
     return lambda value: (
         value is None
         or (
@@ -171,7 +171,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "fail": {"pool": _POOL, "state_pool": _POOL},
 }
 
-# Fields that events have from a version of the trace on.
+# Fields and the trace version that introduced them.
 _SINCE = {
     **{("plan", field): 2 for field in ("tables", "new_blocks", "released")},
     **{("add", field): 3 for field in ("reads_cache", "needs_history", "siblings")},
@@ -189,22 +189,22 @@ _SINCE = {
     ("result", "accepted"): 8,
     ("add", "segments"): 9,
 }
-# Fields of an engine that has state slots.
+# Fields of an engine with state slots.
 _OF_STATES = ("state_tables", "new_state_slots", "state_pool")
 _COLUMNS_SINCE = 5
-_SAMPLES_SINCE = 8  # a row says how many tokens it samples, not whether it samples one
+_SAMPLES_SINCE = 8  # version: a row has the number of samples, not whether it samples
 
 
 def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each event with the number of its line, from 1. The first is a start, no other is. A plan has
-    all its rows, ``[id, start, num_tokens, num_samples]``, in whatever way its version tells them.
+    """Each event with its line number, from 1. The first event is a start, and no other is. A plan
+    has all its rows, ``[id, start, num_tokens, num_samples]``, independent of its version's format.
 
     Raises:
-        TraceError: a line is no event of a step trace.
+        TraceError: a line is not an event of a step trace.
     """
     number = version = 0
     has_states = False
-    rows: Rows | None = None  # of the plan before, since the last failure
+    rows: Rows | None = None  # of the previous plan, since the last failure
     for number, line in enumerate(lines, 1):
         event = _parsed(line, number)
         is_start = event.get("event") == "start"
@@ -253,7 +253,7 @@ def _all_rows(recorded: dict[str, Any] | None, before: Rows | None, number: int)
 def _parsed(line: str, number: int) -> dict[str, Any]:
     try:
         event = json.loads(line)
-    # Besides bad syntax: an integer of too many digits, and lists nested too deep.
+    # Besides bad syntax: an integer with too many digits, and lists nested too deep.
     except (ValueError, RecursionError) as error:
         raise TraceError(f"line {number} is no JSON: {error}") from error
     if not isinstance(event, dict):
@@ -279,5 +279,5 @@ def _check_shape(event: dict[str, Any], number: int, version: int, has_states: b
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many characters of a text, the last three dots if some are left out."""
+    """A text cut to at most ``length`` characters; a cut text ends with three dots."""
     return text if len(text) <= length else text[: length - 3] + "..."

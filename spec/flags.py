@@ -1,9 +1,9 @@
-"""The flags of an all-reduce over peer memory: R4 and R5, in every order of writes of small groups.
+"""Model of the flags of an all-reduce over peer memory: checks R4 and R5 for every order of writes.
 
-One chunk, called again and again. In call n each rank pushes its part into the box that every peer
-keeps for it, then sets its flag there to n; then it waits for the flag of each peer, in order, and
-reads the part. A box has halves, used in turn. No rank waits for the readers: how far may it run
-ahead of a slow one?
+The model has one chunk and repeated calls. In call n each rank pushes its part into the box that
+every peer has for it, then sets its flag there to n. Then it waits for the flag of each peer, in
+order, and reads that part. Each box has two halves, used alternately. No rank waits for the
+readers; the model checks that a fast rank never overwrites a part that a slow rank still reads.
 
     python -m spec.flags                           # states, violations
     python -m spec.flags --seed-bug equality       # a broken rule and its shortest counterexample
@@ -20,14 +20,14 @@ BUGS = ("equality", "one-half", "flag-first")
 
 
 class State(NamedTuple):
-    """Of N ranks.
+    """The state of N ranks.
 
     Attributes:
-        calls: the call that each rank is in, from 1.
-        places: what it does next in it: writes 0 to 2 (N - 1) - 1, then the reads.
-        boxes: per owner, sender and half: the call whose part lies there, 0 for none.
-        flags: per owner and sender: the number that was set last.
-        broken: "R4" once a rank has read the part of another call.
+        calls: the present call of each rank, from 1.
+        places: its next operation in that call: writes 0 to 2 (N - 1) - 1, then the reads.
+        boxes: by owner, sender and half: the call whose part is stored there, 0 for none.
+        flags: by owner and sender: the latest value set.
+        broken: "R4" after a rank has read the part of another call.
     """
 
     calls: tuple[int, ...]
@@ -43,7 +43,7 @@ def initial(num_ranks: int) -> State:
 
 
 def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[tuple[str, State]]:
-    """What may happen next: one write, or one read, of any rank."""
+    """All possible next events: one write, or one read, of any rank."""
     for rank in range(num_ranks):
         call, place = state.calls[rank], state.places[rank]
         if call > num_calls:
@@ -83,8 +83,8 @@ def _advanced(state: State, rank: int, num_places: int) -> State:
 
 
 def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """The number of states, and the first violation with the shortest way to it: R4, or R5 where
-    nothing can happen any more although calls are left; "" for none."""
+    """The number of states, and the first violation with its shortest path: R4, or R5 if nothing
+    can happen although calls are left; "" for none."""
     first = initial(num_ranks)
     come_from: dict[State, tuple[State, str] | None] = {first: None}
     todo = deque([first])
@@ -107,7 +107,7 @@ def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tupl
 
 
 SCOPES = ((2, 6), (3, 3))
-"""Ranks and calls."""
+"""(ranks, calls)."""
 
 
 def main() -> int:

@@ -1,14 +1,14 @@
-"""The actions. ``actions(state, scope)`` is the whole next-state relation.
+"""The actions of the model; ``actions(state, scope)`` is the next-state relation.
 
 ==========  ================================================================
-Add         the environment sends a request; the door refuses what can never fit
+Add         the environment sends a request; one that can never fit is refused
 Schedule    one plan is made and dispatched (engine)
 Settle      the oldest step in flight is committed (engine)
-Abort       the user gives a request up, at any moment
-Pause       a request stops being scheduled and gives its blocks back
-Resume      it goes on, at its old place
-ResetCache  the user clears the prefix cache; running requests start again, at their old places
-Fail        an operation raised or was interrupted half done: all live requests end, pool anew
+Abort       the user aborts a request, at any moment
+Pause       a request is no longer scheduled and releases its blocks
+Resume      a paused request continues, at its rank
+ResetCache  the user resets the prefix cache; running requests restart, at their ranks
+Fail        an operation raised or was interrupted: all live requests end, the pool is reset
 ==========  ================================================================
 """
 
@@ -56,8 +56,8 @@ class Machine(Scheduler):
         return blocks <= self.scope.num_blocks and len(template.prompt) <= limit - 1
 
     def rank(self, number: int, template: Template) -> tuple[int, int]:
-        """Fixed at arrival. A request that arrives more than K later has a larger rank (L5). Under
-        "fair" the rank is set at the request's turn."""
+        """Assigned at arrival. A request that arrives more than K later has a larger rank (L5).
+        Under "fair" the rank is assigned at the request's turn."""
         if self.is_fair:
             return NEVER, number
         delay = {
@@ -68,7 +68,7 @@ class Machine(Scheduler):
         return number + min(self.scope.overtaking, delay), number
 
     def covers(self, prompt: tuple[int, ...], segments: Segments) -> bool:
-        """S59: no segment is empty, and together they are as long as the prompt."""
+        """S59: no segment is empty, and the segments cover the prompt exactly."""
         lengths = [segment.length for segment in segments]
         return min(lengths) >= 1 and sum(lengths) == len(prompt)
 
@@ -86,7 +86,7 @@ class Machine(Scheduler):
                     template.salt,
                     self.rank(number, template),
                     total=len(prompt),
-                    # What the whole prompt is computed for is asked of the leader.
+                    # Only the leader has to compute the whole prompt.
                     reads_cache=template.reads_cache or number > first,
                     needs_history=template.needs_history,
                     settled_only=template.settled_only,
@@ -99,7 +99,7 @@ class Machine(Scheduler):
         self.join_waiting(first)
 
     def release_siblings(self, leader: int) -> None:
-        """Siblings join the queue only now, so that later arrivals do not wait for the leader's
+        """Siblings start to wait only now, so that later arrivals do not wait for the leader's
         prompt. Siblings keep the ranks of their arrival."""
         for r in [r for r in self.pending if self.requests[r].leader == leader]:
             self.pending.remove(r)
@@ -119,8 +119,8 @@ class Machine(Scheduler):
             self.write(row.request, row.start, row.end - row.start, ids)
             self.write_states(row.request, row.start, row.n, ids)
         self.write_padding(sum(row.end - row.start for row in plan.rows))
-        self.tell_runner(plan)
-        self.tell_tokens(plan, known)
+        self.update_runner_view(plan)
+        self.update_histories(plan, known)
         self.flight.append(
             tuple(
                 Row(
@@ -136,8 +136,8 @@ class Machine(Scheduler):
             )
         )
 
-    def tell_runner(self, plan: Plan) -> None:
-        """The runner's tables: it has the plans, in their order, and nothing else (S32, S51)."""
+    def update_runner_view(self, plan: Plan) -> None:
+        """Update the runner's tables, which follow from the plans alone, in order (S32, S51)."""
         for r in plan.released:
             self.view.pop(r, None)
             self.state_view.pop(r, None)
@@ -150,10 +150,10 @@ class Machine(Scheduler):
             self.state_view[r] = self.state_view.get(r, ()) + slots
         self.left.clear()
 
-    def tell_tokens(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
-        """The runner's histories (S39): a plan names the tokens of its rows, also those known only
-        on the device. A row begins behind the last accepted token, so the rejected drafts of
-        the row before are overwritten."""
+    def update_histories(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
+        """The runner's histories (S39): a plan names the tokens of its rows, including those that
+        exist only on the device. A row begins after the last accepted token, so it overwrites the
+        rejected drafts of the previous row."""
         self.histories.update(plan.prefixes)
         for row, ids in zip(plan.rows, known, strict=True):
             if row.request in self.histories:
@@ -164,8 +164,8 @@ class Machine(Scheduler):
         return ids[:start]
 
     def all_tokens(self, r: int) -> tuple[int, ...]:
-        """Settled tokens and the first sample of each row in flight, known only on the device.
-        Samples behind drafts are counted at the settle alone."""
+        """Settled tokens and the first sample of each row in flight, which exists only on the
+        device. Samples after drafts count only when they settle."""
         pending = tuple(
             token
             for step in self.flight
@@ -180,13 +180,13 @@ class Machine(Scheduler):
         written = self.computed_names(request, start, ids)
         for position in range(start, start + n):
             block, slot = divmod(position, self.block_size)
-            # A position outside table or tokens is a defect's: it is found by S10, S17 or S18.
+            # Only a defect writes outside table or tokens; S10, S17 or S18 detect it.
             if block < len(request.table) and position < len(written):
                 self.write_slot(request.table[block], slot, written[position])
 
     def computed_names(self, request: Request, _: int, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What a row computes, wherever it starts: a row that starts inside a content segment goes
-        on at that offset."""
+        """The prefixes that a row computes, wherever it starts: a row that starts inside a content
+        segment continues at that offset."""
         return names(request, ids)
 
     def write_slot(self, block: int, slot: int, prefix: int) -> None:
@@ -194,7 +194,7 @@ class Machine(Scheduler):
         self.contents[block] = (*old[:slot], prefix, *old[slot + 1 :])
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """In one launch, in no order: all are read as they were."""
+        """In one launch, unordered: all sources are read before any write."""
         old = list(self.contents)
         for source, destination in copies:
             self.contents[destination] = old[source]
@@ -233,8 +233,9 @@ class Machine(Scheduler):
             self.take_back_if_drained(r)
 
     def take_samples(self, r: int, row: Row) -> None:
-        """A prefix of the row's samples: the first, and each that follows an accepted draft, up to
-        the end of the request. An accepted draft's position counts as computed from here on."""
+        """Accept a prefix of the row's samples: the first, and each that follows an accepted draft,
+        up to the end of the request. An accepted draft's position counts as computed from here on.
+        """
         self.append_token(r, row.samples[0])
         for draft, token in zip(row.drafts, row.samples[1:], strict=False):
             if self.has_ended(r) or not self.is_accepted(r, draft):
@@ -243,14 +244,14 @@ class Machine(Scheduler):
             self.append_token(r, token)
 
     def is_accepted(self, r: int, draft: int) -> bool:
-        """S58: a draft is accepted if and only if it is the token that was sampled there."""
+        """S58: a draft is accepted if and only if it equals the token sampled at its position."""
         return self.requests[r].tokens[-1] == draft
 
     def has_ended(self, r: int) -> bool:
         return bool(self.finish_reason(r))
 
     def count_accepted(self, r: int) -> None:
-        """Drafts are counted nowhere before this."""
+        """Drafts do not count before this."""
         request = self.requests[r]
         computed, dispatched = request.computed + 1, request.dispatched + 1
         self.update(r, computed=computed, dispatched=dispatched, total=request.total + 1)
@@ -259,7 +260,7 @@ class Machine(Scheduler):
         self.update(r, tokens=(*self.requests[r].tokens, token))
 
     def finish_reason(self, r: int) -> str:
-        """ "stop" comes before "length"."""
+        """ "stop" takes precedence over "length"."""
         request = self.requests[r]
         if request.tokens[-1] == STOP:
             return "stop"
@@ -278,11 +279,11 @@ class Machine(Scheduler):
         for queue in (self.waiting, self.paused, self.pending, self.queued):
             if r in queue:
                 queue.remove(r)
-        self.release_siblings(r)  # for nothing that may not come
+        self.release_siblings(r)  # they must not wait for a leader that left
         self.take_turns(self.requests[r].owner)
 
     def release_if_drained(self, r: int) -> None:
-        """S28: what a step in flight refers to stays owned until that step settles."""
+        """S28: blocks that a step in flight refers to stay owned until that step settles."""
         if self.requests[r].in_flight == 0:
             self.release(r)
 
@@ -296,7 +297,7 @@ class Machine(Scheduler):
             self.finish(r, "abort")
 
     def pause(self, r: int) -> None:
-        """It holds no block once drained: a paused request must not starve the others."""
+        """A paused request holds no block once drained: it must not starve the others."""
         self.leave(r)
         self.paused.append(r)
         self.paused.sort()
@@ -308,12 +309,12 @@ class Machine(Scheduler):
 
     # ------------------------------------------------------------------ reset of the cache
     def may_reset(self) -> bool:
-        """The engine settles everything first: no result of a step may come after it."""
+        """The engine settles everything first: no step may settle after the reset."""
         return not self.flight
 
     def reset_cache(self) -> None:
-        """S41: with nothing in flight, only running requests have blocks. All of these are
-        released, so that nothing computed under other weights is read or published."""
+        """S41: with nothing in flight, only running requests own blocks. All are released, so that
+        nothing computed under other weights is read or published."""
         self.send_back_running()
         self.forget_cache()
 
@@ -326,8 +327,8 @@ class Machine(Scheduler):
 
     # ------------------------------------------------------------------ failure
     def fail(self) -> None:
-        """S37: what was left half done is not looked at. Every live request ends, and the pool is
-        as at the start: what the steps in flight wrote is never found again."""
+        """S37: partially updated state is not read. Every live request ends, and the pool is reset:
+        blocks that the steps in flight wrote are never found again."""
         for r, request in enumerate(self.requests):
             if not request.reason or request.table:
                 self.update(r, reason=request.reason or "error", table=(), states=())
@@ -335,7 +336,7 @@ class Machine(Scheduler):
         self.queued, self.clock, self.shares = [], self.scope.credit, {}
         self.forget_flight()
         self.reset_pool()
-        self.view, self.left, self.histories = {}, [], {}  # the runner forgets as well
+        self.view, self.left, self.histories = {}, [], {}  # the runner resets as well
         self.state_view = {}
 
     def forget_flight(self) -> None:
@@ -345,7 +346,7 @@ class Machine(Scheduler):
 # --------------------------------------------------------------------------- the interface
 @cache
 def machine_class(defects: frozenset[str]) -> type[Machine]:
-    """The machine, with the named rules replaced by broken ones."""
+    """The machine class, with the rules of these defects replaced."""
     if not defects:
         return Machine
     from .defects import DEFECTS
@@ -377,7 +378,7 @@ def can_schedule(state: State, scope: Scope) -> bool:
 
 
 def plan(state: State, scope: Scope, budget: int = 0, offer: Drafts = ()) -> tuple[Plan, State]:
-    """The plan of a state, and the state with that plan made but not dispatched."""
+    """The plan of a state, and the state in which the plan is made but not dispatched."""
     m = machine(state, scope)
     made = m.schedule(budget, offer)
     return made, m.freeze()
@@ -394,7 +395,7 @@ def settle_label(state: State) -> Settle:
 
 
 def step(state: State, label: Label, scope: Scope) -> State:
-    """Apply one named action. A Schedule whose plan has no row leaves the state as it is."""
+    """Apply one named action. A Schedule whose plan has no row leaves the state unchanged."""
     if isinstance(label, Schedule):
         made, planned = plan(state, scope, label.budget, label.offer)
         return dispatch(planned, made, label.tokens, scope) if made.rows else state
@@ -428,21 +429,21 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
                 for offer in offers(made, state, scope):
                     drafted, planned = plan(state, scope, budget, offer)
                     if any(row.drafts != dict(offer).get(row.request, ()) for row in drafted.rows):
-                        continue  # the same plan as of a shorter offer
+                        continue  # the same plan as for a shorter offer
                     yield from schedules(drafted, planned, Schedule((), budget, offer), scope)
 
 
 def schedules(
     made: Plan, planned: State, label: Schedule, scope: Scope
 ) -> Iterator[tuple[Label, State, Plan]]:
-    """The plan's dispatch, for all that nature may choose as its samples."""
+    """The plan's dispatch, for all possible samples."""
     num_samples = sum(row.num_samples for row in made.rows)
     for tokens in product(scope.outputs, repeat=num_samples):
         yield label._replace(tokens=tokens), dispatch(planned, made, tokens, scope), made
 
 
 def offers(made: Plan, state: State, scope: Scope) -> Iterator[Drafts]:
-    """All that drafters may offer for the rows of a plan: any tokens, and not nothing for all."""
+    """All offers that drafters may make for the rows of a plan: any tokens, but at least one."""
     if not scope.max_drafts or scope.num_states:
         return
     rows = [row.request for row in made.rows if row.num_samples]
@@ -457,7 +458,7 @@ def offers(made: Plan, state: State, scope: Scope) -> Iterator[Drafts]:
 
 def is_enough(budget: int, state: State) -> bool:
     """Each running request could have a token: a decode always has one (L6), and the oldest prompt
-    advances beside any number of decodes (L4)."""
+    advances next to any number of decodes (L4)."""
     return budget >= max(1, len(state.running))
 
 
@@ -481,7 +482,7 @@ def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, Non
 
 
 def actions(state: State, scope: Scope) -> Iterator[tuple[Label, State]]:
-    """Every enabled action with the state it leads to."""
+    """Every enabled action with its successor state."""
     for label, successor, _ in engine_actions(state, scope):
         yield label, successor
     for label, successor, _ in user_actions(state, scope):

@@ -1,4 +1,4 @@
-"""One action, as the properties of transitions see it."""
+"""One action, in the form that the properties in transitions.py read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NO_PLAN = Plan(())
 
 
 class Move:
-    """One action, as the predicates see it."""
+    """One action with its states before and after."""
 
     def __init__(
         self, before: State, label: Label, plan: Plan | None, after: State, scope: Scope

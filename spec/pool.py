@@ -1,7 +1,7 @@
 """The block pool: reference counts, chained keys, a free stack and an LRU of cached blocks.
 
-``Pool`` is a mutable working copy of one state, alive for one action only. Each rule is one small
-method, so that a seeded defect (``defects.py``) is the override of exactly one rule.
+``Pool`` is a mutable copy of one state, used for one action. Each rule is one small method, so that
+a seeded defect (``defects``) overrides exactly one rule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pool:
         self.queued = list(state.queued)
         self.clock = state.clock
         self.shares = dict(state.shares)
-        self.risen: list[int] = []  # got their turns in this action
+        self.risen: list[int] = []  # requests that got their turns in this action
 
     def freeze(self) -> State:
         return State(
@@ -80,12 +80,12 @@ class Pool:
         self.requests[r] = self.requests[r]._replace(**fields)  # type: ignore[arg-type]
 
     def clear_contents(self, block: int) -> None:
-        # A free block's contents must not be read before they are written. Clearing them makes such
-        # a read visible, and makes free blocks equal.
+        # The contents of a free block must be written before they are read. Clearing them makes a
+        # violation visible, and makes free blocks equal.
         self.contents[block] = (EMPTY,) * self.block_size
 
     def reset_pool(self) -> None:
-        """Every block free and unpublished, in the order of the start."""
+        """Every block free and unpublished, in the initial order."""
         count = self.scope.num_blocks
         self.refs, self.keys = [0] * count, [None] * count
         self.index, self.lru = {}, []
@@ -98,7 +98,7 @@ class Pool:
         return len(self.free) + len(self.lru)
 
     def take_block(self) -> int:
-        """S5: a free block, else the oldest cached one, whose key goes in the same act."""
+        """S5: a free block, else the oldest cached one, whose key is removed."""
         block = self.free.pop() if self.free else self.evict()
         self.clear_contents(block)
         return block
@@ -124,8 +124,8 @@ class Pool:
 
     # ------------------------------------------------------------------ prefix hits
     def block_key(self, request: Request, i: int) -> int:
-        """The chained key of full block i: the salt, and up to its end all tokens and, of each
-        content segment, which of its positions lie where."""
+        """The chained key of full block i: the salt and, up to the block's end, all tokens and the
+        positions of each content segment."""
         return names(request)[(i + 1) * self.block_size - 1]
 
     def max_hit_blocks(self, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""Liveness, as predicates on one action: which requests are served, which yield, what decreases."""
+"""Liveness, as predicates on one action: served requests, yielding requests, ranking function."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def l4(m: Move) -> bool:
 
 
 def l5(m: Move) -> bool:
-    """Admission follows the order of ranks: a request that is passed over is younger."""
-    ranks = [request.rank for request in m.after.requests]  # one may get its turn in this very walk
+    """Admission follows rank order: a waiting request that is passed over is younger."""
+    ranks = [request.rank for request in m.after.requests]  # a turn may begin in this very walk
     passed = [r for r in m.before.waiting if r in m.after.waiting]
     return all(ranks[r] < ranks[w] for r, _ in m.plan.admitted for w in passed)
 
@@ -60,8 +60,8 @@ def l9(m: Move) -> bool:
 
 
 def l10(m: Move) -> bool:
-    """A row that samples brings its request a token, whatever its drafts are, and each right draft
-    one more, unless the request ends before."""
+    """Each row that samples adds a token to its request, whatever its drafts are, and one more for
+    each accepted draft, unless the request ends earlier."""
     for row in m.before.flight[0]:
         old, new = m.before.requests[row.request], m.after.requests[row.request]
         taken = new.tokens[len(old.tokens) :]
@@ -87,8 +87,8 @@ def decodes(m: Move) -> list[int]:
 
 
 def is_served_or_yields(m: Move, r: int) -> bool:
-    """The request has a row, or is preempted or held for an older one, or no blocks may be
-    allocated to it while an older one is short of blocks."""
+    """Whether the request has a row, or is preempted or held for an older one, or may not allocate
+    blocks because an older one is short of blocks."""
     if r in m.plan.preempted or any(row.request == r for row in m.plan.rows):
         return True
     request, closed_by = m.before.requests[r], m.plan.closed_by

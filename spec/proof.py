@@ -1,10 +1,10 @@
-"""``python -m spec.proof``: the pool's invariants are inductive, for any number of blocks.
+"""``python -m spec.proof``: proves that the pool's invariants are inductive for any pool size.
 
-The checker explores small pools; this closes the gap to all of them. A pool is a handful of
-functions over unbounded sorts. For every action and every invariant, Z3 is asked for a state in
-which all invariants hold, the action is allowed, and the invariant fails afterwards; "unsat" proves
-the step. Quantifiers never reach the solver: an action changes a function at one point, so an
-invariant is assumed only at the few terms that the question mentions (assuming less is sound).
+The checker explores small pools; this proof covers all of them. A pool is a set of functions over
+unbounded sorts. For every action and every invariant, Z3 searches for a state in which all
+invariants hold, the action is allowed, and the invariant fails afterwards; "unsat" proves the
+step. The solver gets no quantifiers: an action changes a function at one point, so an invariant is
+assumed only at the few terms that the query mentions (assuming less is sound).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TERMS = Terms(b, k, other)
 
 
 def assume_invariants(solver: z3.Solver, p: PoolFns) -> None:
-    """At every term a question can mention: the act's own, the goal's, one look-up further."""
+    """At every term a query can mention: the action's own, the goal's, one look-up further."""
     blocks = [b, other, b0, p.index(k), p.index(k0)]
     keys = [k, k0, p.key(b), p.key(b0), p.key(other), p.key(p.index(k))]
     for holds in INVARIANTS.values():
@@ -43,7 +43,7 @@ def assume_invariants(solver: z3.Solver, p: PoolFns) -> None:
 
 
 def ask(action: Action, goal: Invariant | None, promise: int = -1) -> z3.CheckSatResult:
-    """unsat: proved. sat: refuted (or, with no goal, the act is possible)."""
+    """unsat: proved. sat: refuted (or, without a goal, the action is possible)."""
     solver, p = z3.Solver(), any_pool()
     assume_invariants(solver, p)
     step = action(p, TERMS)
@@ -69,7 +69,7 @@ def empty_pool() -> PoolFns:
 
 
 def conditions() -> dict[str, z3.CheckSatResult]:
-    """Every verification condition by name, with Z3's answer; all should be unsat."""
+    """Every verification condition by name, with Z3's answer; all must be unsat."""
     answers: dict[str, z3.CheckSatResult] = {}
     for name, holds in INVARIANTS.items():
         solver = z3.Solver()

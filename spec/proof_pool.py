@@ -1,9 +1,9 @@
 """The block pool as a theory for Z3: functions over unbounded sorts, invariants, actions.
 
-``own(b)`` is the ghost count of table entries that are b: every act on a table counts it, and the
-code's ``ref`` must agree (S1). ``in_free`` and ``in_lru`` are multiplicities, so that "in it twice"
-can be said at all (S2). A key stands for a chained prefix; ``content`` is the prefix that the
-block's slots really hold, ``settled`` that all of them were written by settled steps.
+``own(b)`` is the ghost count of table entries that are b: every action on a table updates it, and
+the code's ``ref`` must equal it (S1). ``in_free`` and ``in_lru`` are multiplicities, so that "twice
+in the list" can be expressed (S2). A key stands for a chained prefix; ``content`` is the prefix
+that the block's slots really hold, ``settled`` whether settled steps wrote all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PoolFns:
     ref: Fn
     in_free: Fn
     in_lru: Fn
-    age: Fn  # place in the LRU: smaller is older
+    age: Fn  # position in the LRU: smaller is older
     has_key: Fn
     key: Fn
     indexed: Fn  # by key
@@ -50,7 +50,7 @@ def any_pool() -> PoolFns:
 
 
 def put(f: Fn, at: z3.ExprRef, value: object) -> Fn:
-    """f, but ``value`` at one point."""
+    """f, but with ``value`` at one point."""
     return lambda x: z3.If(x == at, value, f(x))
 
 
@@ -59,7 +59,7 @@ def put_if(condition: z3.BoolRef, f: Fn, at: z3.ExprRef, value: object) -> Fn:
 
 
 # --------------------------------------------------------------------------- invariants
-# Each says something of a block b and a key k, both arbitrary.
+# Each is a statement about an arbitrary block b and an arbitrary key k.
 Invariant = Callable[[PoolFns, z3.ExprRef, z3.ExprRef], z3.BoolRef]
 
 INVARIANTS: dict[str, Invariant] = {
@@ -91,12 +91,12 @@ INVARIANTS: dict[str, Invariant] = {
 class Step:
     allowed: z3.BoolRef
     after: PoolFns
-    # what else the act promises (S5, S9, S12), beyond the invariants
+    # properties of the action itself (S5, S9, S12), beyond the invariants
     promises: tuple[tuple[str, z3.BoolRef], ...] = ()
 
 
 class Terms(NamedTuple):
-    """What an act is about: a block, a key, and any other block."""
+    """The terms of an action: a block, a key, and any other block."""
 
     block: z3.ExprRef
     key: z3.ExprRef
@@ -127,7 +127,7 @@ def writable(after: PoolFns, b: z3.ExprRef) -> tuple[tuple[str, z3.BoolRef], ...
 
 
 def take_cached(p: PoolFns, at: Terms) -> Step:
-    """Evict the LRU head into a table; nothing is free. The key goes in the same act."""
+    """Evict the LRU head into a table, when no block is free. The action also removes its key."""
     b, other = at.block, at.other
     after = replace(
         p,
@@ -147,7 +147,7 @@ def take_cached(p: PoolFns, at: Terms) -> Step:
 
 
 def acquire(p: PoolFns, at: Terms) -> Step:
-    """A prefix hit: the index's block for k goes into one more table."""
+    """A prefix hit: the index's block for k is added to one more table."""
     k = at.key
     b = p.index(k)
     after = replace(
@@ -157,11 +157,11 @@ def acquire(p: PoolFns, at: Terms) -> Step:
         ref=put(p.ref, b, p.ref(b) + 1),
     )
     hit = z3.And(after.content(b) == k, after.settled(b), after.own(b) > 0)
-    return Step(p.indexed(k), after, (("S6 S7 S12 the hit holds what was asked", hit),))
+    return Step(p.indexed(k), after, (("S6 S7 S12 the hit has the requested prefix", hit),))
 
 
 def drop(p: PoolFns, at: Terms) -> Step:
-    """One table lets b go. The last owner retires it: to the LRU with a key, else to free."""
+    """One table releases b. The last owner retires it: to the LRU with a key, else to free."""
     b = at.block
     last = p.ref(b) == 1
     after = replace(
@@ -175,7 +175,7 @@ def drop(p: PoolFns, at: Terms) -> Step:
 
 
 def write(p: PoolFns, at: Terms) -> Step:
-    """A dispatched step writes slots of b: whatever k stands for, unsettled."""
+    """A dispatched step writes slots of b: any content, unsettled."""
     b, k = at.block, at.key
     after = replace(p, content=put(p.content, b, k), settled=put(p.settled, b, False))
     return Step(z3.And(p.own(b) == 1, z3.Not(p.has_key(b))), after)
@@ -188,7 +188,7 @@ def settle(p: PoolFns, at: Terms) -> Step:
 
 
 def publish(p: PoolFns, at: Terms) -> Step:
-    """A full, settled, keyless block gets the key of its content, unless another one has it."""
+    """A full, settled, keyless block gets the key of its content, unless another block has it."""
     b, k = at.block, at.key
     wins = z3.Not(p.indexed(k))
     after = replace(

@@ -1,4 +1,4 @@
-"""Predicates on one state, by the numbers of spec/README.md. True means that it holds."""
+"""Predicates on one state, by the numbers of spec/README.md. True: the property holds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def s8(state: State, _: Scope) -> bool:
 
 
 def s10(state: State, scope: Scope) -> bool:
-    """Rejected drafts may leave blocks behind, which the request's next tokens fill."""
+    """Rejected drafts may leave blocks that the request's next tokens fill."""
     size = scope.block_size
     return all(
         ceil_div(request.dispatched, size)
@@ -81,7 +81,7 @@ def s10(state: State, scope: Scope) -> bool:
 
 
 def max_drafts(request: Request, scope: Scope) -> int:
-    """Draft tokens that the request may have had in a row since it was admitted."""
+    """Maximum number of draft tokens in a row of the request since its admission."""
     return scope.max_drafts if request.settled_only and request.table else 0
 
 
@@ -93,7 +93,7 @@ def s14(state: State, _: Scope) -> bool:
 
 # --------------------------------------------------------------------------- step, life cycle
 def s18(state: State, scope: Scope) -> bool:
-    """The running set; the plan's part is in transitions.py."""
+    """For the running set; the part about plans is in transitions.py."""
     return len(state.running) <= scope.cap and all(
         len(request.tokens) <= request.limit <= scope.max_model_len
         and request.computed <= request.dispatched <= request.total
@@ -109,7 +109,7 @@ def s23(state: State, _: Scope) -> bool:
 
 
 def s27(state: State, _: Scope) -> bool:
-    """Its place is its rank; what happens to a paused request is in transitions.py."""
+    """Queues are in rank order; the part about paused requests is in transitions.py."""
     return all(
         state.requests[a].rank < state.requests[b].rank
         for queue in (state.waiting, state.running)
@@ -134,8 +134,8 @@ def s30(state: State, scope: Scope) -> bool:
 
 
 def s32(state: State, _: Scope) -> bool:
-    """The runner's tables are those of the running requests, and it keeps none of others but for
-    those that the next plan will release."""
+    """The runner's tables equal those of the running requests. The only others it keeps are those
+    that the next plan will release."""
     known = dict(state.view)
     return known.keys() == {*state.running, *state.left} and all(
         known[r] == state.requests[r].table for r in state.running
@@ -143,7 +143,7 @@ def s32(state: State, _: Scope) -> bool:
 
 
 def s33(state: State, scope: Scope) -> bool:
-    """A block that its owner has not filled has no other owner; what a fork is like is in
+    """A block that its owner has not filled has no other owner; the part about forks is in
     transitions.py."""
     return all(
         state.refs[block] == 1
@@ -154,7 +154,7 @@ def s33(state: State, scope: Scope) -> bool:
 
 def s38(state: State, scope: Scope) -> bool:
     """A running request has offered its full, settled blocks, whether or not it reads the cache.
-    That it does not read the cache is checked in transitions.py."""
+    The part about not reading the cache is in transitions.py."""
     return not scope.caching or all(
         request.published == request.computed // scope.block_size
         for request in (state.requests[r] for r in state.running)
@@ -162,9 +162,9 @@ def s38(state: State, scope: Scope) -> bool:
 
 
 def s39(state: State, scope: Scope) -> bool:
-    """The runner has all tokens of the running requests that need their history, up to where they
-    are dispatched. It has no others but those that the next plan will release. Behind them
-    are the drafts of one row at most, until the next row overwrites them."""
+    """The runner has all dispatched tokens of the running requests that need their history. The
+    only others it keeps are those that the next plan will release. They may be followed by the
+    drafts of one row, until the next row overwrites them."""
     sent, here = dict(state.histories), {*state.running, *state.left}
     return sent.keys() == {r for r in here if state.requests[r].needs_history} and all(
         sent[r][:done] == all_tokens(state, r)[:done]
@@ -175,10 +175,10 @@ def s39(state: State, scope: Scope) -> bool:
 
 
 def s57(state: State, scope: Scope) -> bool:
-    """The KV that is settled of a running request was computed for its own tokens, and for no
-    draft that was rejected."""
+    """The settled KV of a running request was computed for its own tokens, and not for rejected
+    drafts."""
     if not scope.max_drafts:
-        return True  # S16 and S17 say it of every row
+        return True  # S16 and S17 check this for every row
     size = scope.block_size
     return all(
         state.contents[request.table[p // size]][p % size] == name
@@ -188,7 +188,7 @@ def s57(state: State, scope: Scope) -> bool:
 
 
 def s40(state: State, _: Scope) -> bool:
-    """A pending request waits for a leader that is not finished, and for no other request."""
+    """A pending request waits only for its leader, which is not finished."""
     return all(
         leader in (*state.waiting, *state.running, *state.queued)
         and state.requests[leader].computed < state.requests[leader].num_prompt
@@ -198,7 +198,7 @@ def s40(state: State, _: Scope) -> bool:
 
 # --------------------------------------------------------------------------- liveness, by state
 def l5(state: State, scope: Scope) -> bool:
-    """Requests are served in the order of ranks, in which a request overtakes at most K others."""
+    """Requests are served in rank order, and a request overtakes at most K others."""
     if scope.policy == "fair":
         return share_properties.l5(state, scope)
     ranks = [request.rank for request in state.requests]
@@ -210,7 +210,7 @@ def l5(state: State, scope: Scope) -> bool:
 
 
 def l7(state: State, scope: Scope) -> bool:
-    """Blocks of a finished request are kept by steps in flight alone, at most depth + 1."""
+    """Blocks of a finished request are kept only by steps in flight, at most depth + 1."""
     busy = {row.request for step in state.flight for row in step}
     return len(state.flight) <= scope.depth + 1 and all(
         r in busy for r, request in enumerate(state.requests) if request.reason and request.table

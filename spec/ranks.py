@@ -1,12 +1,12 @@
-"""The ranks of a tensor-parallel group: R1 to R3, in every order of events of small groups.
+"""Model of the ranks of a tensor-parallel group: checks R1 to R3 for every order of events.
 
-The scheduler does not appear: to the ranks a step is a number. Rank 0's main thread writes a step
-into a slot and puts its number in a queue; rank 0's launch thread sends it down a pipe to each
-worker and computes its own part; a rank finishes a step only together with the others, since each
-step is full of collectives. The main thread settles a step once all have finished it. At any moment
-a rank may die, and the main thread may be interrupted, which is followed by a reset.
+The scheduler is not modelled: a step is a number. Rank 0's main thread writes a step into a slot
+and puts its number in a queue. Rank 0's launch thread sends the number to each worker through a
+pipe and computes its own part. All ranks finish a step together, because each step contains many
+collectives. The main thread settles a step once all ranks have finished it. At any moment a rank
+may die, and the main thread may be interrupted, which is followed by a reset.
 
-    python -m spec.ranks                           # all worlds: states, violations
+    python -m spec.ranks                           # all configurations: states, violations
     python -m spec.ranks --seed-bug one-slot       # a broken rule and its shortest counterexample
 """
 
@@ -20,12 +20,13 @@ from typing import NamedTuple
 BUGS = ("one-slot", "settle-on-rank-0", "launch-in-main", "no-watch")
 
 
-class World(NamedTuple):
-    """Sizes of a group.
+class GroupConfig(NamedTuple):
+    """Parameters of a group.
 
     Attributes:
-        num_ranks, num_slots: of it. depth: steps that may be unsettled when the next is written.
-        num_steps: to compute. may_die, may_interrupt: what else happens, once.
+        num_ranks, num_slots: of the group. depth: number of unsettled steps allowed when the next
+            one is written.
+        num_steps: steps to compute. may_die, may_interrupt: whether that may happen, once.
     """
 
     num_ranks: int
@@ -37,18 +38,18 @@ class World(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is, in numbers of steps.
+    """The state of a group, in numbers of steps.
 
     Attributes:
-        num_written: steps that got a number. num_settled: of those put, in order.
+        num_written: steps that got a number. num_settled: settled steps, in the order of ``put``.
         slots: the step in each slot, -1 for none.
         put: the steps put, in order. sent: how many of them the launch thread has sent.
-        started, finished: how many of them each rank has, in order.
-        dead: the rank that died, or -1. interrupts: how many came.
+        started, finished: how many of them each rank has started and finished, in order.
+        dead: the rank that died, or -1. interrupts: number of interrupts.
         is_resetting: after an interrupt. is_failed: every request has ended with an error.
-        left: how many steps came before the one that rank 0 left between two collectives, or -1:
-            only if its launches were the main thread's.
-        broken: the property that was violated, or "".
+        left: number of steps before the one that rank 0 left between two collectives, or -1;
+            only if the main thread launches.
+        broken: the violated property, or "".
     """
 
     num_written: int
@@ -66,44 +67,44 @@ class State(NamedTuple):
     broken: str = ""
 
 
-def initial(world: World) -> State:
-    """Nothing has been asked for."""
-    nothing = (0,) * world.num_ranks
-    return State(0, 0, (-1,) * world.num_slots, (), 0, nothing, nothing)
+def initial(config: GroupConfig) -> State:
+    """No step was written."""
+    nothing = (0,) * config.num_ranks
+    return State(0, 0, (-1,) * config.num_slots, (), 0, nothing, nothing)
 
 
-def actions(world: World, state: State, bug: str = "") -> Iterator[tuple[str, State]]:
-    """Everything that can happen next, by name."""
+def actions(config: GroupConfig, state: State, bug: str = "") -> Iterator[tuple[str, State]]:
+    """All possible next events, by name."""
     if state.is_failed:
         return
-    yield from _main(world, state, bug)
-    yield from _ranks(world, state)
-    if world.may_die and state.dead < 0:
-        for rank in range(1, world.num_ranks):
+    yield from _main(config, state, bug)
+    yield from _ranks(config, state)
+    if config.may_die and state.dead < 0:
+        for rank in range(1, config.num_ranks):
             yield f"rank {rank} dies", state._replace(dead=rank)
 
 
-def _main(world: World, state: State, bug: str) -> Iterator[tuple[str, State]]:
+def _main(config: GroupConfig, state: State, bug: str) -> Iterator[tuple[str, State]]:
     """Rank 0's main thread."""
     if state.dead >= 0 and bug != "no-watch":
         yield "the loss is noticed", state._replace(is_failed=True)
     launched = state.started[0] == len(state.put)
     if state.is_resetting:
-        if launched:  # the mark has passed the launch thread
+        if launched:  # the launch thread has passed the mark
             settled = len(state.put)
             yield "reset", state._replace(is_resetting=False, num_settled=settled)
         return
     unsettled = len(state.put) - state.num_settled
-    if launched and unsettled <= world.depth and len(state.put) < world.num_steps:
+    if launched and unsettled <= config.depth and len(state.put) < config.num_steps:
         step = state.num_written
-        place = step % world.num_slots
+        place = step % config.num_slots
         slots = (*state.slots[:place], step, *state.slots[place + 1 :])
         after = state._replace(num_written=step + 1, slots=slots, put=(*state.put, step))
-        if bug == "launch-in-main":  # the put and the launch are one operation of this thread
+        if bug == "launch-in-main":  # this thread puts and launches in one operation
             started = (state.started[0] + 1, *state.started[1:])
             after = after._replace(sent=state.sent + 1, started=started)
         yield f"step {step} is put", after
-        if world.may_interrupt and not state.interrupts:
+        if config.may_interrupt and not state.interrupts:
             written = state._replace(num_written=step + 1, slots=slots, interrupts=1)
             yield f"interrupt before step {step} is put", written._replace(is_resetting=True)
             late = after._replace(interrupts=1, is_resetting=True)
@@ -117,18 +118,18 @@ def _main(world: World, state: State, bug: str) -> Iterator[tuple[str, State]]:
         yield f"step {state.put[state.num_settled]} settles", after
 
 
-def _ranks(world: World, state: State) -> Iterator[tuple[str, State]]:
+def _ranks(config: GroupConfig, state: State) -> Iterator[tuple[str, State]]:
     """Rank 0's launch thread, and the workers."""
     if state.sent < len(state.put) and state.sent == state.started[0]:
         yield f"step {state.put[state.sent]} is sent", state._replace(sent=state.sent + 1)
-    for rank in range(world.num_ranks):
+    for rank in range(config.num_ranks):
         if rank == state.dead:
             continue
         number = state.started[rank]
         is_free = state.finished[rank] == number or (rank == 0 and state.left >= 0)
         if number < state.sent and is_free:
             step = state.put[number]
-            found = state.slots[step % world.num_slots]
+            found = state.slots[step % config.num_slots]
             yield (
                 f"rank {rank} starts step {step}",
                 state._replace(
@@ -136,7 +137,7 @@ def _ranks(world: World, state: State) -> Iterator[tuple[str, State]]:
                     broken="" if found == step else "R1",
                 ),
             )
-        # The last collective of a step has every rank's part.
+        # The last collective of a step needs every rank's part.
         own = state.finished[rank]
         if own < number and min(state.started) > own and own != state.left:
             after = _with(state.finished, rank, own + 1)
@@ -148,22 +149,22 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 
 class Violation(NamedTuple):
-    """A property, and the shortest way to its violation."""
+    """A property, and the shortest path to its violation."""
 
     property_id: str
     path: tuple[str, ...]
 
 
-def check(world: World, bug: str = "") -> tuple[int, Violation | None]:
-    """The number of states, and the first violation: R1, R2, or R3 where nothing can happen any
-    more although steps are left and no error was raised."""
-    first = initial(world)
+def check(config: GroupConfig, bug: str = "") -> tuple[int, Violation | None]:
+    """The number of states, and the first violation: R1, R2, or R3 if nothing can happen although
+    steps are left and no error was raised."""
+    first = initial(config)
     come_from: dict[State, tuple[State, str] | None] = {first: None}
     todo = deque([first])
     while todo:
         state = todo.popleft()
-        following = list(actions(world, state, bug))
-        is_done = state.num_settled == world.num_steps or state.is_failed
+        following = list(actions(config, state, bug))
+        is_done = state.num_settled == config.num_steps or state.is_failed
         broken = state.broken or ("R3" if not is_done and not _moves(following) else "")
         if broken:
             return len(come_from), Violation(broken, _path(come_from, state))
@@ -175,7 +176,7 @@ def check(world: World, bug: str = "") -> tuple[int, Violation | None]:
 
 
 def _moves(following: list[tuple[str, State]]) -> bool:
-    """Whether anything but bad luck is left."""
+    """Whether any event other than a death or an interrupt is possible."""
     return any(not name.endswith("dies") for name, _ in following)
 
 
@@ -187,8 +188,8 @@ def _path(come_from: dict[State, tuple[State, str] | None], state: State) -> tup
     return tuple(reversed(names))
 
 
-WORLDS = tuple(
-    World(num_ranks, num_slots=4, depth=depth, num_steps=num_steps)
+CONFIGS = tuple(
+    GroupConfig(num_ranks, num_slots=4, depth=depth, num_steps=num_steps)
     for num_ranks, depth, num_steps in ((2, 0, 5), (2, 1, 6), (3, 1, 5), (4, 1, 3))
 )
 
@@ -197,8 +198,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed-bug", choices=BUGS, default="")
     bug = parser.parse_args().seed_bug
-    for world in WORLDS:
-        chosen = world._replace(num_slots=1) if bug == "one-slot" else world
+    for config in CONFIGS:
+        chosen = config._replace(num_slots=1) if bug == "one-slot" else config
         num_states, violation = check(chosen, bug)
         found = "no violation" if violation is None else f"{violation.property_id} violated"
         print(f"{chosen}: {num_states:,} states, {found}")

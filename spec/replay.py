@@ -1,10 +1,10 @@
 """Replays a real engine's step trace against the specification.
 
-The trace (``pagespec.engine.trace`` describes the format) says what entered the engine, what it
-planned and what came back. What entered is given to the specification's machine; what was planned
-and what finished must be what the machine plans and finishes, row by row, block counts included.
-The first event that differs is named with the property it breaks; a plan that breaks none by
-itself and is yet another than the specified one breaks S31, for a plan is a function of the state.
+The trace (``pagespec.engine.trace`` describes the format) contains the engine's inputs, its plans
+and the results. The inputs are given to the specification's machine; the plans and finished
+requests must equal the machine's, row by row, including block counts. The verdict names the first
+event that differs, with the property that it violates. A plan that violates no other property but
+differs from the specified one violates S31, since a plan is a function of the state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["TraceError", "Verdict", "check"]
 
 
 class Verdict(NamedTuple):
-    """``property_id`` is "" if the whole trace was accepted; else ``line`` is the first that
-    differs."""
+    """``property_id`` is "" if the whole trace was accepted; otherwise ``line`` is the first one
+    that differs."""
 
     num_steps: int
     num_requests: int
@@ -42,7 +42,7 @@ class _Refused(Exception):
 
 
 class Replay:
-    """Takes events one by one; ``_Refused`` at the first that the specification does not allow."""
+    """Applies events one by one; raises ``_Refused`` at the first one that is not allowed."""
 
     def __init__(self, start: dict[str, Any]) -> None:
         scope = Scope(
@@ -75,7 +75,7 @@ class Replay:
         self.contents: dict[str, int] = {}  # a number from 1 on for each content hash
         self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
         self.steps_in_flight: list[int] = []
-        self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
+        self.next_step: int | None = 0  # None: any later one, since a failure may hide a plan
         self.has_tables = start["version"] >= 2
         self.has_prefixes = start["version"] >= 3
         self.has_account = start["version"] >= 4
@@ -182,7 +182,7 @@ class Replay:
         self._check_pool(event)
 
     def _take_tables(self, event: dict[str, Any]) -> None:
-        """S32: what the plans tell adds up to the tables of the running requests."""
+        """S32: the tables in the plans add up to the tables of the running requests."""
         numbers, tables = self.numbers, self.tables
         for name in event["released"]:
             if tables.pop(numbers.get(name, -1), None) is None:
@@ -220,7 +220,7 @@ class Replay:
                 )
 
     def _check_account(self, event: dict[str, Any], made: Plan, num_evicted: int) -> None:
-        """S31: why a plan is as it is follows from the state, as the plan does."""
+        """S31: the reasons of a plan are a function of the state, like the plan itself."""
         starts = {row.request: row.start for row in made.rows}
         expected = {
             "askers": list(made.preempted_for),
@@ -250,8 +250,8 @@ class Replay:
         preempted: list[int],
         budget: int,
     ) -> None:
-        """What a plan may not be whatever the state of the pool. ``rows``: (request, start, number
-        of its own tokens, number of samples); ``drafts``: its draft tokens, by request."""
+        """Checks of a plan that do not depend on the pool. ``rows``: (request, start, number of its
+        own tokens, number of samples); ``drafts``: its draft tokens, by request."""
         machine = self.machine
         if not drafts.keys() <= {row[0] for row in rows}:
             raise _Refused("S56", f"drafts of {sorted(drafts)}, which have not all a row")
@@ -301,10 +301,10 @@ class Replay:
         machine.flight[0] = tuple(
             row._replace(samples=tuple(islice(recorded, len(row.samples)))) for row in step
         )
-        told_ends = [(self.numbers.get(name, -1), reason) for name, reason in event["finished"]]
-        machine.told_reasons = dict(told_ends)
-        told_accepted = [(self.numbers.get(name, -1), n) for name, n in event.get("accepted", ())]
-        machine.told_accepted = dict(told_accepted)
+        traced_ends = [(self.numbers.get(name, -1), reason) for name, reason in event["finished"]]
+        machine.traced_reasons = dict(traced_ends)
+        traced_accepted = [(self.numbers.get(name, -1), n) for name, n in event.get("accepted", ())]
+        machine.traced_accepted = dict(traced_accepted)
         live = [row.request for row in step if not machine.requests[row.request].reason]
         before = {row.request: len(machine.requests[row.request].tokens) for row in step}
         machine.settle()
@@ -317,13 +317,13 @@ class Replay:
             for row in step
             if row.drafts
         ]
-        if accepted != told_accepted:
+        if accepted != traced_accepted:
             raise _Refused(
-                "S58", f"accepted drafts {told_accepted}, the specification accepts {accepted}"
+                "S58", f"accepted drafts {traced_accepted}, the specification accepts {accepted}"
             )
         ends = [(r, machine.requests[r].reason) for r in live if machine.requests[r].reason]
-        if ends != told_ends:
-            raise _Refused("S25", f"finished {told_ends}, the specification finishes {ends}")
+        if ends != traced_ends:
+            raise _Refused("S25", f"finished {traced_ends}, the specification finishes {ends}")
         self._check_pool(event)
 
     def _on_abort(self, event: dict[str, Any]) -> None:
@@ -385,7 +385,7 @@ def check(lines: Iterable[str]) -> Verdict:
     """Replay a trace.
 
     Raises:
-        TraceError: it is no trace; a trace that breaks a property is a Verdict, not an error.
+        TraceError: it is not a trace; a trace that violates a property gives a Verdict instead.
     """
     events = read_events(lines)
     replay = Replay(next(events)[1])

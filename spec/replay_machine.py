@@ -1,7 +1,7 @@
-"""The specification's machine as a step trace leads it.
+"""The specification's machine, driven by a step trace.
 
-The contents of blocks are not in a trace, so the machine here does without them: keys name exact
-prefixes still, interned instead of spelt out, since real prompts are long.
+A trace does not contain the contents of blocks, so this machine has none: keys still identify exact
+prefixes, but interned instead of encoded, because real prompts are long.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ReplayMachine(Machine):
         super().__init__(model.initial(scope), scope)
         self.stop_ids: list[frozenset[int]] = []
         self.watches_text: list[bool] = []
-        self.told_reasons: dict[int, str] = {}
-        self.told_accepted: dict[int, int] = {}  # draft tokens, of the step that is settled
+        self.traced_reasons: dict[int, str] = {}
+        self.traced_accepted: dict[int, int] = {}  # draft tokens, of the step that is settled
         self._num_settled: dict[int, int] = {}  # tokens of each request before its row is settled
         self._names: dict[tuple[int, tuple[int, ...], tuple[Piece, ...]], int] = {}
         self._chains: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ class ReplayMachine(Machine):
         pass
 
     def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
-        self.left.clear()  # what plans say is read from the trace
+        self.left.clear()  # the runner's view is read from the trace instead
         self.flight.append(
             tuple(
                 Row(row.request, row.start, row.n, (0,) * row.num_samples, (), drafts=row.drafts)
@@ -54,10 +54,10 @@ class ReplayMachine(Machine):
         request = self.requests[r]
         if request.tokens[-1] in self.stop_ids[r]:
             return "stop"
-        # Only the engine sees text: that a stop string was met, and behind which accepted draft,
-        # is the environment's to say.
-        if self.watches_text[r] and self.told_reasons.get(r) == "stop":
+        # Only the engine reads text, so the trace determines whether a stop string was met, and
+        # after which accepted draft.
+        if self.watches_text[r] and self.traced_reasons.get(r) == "stop":
             num_taken = len(request.tokens) - self._num_settled[r]
-            if num_taken == 1 + self.told_accepted.get(r, 0):
+            if num_taken == 1 + self.traced_accepted.get(r, 0):
                 return "stop"
         return "length" if len(request.tokens) >= request.limit else ""

@@ -1,4 +1,4 @@
-"""What a step trace tells of state slots, compared with the specification's machine."""
+"""State slots in a step trace, compared with the specification's machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tables = dict[int, tuple[int, ...]]
 def differing_states(
     event: dict[str, Any], made: Plan, numbers: dict[str, int]
 ) -> tuple[str, str] | None:
-    """The property that the state tables of a plan break, and how; None if they are specified."""
+    """The property that the state tables of a plan violate, with details; None if none."""
     for field, expected in (
         ("state_tables", dict(made.state_tables)),
         ("new_state_slots", dict(made.added_states)),

@@ -1,4 +1,4 @@
-"""The scheduler: one deterministic walk over all requests in rank order makes a plan."""
+"""The scheduler: one deterministic walk over all requests, in rank order, makes a plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from .state import Drafts, Plan, PlanRow, Request
 class Scheduler(Shares):
     # ------------------------------------------------------------------ the walk
     def schedule(self, budget: int = 0, offer: Drafts = ()) -> Plan:
-        """Decide one step of at most ``budget`` tokens (0: as many as the scope says), with draft
-        tokens of ``offer`` where they have room. Mutates pool, tables and counters, but contents
-        and flight do not change before ``dispatch``. The fields set here live for this one plan
-        only."""
+        """Decide one step of at most ``budget`` tokens (0: the scope's), with draft tokens of
+        ``offer`` if they fit. Mutates pool, tables and counters; contents and flight change only in
+        ``dispatch``. The fields set here are used for this plan only."""
         budget = budget or self.scope.budget
         self.budget_left = budget
         self.rows: list[PlanRow] = []
@@ -37,7 +36,7 @@ class Scheduler(Shares):
                 waiter = candidates.pop(0)
                 if self.admit(waiter):
                     self.serve(waiter)
-                    for r in self.risen:  # another of its owner's, which it made room for
+                    for r in self.risen:  # the owner's next request, whose turn begins now
                         self.enter(candidates, r)
                     self.risen = []
                 else:
@@ -68,8 +67,8 @@ class Scheduler(Shares):
 
     # ------------------------------------------------------------------ drafts
     def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
-        """S56: after the walk, rows that may carry drafts do so, within the budget that is left
-        and with blocks that no request is short of."""
+        """S56: after the walk, rows that may carry drafts get them, within the remaining budget
+        and from blocks that no request needs."""
         for i, row in enumerate(self.rows):
             drafts = offer.get(row.request, ())[: self.draft_room(row)]
             wanted = ceil_div(row.end + len(drafts), self.block_size)
@@ -82,9 +81,10 @@ class Scheduler(Shares):
             self.budget_left -= len(drafts)
 
     def draft_room(self, row: PlanRow) -> int:
-        """Draft tokens that a row may carry. Only a settled-only request drafts, since the next
-        row starts where the accepted drafts end (S42). A sample behind the last draft may not go
-        beyond the request's longest form. Recurrent states cannot be cut, so they allow none."""
+        """Maximum number of draft tokens of a row. Only a settled-only request has drafts, since
+        the next row starts where the accepted drafts end (S42). A sample after the last draft may
+        not exceed the request's maximum length. Recurrent states cannot be truncated, so models
+        with recurrent layers have no drafts."""
         request = self.requests[row.request]
         if not (row.num_samples and request.settled_only) or self.scope.num_states:
             return 0
@@ -100,7 +100,7 @@ class Scheduler(Shares):
         return tuple((r, self.requests[r].table) for r, _ in self.admitted)
 
     def growth(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S32: what the tables of the other rows grew by. ``known``: their lengths before."""
+        """S32: blocks added to the tables of other rows. ``known``: the lengths before."""
         grown = ((row.request, known.get(row.request)) for row in self.rows)
         return tuple(
             (r, self.requests[r].table[length:])
@@ -109,13 +109,13 @@ class Scheduler(Shares):
         )
 
     def whole_state_tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S51: as ``whole_tables``."""
+        """S51: like ``whole_tables``."""
         if not self.scope.num_states:
             return ()
         return tuple((r, self.requests[r].states) for r, _ in self.admitted)
 
     def growth_of_states(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S51: as ``growth``."""
+        """S51: like ``growth``."""
         grown = ((row.request, known.get(row.request)) for row in self.rows)
         return tuple(
             (r, self.requests[r].states[length:])
@@ -124,7 +124,7 @@ class Scheduler(Shares):
         )
 
     def history_before(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """S39: the tokens that an admitted request with a history will not compute: all settled."""
+        """S39: the tokens that an admitted request with a history does not compute; all settled."""
         starts = {row.request: row.start for row in self.rows}
         return tuple(
             (r, self.requests[r].tokens[: starts[r]])
@@ -143,12 +143,12 @@ class Scheduler(Shares):
         return self.requests[a].rank < self.requests[b].rank
 
     def close(self, r: int) -> None:
-        """From here on no request younger than r allocates a block in this step."""
+        """From here on, no request younger than r allocates a block in this step."""
         if self.closed_by is None:
             self.closed_by = r
 
     def refuse(self, r: int, reason: str) -> None:
-        """The account of why r has no row."""
+        """Record why r has no row."""
         self.refused.append((r, reason))
 
     # ------------------------------------------------------------------ budget
@@ -162,7 +162,7 @@ class Scheduler(Shares):
         return request.settled_only and request.total > len(request.tokens)
 
     def num_reserved(self) -> int:
-        """One token for each decode that is still to come in this walk (L6)."""
+        """One token for each decode that comes later in this walk (L6)."""
         return sum(self.num_wanted(self.requests[r]) == 1 for r in self.to_come)
 
     def within_budget(self, wanted: int) -> int:
@@ -226,7 +226,7 @@ class Scheduler(Shares):
 
     def obstacle(self, r: int) -> str:
         """No waiting request overtakes an older one that was refused. None is admitted after a
-        preemption or a shortage of blocks. A resumed request drains first."""
+        preemption or a shortage of blocks. A resumed request must drain first."""
         if not self.admission_open:
             return "behind"
         if self.closed_by is not None:
@@ -255,8 +255,8 @@ class Scheduler(Shares):
             length, table = self.num_shared(request), self.requests[source].table
             hits = table[: length // self.block_size]
             partly_filled = table[len(hits) : ceil_div(length, self.block_size)]
-        # All its present tokens must fit, although it takes blocks on demand: else it would be
-        # admitted only to be stopped half-way.
+        # All its present tokens must fit, although blocks are allocated on demand: otherwise it
+        # would be admitted and then stop half-way.
         needed = ceil_div(len(request.tokens), self.block_size) - len(hits)
         shortage = needed - (self.num_available() - sum(b in self.lru for b in hits))
         if (shortage > 0 or displaced is not None) and not self.make_room(
@@ -280,8 +280,8 @@ class Scheduler(Shares):
         return len(self.running) >= self.scope.cap
 
     def displaced(self, r: int) -> int | None:
-        """Under "fair", whose place among the running ones r may take when there is none left: the
-        youngest's of another owner, if that is younger than r."""
+        """Under "fair", the running request whose place r may take when all places are taken: the
+        youngest of another owner, if it is younger than r."""
         if not self.is_fair:
             return None
         return next((v for v in self.victim_order(r) if self.may_displace(r, v)), None)
@@ -291,23 +291,23 @@ class Scheduler(Shares):
 
     # ------------------------------------------------------------------ siblings
     def group(self, r: int) -> int:
-        """The leader of r's group, r itself if it is no sibling."""
+        """The leader of r's group, or r itself if it is not a sibling."""
         leader = self.requests[r].leader
         return r if leader < 0 else leader
 
     def num_shared(self, request: Request) -> int:
-        """Tokens that siblings share: the prompt but its last token, which is computed by each."""
+        """Tokens that siblings share: all of the prompt but the last, which each computes."""
         return request.num_prompt - 1
 
     def has_shared(self, request: Request) -> bool:
         return request.computed >= self.num_shared(request)
 
     def may_give(self, r: int, other: int) -> bool:
-        """Only an older request is a source: the admission of r preempts younger ones only."""
+        """Only an older request is a source: the admission of r preempts only younger ones."""
         return self.is_older(other, r)
 
     def find_source(self, r: int, length: int) -> int | None:
-        """The oldest running request of r's group that has settled what siblings share, if that is
+        """The oldest running request of r's group that has settled the shared tokens, if they are
         more than the ``length`` tokens that r finds in the cache. None with recurrent states, which
         are not copied."""
         request = self.requests[r]
@@ -323,7 +323,7 @@ class Scheduler(Shares):
         return None
 
     def fork(self, r: int, source: int, partly_filled: tuple[int, ...]) -> None:
-        """S33: whole blocks are shared; one that is filled in part is copied to a block of r's."""
+        """S33: whole blocks are shared; a partly filled one is copied to a block of r."""
         self.forked.append((r, source))
         for block in partly_filled:
             self.allocate(r, 1)
@@ -334,8 +334,8 @@ class Scheduler(Shares):
         self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
         """Preempt ``displaced``, and younger running requests until ``shortage`` more blocks are
-        available; or none. Victims with a step in flight are held instead: they drain while the
-        preemptor waits."""
+        available, or preempt none. Victims with a step in flight are held instead: they drain
+        while the preemptor waits."""
         chosen = self.choose_victims(preemptor, shortage, hits, displaced)
         if not chosen:
             return False
@@ -381,20 +381,20 @@ class Scheduler(Shares):
         self.preempted.append(victim)
 
     def send_back(self, r: int) -> None:
-        """S20: from the running ones to the waiting ones, at its rank, with nothing computed."""
+        """S20: from running to waiting, at its rank, with nothing computed."""
         self.take_back(r)
         self.leave_running(r)
         self.enter(self.waiting, r)
 
     def take_back(self, r: int) -> None:
-        """All its blocks go; tokens, rank and seed stay; what was computed will be recomputed."""
+        """Release all its blocks. It keeps tokens, rank and seed, and recomputes the rest."""
         self.release(r)
         request = self.requests[r]
         self.update(r, computed=0, dispatched=0, published=0, total=len(request.tokens))
         self.mark_stale(r)
 
     def mark_stale(self, r: int) -> None:
-        """Memory for S29: results still in flight for r are no longer r's."""
+        """History for S29: results in flight for r no longer belong to r."""
         self.flight = [
             tuple(row._replace(stale=True) if row.request == r else row for row in step)
             for step in self.flight

@@ -1,4 +1,4 @@
-"""The finite worlds that are explored, and what each is for."""
+"""The finite configurations that are explored, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from .state import Scope, Segment, Template
 
 T = Template
 
-# The ground of the seeded defects: small enough that a counterexample is short and found at once.
+# Base of the seeded defects: so small that a counterexample is short and found at once.
 SEEDED = Scope(
     "seeded", (T((0, 0), 2), T((0, 1, 0), 2)), num_requests=2, num_blocks=3, block_size=2, budget=3
 )
 
-# The ground of the defects of state slots: intervals of two tokens, and one slot to spare.
+# Base of the defects of state slots: intervals of two tokens, and one spare slot.
 SEEDED_STATES = SEEDED._replace(num_blocks=5, block_size=1, num_states=3, interval=2)
 
 # Prompts share a first token, so that hits of every length occur; LONG is computed in chunks.
@@ -22,7 +22,7 @@ _SIBLINGS = _TIGHT._replace(
     templates=(T((0, 0, 0, 0), 2, n=2), T((0, 0), 2)), num_requests=3, block_size=2, budget=4, cap=3
 )
 
-# Recurrent layers: a checkpoint at each token, at each second, or, without a cache, none.
+# Recurrent layers: a checkpoint at each token, at each second token, or, without a cache, none.
 _STATES = _TIGHT._replace(num_states=3, interval=2)
 
 _WITH_STATES = (
@@ -55,7 +55,7 @@ _WITH_STATES = (
     _STATES._replace(name="ci-states-uncached", depth=1, caching=False),
 )
 
-# Two owners: one sends short requests, the other what costs more.
+# Two owners: one sends short requests, the other more expensive ones.
 FEW, MUCH = T((0,), 2, owner=1), T((0, 1), 3, owner=2)
 _OWNERS = _TIGHT._replace(
     templates=(FEW, MUCH),
@@ -76,10 +76,10 @@ _FAIR = (
     ),
 )
 
-# Steps of fewer tokens than there may be, chosen anew for each.
+# Steps with smaller budgets, chosen anew for each step.
 _PACED = _TIGHT._replace(budget=4, budgets=(1, 2))
 
-# Rows with draft tokens: any tokens may be offered, and any of them may turn out right.
+# Rows with draft tokens: any tokens may be offered, and any of them may be accepted.
 DRAFTING = T((0,), 3, settled_only=True)
 _DRAFTS = _TIGHT._replace(max_drafts=1, pause=False)
 _WITH_DRAFTS = (
@@ -124,7 +124,7 @@ _WITH_ONE = T((0, 0, 0), 2, segments=(Segment(1), Segment(2, 1)))
 _WITH_OTHER = _WITH_ONE._replace(segments=(Segment(1), Segment(2, 2)))
 _WITH_SEGMENTS = (
     _TIGHT._replace(name="ci-segments", templates=(_WITH_ONE, _WITH_OTHER), depth=1, abort=False),
-    # siblings, of which a block is copied inside a segment; the same content twice in a prompt
+    # siblings for which a block is copied inside a segment; the same content twice in a prompt
     _SIBLINGS._replace(
         name="ci-segments-siblings",
         templates=(
@@ -150,10 +150,10 @@ CI = (
     _TIGHT._replace(
         name="ci-blocks-of-2", depth=1, block_size=2, num_blocks=3, budget=3, fail=True
     ),
-    # a request that can never fit; equal prompts under different salts
+    # a request that can never fit; equal prompts with different salts
     _TIGHT._replace(name="ci-door-and-salt", templates=(T((0, 0, 0), 3), T((0, 0), 2, salt=1))),
     _TIGHT._replace(name="ci-uncached", depth=1, templates=(LONG, SHORT), caching=False),
-    # one that computes its whole prompt, and one whose tokens the runner has to know
+    # one request that computes its whole prompt, and one that needs its history
     _TIGHT._replace(
         name="ci-history",
         templates=(T((0, 0), 2, reads_cache=False), T((0, 0), 3, needs_history=True)),
@@ -161,14 +161,14 @@ CI = (
         abort=False,
         reset=True,
     ),
-    # one that computes settled tokens only, beside one that does not
+    # one settled-only request, and one that is not
     _TIGHT._replace(
         name="ci-settled-only",
         templates=(T((0, 0), 3, settled_only=True), T((0,), 3)),
         depth=1,
         abort=False,
     ),
-    # siblings that share a block and copy the next one; those that copy only, without a cache
+    # siblings that share a block and copy the next one; siblings that only copy, without a cache
     _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False, reset=True),
     _SIBLINGS._replace(
         name="ci-siblings-uncached",
@@ -181,7 +181,7 @@ CI = (
         pause=False,
         fail=True,
     ),
-    # three at once, so that an older request has a row while a victim drains for another
+    # three requests, so that an older one has a row while a victim drains for another
     _TIGHT._replace(
         name="ci-hold",
         templates=(T((0,), 4), T((0, 1), 3)),
@@ -222,7 +222,7 @@ CI = (
     *_WITH_SEGMENTS,
 )
 
-# Three requests: an older one, its victim and one between or beside them.
+# Three requests: an older one, its victim, and one between or next to them.
 _THREE = _TIGHT._replace(num_requests=3, num_blocks=5, cap=3, budget=3)
 _LONGER = _THREE._replace(templates=(LONG, T((0, 1), 3)), num_blocks=4, block_size=2, depth=2)
 

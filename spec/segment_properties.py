@@ -1,6 +1,6 @@
 """Predicates on the segments of prompts (S59 to S62), by the numbers of spec/README.md.
 
-They compare content itself, position by position, and no names or keys made of it."""
+They compare content position by position, not encoded prefixes or keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .state import Position, Request, Scope, Segments, State, names, read_prefix
 
 
 def positions(request: Request, end: int) -> tuple[Position, ...]:
-    """What the first ``end`` settled positions of a request hold."""
+    """The content of the first ``end`` settled positions of a request."""
     places: list[tuple[int | None, int]] = []
     for length, content_hash in request.segments:
         is_content = content_hash is not None
@@ -23,7 +23,7 @@ def positions(request: Request, end: int) -> tuple[Position, ...]:
 
 
 def s59(state: State, _: Scope) -> bool:
-    """Segments, none of them empty, cover the prompt and nothing behind it."""
+    """Non-empty segments cover the prompt exactly."""
     return all(are_whole(request.segments, request.num_prompt) for request in state.requests)
 
 
@@ -48,9 +48,9 @@ def s60(state: State, scope: Scope) -> bool:
 
 
 def s61(m: Move) -> bool:
-    """The hits of an admission are the longest chain of published blocks that hold its own content:
-    no other content, and all of it, also where the chain ends inside a content segment. With state
-    slots the chain is cut (S49). (Nothing is published by a plan.)"""
+    """The hits of an admission are the longest chain of published blocks with exactly its own
+    content, even if the chain ends inside a content segment. With state slots the chain is cut
+    (S49). (A plan publishes nothing.)"""
     if not m.plan.admitted:
         return True
     size, state = m.scope.block_size, m.after
@@ -75,7 +75,7 @@ def s61(m: Move) -> bool:
 
 
 def s62(m: Move) -> bool:
-    """What a request's positions stand for, and so its keys, never change: not by a preemption, a
+    """The content of a request's positions, and so its keys, never change: not by a preemption, a
     pause, or a reset of the cache."""
     return all(
         old is new or has_same_names(old, new)

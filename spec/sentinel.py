@@ -1,9 +1,11 @@
-"""Boxes that are waited for without flags: R4 and R5, in every order of writes of small groups.
+"""Model of an exchange without flags, by sentinel values: checks R4 and R5 for every order of
+writes.
 
-One row, sent again and again. In call n each rank pushes its part into the box that every peer
-keeps for it, over the sentinel that must lie there; then, for each peer in order, it waits until
-what lies in its own box is no sentinel, reads it, and puts the sentinel back. A box has halves,
-used in turn. No rank waits for the readers: may it overwrite what is not read yet?
+The model has one row and repeated calls. In call n each rank pushes its part into the box that
+every peer has for it, which must contain the sentinel. Then, for each peer in order, it waits until
+its own box contains no sentinel, reads the part, and writes the sentinel back. Each box has two
+halves, used alternately. No rank waits for the readers; the model checks that no rank overwrites an
+unread part.
 
     python -m spec.sentinel                        # states, violations
     python -m spec.sentinel --seed-bug one-half    # a broken rule and its shortest counterexample
@@ -20,13 +22,13 @@ BUGS = ("one-half", "no-clear", "clear-late")
 
 
 class State(NamedTuple):
-    """Of N ranks.
+    """The state of N ranks.
 
     Attributes:
-        calls: the call that each rank is in, from 1.
-        places: what it does next in it, of 3 (N - 1) steps: pushes, then by turns reads and clears.
-        boxes: per owner, sender and half: the call whose part lies there, 0 for the sentinel.
-        broken: "R4" once a part was lost, or one of another call was read.
+        calls: the present call of each rank, from 1.
+        places: its next operation, of 3 (N - 1): pushes, then alternately reads and clears.
+        boxes: by owner, sender and half: the call whose part is stored there, 0 for the sentinel.
+        broken: "R4" once a part was lost, or a part of another call was read.
     """
 
     calls: tuple[int, ...]
@@ -40,7 +42,7 @@ def initial(num_ranks: int) -> State:
 
 
 def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[tuple[str, State]]:
-    """What may happen next: one write, or one read, of any rank."""
+    """All possible next events: one write, or one read, of any rank."""
     for rank in range(num_ranks):
         call, place = state.calls[rank], state.places[rank]
         if call > num_calls:
@@ -75,21 +77,21 @@ def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[
 
 
 def _steps(peers: list[int], call: int, bug: str) -> list[tuple[str, int, int]]:
-    """(kind, peer, the call whose half it is in) of all that a rank does in a call."""
+    """(operation, peer, the call whose half it uses) for all operations of a rank in a call."""
     pushes = [("push", peer, call) for peer in peers]
     reads = [("read", peer, call) for peer in peers]
     clears = [("clear", peer, call) for peer in peers]
     if bug == "no-clear":
         return pushes + reads
-    if bug == "clear-late":  # in the next call, behind the push that lets the peer go on
+    if bug == "clear-late":  # in the next call, after the push that lets the peer continue
         late = [("clear", peer, call - 1) for peer in peers] if call > 1 else []
         return pushes + reads + late
     return pushes + [step for pair in zip(reads, clears, strict=True) for step in pair]
 
 
 def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """The number of states, and the first violation with the shortest way to it: R4, or R5 where
-    nothing can happen any more although calls are left; "" for none."""
+    """The number of states, and the first violation with its shortest path: R4, or R5 if nothing
+    can happen although calls are left; "" for none."""
     first = initial(num_ranks)
     come_from: dict[State, tuple[State, str] | None] = {first: None}
     todo = deque([first])
@@ -112,7 +114,7 @@ def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tupl
 
 
 SCOPES = ((2, 6), (3, 3))
-"""Ranks and calls."""
+"""(ranks, calls)."""
 
 
 def main() -> int:

@@ -12,14 +12,14 @@ def has_turn(request: Request) -> bool:
 
 
 def num_yields(request: Request, scope: Scope) -> int:
-    """Ticks between the earliest start that the turn could have had and the one that it has: what
-    its owner was charged ahead of it."""
+    """Ticks between the earliest possible start of the turn and its actual start: the charge to its
+    owner in advance."""
     return request.rank[0] - (request.turn - scope.credit)
 
 
 def passing(state: State, r: int) -> list[int]:
-    """Requests that got their turns after r and go before it. A failure sets the clock back: what
-    it ended is of another time."""
+    """Requests that got their turns after r and precede it. A failure sets the clock back, so
+    requests that it ended are excluded."""
     request = state.requests[r]
     return [
         p
@@ -29,8 +29,7 @@ def passing(state: State, r: int) -> list[int]:
 
 
 def s53(state: State, scope: Scope) -> bool:
-    """No owner with requests that queue goes without one that waits. Under other policies nothing
-    queues."""
+    """Every owner with queued requests has a waiting one. Other policies queue no request."""
     if scope.policy != "fair":
         return not state.queued
     waiting = {state.requests[r].owner for r in state.waiting}
@@ -38,8 +37,8 @@ def s53(state: State, scope: Scope) -> bool:
 
 
 def s54(state: State, scope: Scope) -> bool:
-    """What passes a request is, of each other owner, charged no more than the request's own owner
-    was ahead of it, and one request. What an owner was charged in vain is given back."""
+    """The requests of another owner that pass a request are charged at most the amount by which the
+    request's own owner was ahead of it, plus one request. Excess charges are refunded."""
     if scope.policy != "fair":
         return True
     requests = state.requests
@@ -65,8 +64,8 @@ def s54(state: State, scope: Scope) -> bool:
 
 
 def s55(m: Move) -> bool:
-    """Turns are given in the order of arrival within an owner, each start after those before; a
-    rank that was given stays. The clock never goes back, but for a failure."""
+    """Within an owner, turns are given in the order of arrival, each with a later start than the
+    one before; assigned ranks do not change. The clock never goes back, except by a failure."""
     before, after = m.before.requests, m.after.requests
     if type(m.label) is not Fail and m.after.clock < m.before.clock:
         return False
@@ -89,7 +88,7 @@ def s55(m: Move) -> bool:
 
 
 def l5(state: State, scope: Scope) -> bool:
-    """No more turns given later go first than the ticks by which the request yields."""
+    """The number of later turns that precede a request is at most the ticks by which it yields."""
     return all(
         len({state.requests[p].turn for p in passing(state, r)}) <= num_yields(request, scope)
         for r, request in enumerate(state.requests)

@@ -1,16 +1,17 @@
 """Fair shares: the order of service among owners under the policy "fair".
 
-Each owner's requests queue first come first served. An owner's next request gets its *turn* once
-none of that owner's requests waits: it gets its rank then, for ever, and joins the waiting ones.
+Each owner's requests are queued first come, first served. An owner's next request gets its *turn*
+when none of that owner's requests waits: it then gets its final rank and joins the waiting
+requests.
 
-The rank is a virtual time, in ticks. An owner's account is where its next turn starts: each turn
-moves it by what the request is expected to cost, prompt and answer, and the end of the request
-corrects it to what was computed. The clock is the latest start that was admitted. A turn starts no
-more than ``credit`` before the clock, so that an idle owner saves up no more than that. Each turn
-also moves the clock by one tick, so that no stream of new owners goes first for ever.
+The rank is a virtual time, in ticks. An owner's account is the start of its next turn: each turn
+advances it by the expected cost of the request, prompt and answer, and the end of the request
+corrects it to the actual cost. The clock is the latest admitted start. A turn starts at most
+``credit`` before the clock, which limits what an idle owner saves up. Each turn also advances the
+clock by one tick, so that a stream of new owners cannot go first forever.
 
 This is deficit round robin with a quantum of one token: per turn of the clock each owner with
-requests is served its due, and what it was served beyond that is held against it.
+requests gets its share, and service beyond that share is charged to it.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ class Shares(StateSlots):
 
     # ------------------------------------------------------------------ turns
     def queue_up(self, r: int) -> None:
-        """Behind those of its owner that arrived before it and had no turn yet."""
+        """Queue behind earlier arrivals of its owner that had no turn yet."""
         self.queued.append(r)
         self.queued.sort()
         self.take_turns(self.requests[r].owner)
 
     def join_waiting(self, r: int) -> None:
-        """A request that had its turn waits at its rank; another queues."""
+        """A request that had its turn waits at its rank; another one is queued."""
         if self.requests[r].rank[0] == NEVER:
             self.queue_up(r)
         else:
             self.enter(self.waiting, r)
 
     def take_turns(self, owner: int) -> None:
-        """S53: no owner that has requests goes without one that waits."""
+        """S53: every owner with requests has a waiting one."""
         if self.queued and not any(self.requests[r].owner == owner for r in self.waiting):
             r = self.next_of(owner)
             if r is not None:
                 self.give_turn(r)
 
     def next_of(self, owner: int) -> int | None:
-        """S53: first come first served within an owner."""
+        """S53: first come, first served within an owner."""
         return next((r for r in self.queued if self.requests[r].owner == owner), None)
 
     def give_turn(self, r: int) -> None:
-        """Siblings have the leader's turn, and ranks behind it."""
+        """Siblings share the leader's turn, and rank behind it."""
         owner = self.requests[r].owner
         group = [r, *(s for s in self.pending if self.requests[s].leader == r)]
         self.clock += 1
@@ -76,7 +77,7 @@ class Shares(StateSlots):
         self.risen.append(r)
 
     def earliest(self) -> int:
-        """Where a turn may start."""
+        """The earliest start of a turn."""
         return self.clock - self.scope.credit
 
     def cost(self, request: Request) -> int:

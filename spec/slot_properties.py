@@ -10,7 +10,7 @@ from .state import NO_SLOT, Row, Scope, State, names, read_prefix
 
 
 def all_tokens(state: State, r: int) -> tuple[int, ...]:
-    """Settled tokens, then the first sample of each row in flight (nature's secret)."""
+    """Settled tokens, then the first sample of each row in flight (not known to the scheduler)."""
     pending = (
         token
         for step in state.flight
@@ -22,7 +22,7 @@ def all_tokens(state: State, r: int) -> tuple[int, ...]:
 
 
 def holders(state: State) -> list[int]:
-    """How many requests have each slot in their state table."""
+    """For each slot, the number of requests whose state table contains it."""
     held = [0] * len(state.slots.refs)
     for request in state.requests:
         for slot in set(request.states) - {NO_SLOT}:
@@ -31,7 +31,7 @@ def holders(state: State) -> list[int]:
 
 
 def s43(state: State, _: Scope) -> bool:
-    """Counted by its requests, a slot is owned, cached or free; the index is the keys' inverse."""
+    """A slot is owned, cached or free, and its count is correct; the index inverts the keys."""
     slots = state.slots
     held = holders(state)
     cached = {s for s, n in enumerate(held) if n == 0 and slots.keys[s] is not None}
@@ -46,7 +46,7 @@ def s43(state: State, _: Scope) -> bool:
 
 
 def s44(state: State, scope: Scope) -> bool:
-    """An entry for each interval begun; it has a slot unless what is settled is past it."""
+    """One entry per interval begun; it has a slot unless settled positions are past it."""
     return all(
         len(request.states) == ceil_div(request.dispatched, scope.interval)
         and all(
@@ -60,8 +60,8 @@ def s44(state: State, scope: Scope) -> bool:
 
 
 def s45(state: State, scope: Scope) -> bool:
-    """What a running request has in its slots is the state of its own tokens: up to the end of the
-    entry's interval, or as far as it is dispatched. So every state that a row reads is its own."""
+    """The slots of a running request hold the state of its own tokens: up to the end of the entry's
+    interval, or as far as it is dispatched. So every state that a row reads is its own."""
     for r in state.running:
         request = state.requests[r]
         if not request.states:
@@ -69,7 +69,7 @@ def s45(state: State, scope: Scope) -> bool:
         own = names(request, all_tokens(state, r))
         for i, slot in enumerate(request.states):
             if slot == NO_SLOT or slot in request.states[i + 1 :]:
-                continue  # given up, or moved on in place
+                continue  # released, or updated in place
             end = min((i + 1) * scope.interval, request.dispatched)
             if end > len(own) or state.slots.contents[slot] != own[end - 1]:
                 return False
@@ -77,8 +77,8 @@ def s45(state: State, scope: Scope) -> bool:
 
 
 def s46(state: State, scope: Scope) -> bool:
-    """A key says exactly what its checkpoint holds, at the end of an interval, and no step in
-    flight writes it."""
+    """A key equals the prefix of its checkpoint, at the end of an interval, and no step in flight
+    writes the slot."""
     written = {slot for step in state.flight for row in step for slot in writes(row, scope)}
     return all(
         key is None
@@ -120,7 +120,7 @@ def s50(state: State, _: Scope) -> bool:
 
 
 def s51(state: State, _: Scope) -> bool:
-    """The runner's state tables are those of the running requests, but for what is given up."""
+    """The runner's state tables equal those of the running requests, except released entries."""
     known = dict(state.state_view)
     return known.keys() == {*state.running, *state.left} and all(
         len(known[r]) == len(state.requests[r].states)
@@ -148,7 +148,7 @@ def s48(m: Move) -> bool:
 
 def s49(m: Move) -> bool:
     """An admission starts after its longest checkpoint up to which its blocks are cached, and at no
-    other token. (Nothing is published by a plan: what is cached after it was so before.)"""
+    other token. (A plan publishes nothing, so the cache is the same before and after.)"""
     index, cached = dict(m.after.slots.index), dict(m.after.index)
     for row in m.plan.rows:
         if row.request not in m.hits:
@@ -167,7 +167,7 @@ def s49(m: Move) -> bool:
 
 
 def s52(m: Move) -> bool:
-    """Taken are free slots, then the oldest cached checkpoints; their keys go at once."""
+    """Free slots are taken first, then the oldest cached checkpoints, whose keys are removed."""
     before, after, taken = m.before.slots, m.after.slots, set()
     for row in m.plan.rows:
         old, new = m.before.requests[row.request], m.after.requests[row.request]
@@ -188,7 +188,7 @@ def s52(m: Move) -> bool:
 
 
 def _if_any_state(holds: Callable[[State, Scope], bool]) -> Callable[[State, Scope], bool]:
-    """True where there are no state slots."""
+    """True if there are no state slots."""
     return lambda state, scope: not scope.num_states or holds(state, scope)
 
 
@@ -213,7 +213,7 @@ ON_SCHEDULE = {
     for name, holds in {
         "S48": s48,
         "S49": s49,
-        "S51": lambda m: s51(m.after, m.scope),  # no part of a state's name, as S32
+        "S51": lambda m: s51(m.after, m.scope),  # not part of a state's name, like S32
         "S52": s52,
     }.items()
 }

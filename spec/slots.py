@@ -1,12 +1,12 @@
-"""State slots: what the recurrent layers need of a request, and checkpoints of it.
+"""State slots: the recurrent states of requests, and their checkpoints.
 
-Time is cut into intervals. Entry i of a request's state table is the slot that its state is in
-while positions of interval i are computed. Where the next entry is another slot, the first keeps
-the state at the end of its interval: a checkpoint. Where it is the same slot, the state moves on in
-place.
+The positions of a request are divided into intervals. Entry i of its state table is the slot that
+holds its state while positions of interval i are computed. If the next entry is another slot, the
+first one keeps the state at the end of its interval: a checkpoint. If it is the same slot, the
+state is updated in place.
 
-A slot is owned, by one request or as a checkpoint that requests have found; cached, as a checkpoint
-that no request holds; or free. Models without recurrent layers have no slots.
+A slot is owned (by one request, or as a checkpoint that requests have found), cached (a checkpoint
+without owner), or free. Models without recurrent layers have no slots.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StateSlots(Pool):
             self.slot_keys[slot] = None
 
     def grow_states(self, r: int, end: int) -> None:
-        """S44: an entry for each interval that the positions before ``end`` reach."""
+        """S44: an entry for each interval that positions before ``end`` reach."""
         if self.scope.num_states:
             table = list(self.requests[r].states)
             while len(table) < ceil_div(end, self.scope.interval):
@@ -60,14 +60,14 @@ class StateSlots(Pool):
         return self.take_slot()
 
     def goes_on_in_place(self, slot: int) -> bool:
-        """A checkpoint is kept if that takes no slot in use. A checkpoint that a request found is
+        """A checkpoint is kept if that needs no slot in use. A checkpoint that a request found is
         never written."""
         has_other = self.scope.caching and self.num_available_slots() > 0
         return self.slot_keys[slot] is None and not has_other
 
     # ------------------------------------------------------------------ prefix hits
     def look_up(self, r: int) -> tuple[int, ...]:
-        """S49: blocks are of use as far as the state at their end is known."""
+        """S49: block hits count only up to the last cached state."""
         hits = super().look_up(r)
         return self.cut(self.requests[r], hits) if self.scope.num_states else hits
 
@@ -120,12 +120,12 @@ class StateSlots(Pool):
             self.settle_states(r)
 
     def num_past(self, request: Request) -> int:
-        """Entries that no step reads or writes again: what is settled goes beyond them."""
+        """Number of entries that no step reads or writes again: settled positions are past them."""
         return max(0, request.computed - 1) // self.scope.interval
 
     def settle_states(self, r: int) -> None:
-        """S44: past entries go. A slot that the next entry has not is a checkpoint, and is given
-        up; the index finds it from now on, unless it has another for the same tokens."""
+        """S44: release past entries. A slot that the next entry does not use is a checkpoint: it is
+        published and released, unless the index has another one for the same tokens."""
         request = self.requests[r]
         table, count = request.states, self.num_past(request)
         for i in range(count):
@@ -164,8 +164,8 @@ class StateSlots(Pool):
 
     # ------------------------------------------------------------------ what a step does
     def write_states(self, r: int, start: int, n: int, ids: tuple[int, ...]) -> None:
-        """From the state before ``start`` on, one position after the other; kept at the end of each
-        interval and of the row."""
+        """Start from the state before ``start`` and update it position by position; keep it at the
+        end of each interval and of the row."""
         if not self.scope.num_states:
             return
         request, interval = self.requests[r], self.scope.interval
@@ -181,7 +181,7 @@ class StateSlots(Pool):
         if start == 0:
             return root(request.salt)
         entry = (start - 1) // self.scope.interval
-        # An entry outside the table is a defect's: it is found by S44 or S45.
+        # Only a defect has an entry outside the table; S44 or S45 detects it.
         slot = request.states[entry] if entry < len(request.states) else NO_SLOT
         return EMPTY if slot == NO_SLOT else self.slot_contents[slot]
 

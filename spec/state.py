@@ -1,4 +1,4 @@
-"""What a state is. Everything here is an immutable value; nothing here decides anything."""
+"""The state of the specification, as immutable values. This module contains no rules."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from functools import cache
 from typing import NamedTuple
 
 STOP = 2  # the token that ends a request with "stop"
-EMPTY = 0  # a slot that nothing was written to since its block was last taken
-NEVER = 1 << 62  # the first part of a rank that was not given yet
-NO_SLOT = -1  # an entry of a state table whose slot was given up
+EMPTY = 0  # a slot that was not written since its block was last allocated
+NEVER = 1 << 62  # first component of a rank that is not assigned yet
+NO_SLOT = -1  # an entry of a state table whose slot was released
 
 # --------------------------------------------------------------------------- exact prefixes
-# A prefix (salt, p0, p1, ...) is named by one integer, digit by digit: exact, not a hash. A token
-# is one digit, never 0. A position of other content has five: its placeholder token, three of
-# content hash and offset, and CONTENT. Read from the last digit on, a name has one meaning.
+# A prefix (salt, p0, p1, ...) is encoded as one integer in base 8: exact, not a hash. A token is
+# one nonzero digit. A position with other content has five digits: its placeholder token, three
+# for content hash and offset, and CONTENT. Decoding from the last digit on is unambiguous.
 BASE = 8
-CONTENT = 7  # no token has this digit
-MAX_LENGTH = 64  # of a segment with content, so that hash and offset fit three digits
+CONTENT = 7  # not used as a token
+MAX_LENGTH = 64  # of a content segment, so that hash and offset fit into three digits
 
 
 class Segment(NamedTuple):
-    """``length`` consecutive positions of a prompt. Of a token segment ``content_hash`` is None:
-    the tokens are themselves the content. A content segment (the embeddings of an image) has
-    placeholder tokens; its hash (1 to 7, where prefixes are named) stands for one content."""
+    """``length`` consecutive positions of a prompt. ``content_hash`` is None for a token segment,
+    whose tokens are the content. A content segment (such as the embeddings of an image) has
+    placeholder tokens; its hash (1 to 7 in encoded prefixes) identifies its content."""
 
     length: int
     content_hash: int | None = None
@@ -32,8 +32,8 @@ Segments = tuple[Segment, ...]
 
 
 class Piece(NamedTuple):
-    """What a range of positions has of a content segment: ``length`` positions, from ``place`` in
-    the range on, the first of which is position ``offset`` of the segment."""
+    """The part of a content segment within a range of positions: ``length`` positions, from index
+    ``place`` of the range on; the first of them is position ``offset`` of the segment."""
 
     place: int
     length: int
@@ -53,13 +53,13 @@ def pieces(segments: Segments, begin: int, end: int) -> tuple[Piece, ...]:
 
 
 def is_inside(segments: Segments, position: int) -> bool:
-    """Whether a content segment begins before ``position`` and goes on there."""
+    """Whether a content segment begins before ``position`` and continues there."""
     return position > 0 and any(piece.offset for piece in pieces(segments, position, position + 1))
 
 
 @cache
 def contents_by_position(segments: Segments) -> dict[int, tuple[int, int]]:
-    """(content hash, offset) of each position that is no token's."""
+    """(content hash, offset) of each position of a content segment."""
     return {
         place + i: (content_hash, i)
         for place, length, content_hash, _ in pieces(segments, 0, sum(s.length for s in segments))
@@ -72,7 +72,7 @@ def root(salt: int) -> int:
 
 
 def extend(prefix: int, token: int, content: tuple[int, int] | None = None) -> int:
-    """The name of a prefix with one position more."""
+    """The encoding of a prefix that is one position longer."""
     prefix = prefix * BASE + token + 1
     if content is None:
         return prefix
@@ -81,13 +81,13 @@ def extend(prefix: int, token: int, content: tuple[int, int] | None = None) -> i
 
 
 def without_last(prefix: int) -> int:
-    """The name of a prefix with one position less."""
+    """The encoding of a prefix that is one position shorter."""
     return prefix // (BASE**5 if prefix % BASE == CONTENT else BASE)
 
 
 @cache
 def prefixes(salt: int, tokens: tuple[int, ...], segments: Segments) -> tuple[int, ...]:
-    """Entry p names the prefix of p + 1 positions: what the KV of position p stands for."""
+    """Entry p encodes the prefix of p + 1 positions, which determines the KV of position p."""
     names, prefix, contents = [], root(salt), contents_by_position(segments)
     for position, token in enumerate(tokens):
         prefix = extend(prefix, token, contents.get(position))
@@ -101,7 +101,7 @@ Position = tuple[int, int | None, int]
 
 @cache
 def read_prefix(prefix: int) -> tuple[int, tuple[Position, ...]]:
-    """The salt and the positions that a name stands for."""
+    """Decode a prefix to its salt and positions."""
     positions: list[Position] = []
     while prefix >= BASE:
         if prefix % BASE == CONTENT:
@@ -114,7 +114,7 @@ def read_prefix(prefix: int) -> tuple[int, tuple[Position, ...]]:
 
 
 def spell(prefix: int) -> str:
-    """A prefix in words, for traces: '0|01<3+0>' is salt 0, token 0, placeholder 1 at offset 0 of
+    """A prefix as text, for traces: '0|01<3+0>' is salt 0, token 0, placeholder 1 at offset 0 of
     content 3."""
     if prefix == EMPTY:
         return "-"
@@ -126,15 +126,17 @@ def spell(prefix: int) -> str:
     return f"{salt}|{''.join(texts)}"
 
 
-# --------------------------------------------------------------------------- the world
+# --------------------------------------------------------------------------- configuration
 class Template(NamedTuple):
-    """A request the environment may send. ``reads_cache``: takes prefix hits; all publish.
-    ``needs_history``: the runner has to know all its tokens, as penalties and grammars do.
-    ``settled_only``: its rows compute settled tokens only, as the mask of a grammar needs them.
-    ``n``: so many continuations, each a request: a leader and n - 1 siblings.
-    ``owner``: on whose share it is served under the policy "fair".
-    ``segments``: of the prompt, whose tokens are placeholders where a segment has other content;
-    empty: one segment of tokens."""
+    """A request that the environment may send.
+
+    ``reads_cache``: takes prefix hits; every request publishes its blocks.
+    ``needs_history``: the runner needs all its tokens, as penalties and grammars do.
+    ``settled_only``: its rows compute settled tokens only, as grammar masks require.
+    ``n``: number of continuations, each a request: a leader and n - 1 siblings.
+    ``owner``: whose share is charged under the policy "fair".
+    ``segments``: segments of the prompt, whose tokens are placeholders in segments with other
+    content; empty: one token segment."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -149,7 +151,7 @@ class Template(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """One finite world to explore."""
+    """One finite configuration to explore."""
 
     name: str
     templates: tuple[Template, ...]
@@ -157,26 +159,26 @@ class Scope(NamedTuple):
     num_blocks: int = 3
     block_size: int = 1
     budget: int = 4  # max_num_batched_tokens
-    budgets: tuple[int, ...] = ()  # smaller ones that the engine may choose for a step
+    budgets: tuple[int, ...] = ()  # smaller budgets that the engine may choose for a step
     cap: int = 2  # max_num_seqs
     max_model_len: int = 8
-    depth: int = 0  # steps that may be unsettled when the next one is scheduled
+    depth: int = 0  # number of unsettled steps allowed when the next one is scheduled
     outputs: tuple[int, ...] = (0, STOP)
     policy: str = "fcfs"
     overtaking: int = 0  # K: the policy's bound on overtaking
-    ageing: int = 1  # arrivals that one level of priority is worth
-    cost_unit: int = 1  # tokens that one arrival is worth under shortest_first
+    ageing: int = 1  # arrivals per level of priority
+    cost_unit: int = 1  # tokens per arrival, under shortest_first
     credit: int = 0  # ticks that a turn may start before the clock, under fair
-    ticks: int = 1  # ticks of a token
-    reply: int = 1  # tokens of an answer that a turn is charged for at most
+    ticks: int = 1  # ticks per token
+    reply: int = 1  # maximum number of answer tokens that a turn is charged for
     caching: bool = True
     abort: bool = True
     pause: bool = True
     fail: bool = False  # engine operations may fail or be interrupted
     reset: bool = False  # the user may reset the prefix cache
-    max_drafts: int = 0  # draft tokens that a row may carry at most
+    max_drafts: int = 0  # maximum number of draft tokens per row
     num_states: int = 0  # state slots; 0: the model has no recurrent layers
-    interval: int = 0  # tokens of an entry of a state table, a multiple of block_size
+    interval: int = 0  # tokens per entry of a state table, a multiple of block_size
     defects: frozenset[str] = frozenset()
 
     def limit(self, template: Template) -> int:
@@ -186,13 +188,12 @@ class Scope(NamedTuple):
 class Request(NamedTuple):
     """``computed <= dispatched <= total``: settled; settled or in flight; known or being sampled.
 
-    ``rank`` orders requests, smaller is older, and never changes once it is given: at arrival, or
-    under "fair" with the request's turn, before which it is ``(NEVER, number)``. ``charge`` is what
-    its owner was charged, in ticks, and ``turn`` the clock at its turn (-1: none yet). ``limit`` is
-    the length at which it ends. ``published`` counts leading blocks that are hits or were offered
-    to the index.
-    ``leader`` is -1 of a request that is no sibling. ``states`` is the state table: a slot, or
-    NO_SLOT, for each interval that it has begun. ``segments`` are those of the prompt.
+    ``rank`` orders requests; smaller is older. It is assigned once: at arrival or, under "fair",
+    at the request's turn, before which it is ``(NEVER, number)``. ``charge`` is the charge to
+    its owner, in ticks; ``turn`` is the clock at its turn (-1: none yet). ``limit`` is the length
+    at which it ends. ``published`` counts leading blocks that are hits or were offered to the
+    index. ``leader`` is -1 for a request that is not a sibling. ``states`` is the state table: a
+    slot, or NO_SLOT, for each interval begun. ``segments`` are those of the prompt.
     """
 
     tokens: tuple[int, ...]
@@ -222,19 +223,19 @@ class Request(NamedTuple):
 
 
 def names(request: Request, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The prefixes of a request's positions. ``ids``: its tokens, if other than the settled."""
+    """The prefixes of a request's positions. ``ids``: its tokens, if not the settled ones."""
     return prefixes(request.salt, request.tokens if ids is None else ids, request.segments)
 
 
 class Row(NamedTuple):
-    """One request in a dispatched step: its own positions [start, start + n), and one more for each
-    of its ``drafts``.
+    """One request in a dispatched step: its own positions [start, start + n), plus one position per
+    draft token in ``drafts``.
 
-    ``samples`` are the tokens that will be sampled: none, or one behind the row's own positions and
-    one behind each draft. Nature has chosen them; no rule may read them before the settle (S31
-    checks that the plan does not). ``blocks`` and ``states`` are the tables the step was given,
-    ``stale`` tells that the request was finished or preempted meanwhile: memory for S28, S29 and
-    S47, not for deciding.
+    ``samples`` are the tokens that will be sampled: none, or one after the row's own positions and
+    one after each draft. The environment has chosen them; no rule may read them before they settle
+    (S31 checks this for plans). ``blocks`` and ``states`` are the tables at dispatch. ``stale``
+    means that the request was finished or preempted since. These fields are history for S28, S29
+    and S47; no rule reads them to decide.
     """
 
     request: int
@@ -248,24 +249,24 @@ class Row(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind the last position that the row writes."""
+        """End of the positions that the row writes."""
         return self.start + self.n + len(self.drafts)
 
 
 class Slots(NamedTuple):
-    """The state slots, all by slot. A slot holds the state after some tokens, named by their
-    prefix, or EMPTY."""
+    """The state slots; all fields are by slot. A slot holds the state after some tokens, identified
+    by their prefix, or EMPTY."""
 
-    refs: tuple[int, ...]  # requests whose state table has it
-    keys: tuple[int | None, ...]  # of the checkpoints
+    refs: tuple[int, ...]  # number of requests whose state table contains it
+    keys: tuple[int | None, ...]  # keys of published checkpoints
     index: tuple[tuple[int, int], ...]  # (key, slot), sorted
     free: tuple[int, ...]  # a stack, top last
-    lru: tuple[int, ...]  # checkpoints that no request holds, oldest first
+    lru: tuple[int, ...]  # checkpoints that no request references, oldest first
     contents: tuple[int, ...]
 
 
 class State(NamedTuple):
-    """Requests are named by their number of arrival, blocks by their index."""
+    """Requests are identified by their arrival number, blocks by their index."""
 
     requests: tuple[Request, ...]
     waiting: tuple[int, ...]  # in rank order
@@ -279,31 +280,31 @@ class State(NamedTuple):
     lru: tuple[int, ...]  # unowned and published, oldest first
     contents: tuple[tuple[int, ...], ...]  # by block and slot: the prefix written there, or EMPTY
     view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's block tables, from plans alone
-    left: tuple[int, ...]  # no longer running, which the next plan has to tell the runner
-    # What the runner makes of the plans: all tokens of the rows that need their history.
+    left: tuple[int, ...]  # left the running set; the next plan releases them
+    # All tokens of requests that need their history, as the runner derives them from plans.
     histories: tuple[tuple[int, tuple[int, ...]], ...]
-    pending: tuple[int, ...]  # siblings whose leader has still to compute the prompt
+    pending: tuple[int, ...]  # siblings whose leader has not computed the prompt yet
     slots: Slots
-    state_view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's state tables, as ``view``
-    queued: tuple[int, ...]  # without a turn yet, in order of arrival; under "fair" alone
+    state_view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's state tables, like ``view``
+    queued: tuple[int, ...]  # without a turn yet, in order of arrival; only under "fair"
     clock: int  # virtual time, in ticks
-    shares: tuple[tuple[int, tuple[int, int]], ...]  # (owner, (its account, its latest start))
+    shares: tuple[tuple[int, tuple[int, int]], ...]  # (owner, (account, start of its latest turn))
 
 
 # --------------------------------------------------------------------------- plans and labels
-# Why a request has no row in a plan. The first six of running requests; all but "ending",
-# "unsettled" and "held" of waiting ones. Of several the first in the order of the walk is named.
+# Why a request has no row in a plan. The first six apply to running requests; all but "ending",
+# "unsettled" and "held" to waiting ones. If several apply, the first in the walk's order is given.
 REFUSALS = (
     "ending",  # its last token is being sampled: nothing is left to compute
-    "unsettled",  # its next token is being sampled, and has to be settled before it is computed
-    "held",  # a victim: it drains, so that its blocks can be taken
-    "budget",  # the tokens of the step are used, or kept for decodes
-    "blocks",  # it wants blocks, and there are none even with those of the younger: it closes
+    "unsettled",  # its next token is being sampled, and must settle before it is computed
+    "held",  # a victim: it drains, so that its blocks can be released
+    "budget",  # the step's tokens are used up, or reserved for decodes
+    "blocks",  # too few blocks, even with those of younger requests: closes allocation
     "closed",  # an older request is short of blocks: younger ones may not allocate
     "preempting",  # a request was preempted in this step: none is admitted
-    "full",  # the running ones are max_num_seqs
-    "draining",  # resumed, while steps in flight still write its blocks
-    "state slots",  # there is none for it, until steps in flight give some back
+    "full",  # max_num_seqs requests are running
+    "draining",  # resumed while steps in flight still write its blocks
+    "state slots",  # no slot is available until steps in flight release some
     "behind",  # an older waiting request was refused
 )
 
@@ -314,7 +315,7 @@ Drafts = tuple[tuple[int, tuple[int, ...]], ...]
 
 class PlanRow(NamedTuple):
     """Own positions [start, start + n) of a request, then its draft tokens. It samples
-    ``num_samples`` tokens: none, or one behind its own positions and one behind each draft."""
+    ``num_samples`` tokens: none, or one after its own positions and one after each draft."""
 
     request: int
     start: int
@@ -324,35 +325,35 @@ class PlanRow(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind the last position that the row computes."""
+        """End of the positions that the row computes."""
         return self.start + self.n + len(self.drafts)
 
 
 class Plan(NamedTuple):
-    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added``, ``released``,
-    ``prefixes``, ``copies``, ``state_tables`` and ``added_states`` leave the scheduler and are all
-    that a runner ever learns; the rest is the account of why, which the properties examine."""
+    """The decision of one schedule. ``rows``, ``preempted``, ``tables``, ``added``, ``released``,
+    ``prefixes``, ``copies``, ``state_tables`` and ``added_states`` leave the scheduler; a runner
+    has no other input. The other fields record the reasons, which the properties examine."""
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
-    preempted_for: tuple[int, ...] = ()  # for whom, parallel to preempted
+    preempted_for: tuple[int, ...] = ()  # the request that gained, parallel to preempted
     admitted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (request, its hit blocks)
     held: tuple[int, ...] = ()  # victims that must drain first, not scheduled
-    closed_by: int | None = None  # the first request that wanted more blocks than it could get
+    closed_by: int | None = None  # the first request that got fewer blocks than it needs
     tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (admitted request, its whole table)
-    added: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (other row, blocks its table grew by)
-    released: tuple[int, ...] = ()  # no longer running: their tables may be forgotten
+    added: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (other row, blocks added to its table)
+    released: tuple[int, ...] = ()  # no longer running: the runner may drop their tables
     # (admitted request that needs its history, its tokens before the row)
     prefixes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (source, destination) block: copied before the step reads or writes anything
     copies: tuple[tuple[int, int], ...] = ()
     forked: tuple[tuple[int, int], ...] = ()  # (admitted sibling, whose blocks it shares)
-    # (running or waiting request without a row, one of REFUSALS); the preempted are not among them
+    # (running or waiting request without a row, one of REFUSALS), without preempted requests
     refused: tuple[tuple[int, str], ...] = ()
-    state_tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``tables``
-    added_states: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``added``
-    budget: int = 0  # tokens that it might have computed
-    displaced: tuple[int, ...] = ()  # those of the preempted whose places were taken
+    state_tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # like ``tables``
+    added_states: tuple[tuple[int, tuple[int, ...]], ...] = ()  # like ``added``
+    budget: int = 0  # the step's token budget
+    displaced: tuple[int, ...] = ()  # preempted requests whose places were taken
 
 
 class Add(NamedTuple):
@@ -361,9 +362,9 @@ class Add(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Plan and dispatch a step. ``tokens``: its samples, row after row. ``budget``: tokens that it
-    may compute; 0: as many as the scope says. ``offer``: draft tokens for some requests, of which
-    the plan carries as many as have room."""
+    """Plan and dispatch a step. ``tokens``: its samples, in row order. ``budget``: token budget of
+    the step; 0: the scope's. ``offer``: draft tokens for some requests; the plan carries as many as
+    fit."""
 
     tokens: tuple[int, ...]
     budget: int = 0
@@ -371,7 +372,7 @@ class Schedule(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Settle the oldest step. ``tokens``: its samples, row after row."""
+    """Settle the oldest step. ``tokens``: its samples, in row order."""
 
     tokens: tuple[int, ...]
 
@@ -389,11 +390,11 @@ class Resume(NamedTuple):
 
 
 class ResetCache(NamedTuple):
-    """The user has changed the weights, or is about to: nothing computed before is to be read."""
+    """The user resets the cache, for new weights: KV computed before must not be read again."""
 
 
 class Fail(NamedTuple):
-    """An engine operation raised, or was interrupted, at any point of it."""
+    """An engine operation raised or was interrupted, at any point."""
 
 
 Label = Add | Schedule | Settle | Abort | Pause | Resume | ResetCache | Fail

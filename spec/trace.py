@@ -1,4 +1,4 @@
-"""Counterexamples in words."""
+"""Counterexamples as text."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def render(trace: list[Label], scope: Scope, cycle: int = 0) -> str:
     state, lines = model.initial(scope), []
     for number, label in enumerate(trace, 1):
         if cycle and number == len(trace) - cycle + 1:
-            lines.append("  -- from here it goes round for ever:")
+            lines.append("  -- these actions repeat forever:")
         made = None
         if isinstance(label, Schedule):
             made = model.plan(state, scope, label.budget, label.offer)[0]

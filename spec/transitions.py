@@ -66,7 +66,7 @@ def s12(m: Move) -> bool:
 
 
 def s13(m: Move) -> bool:
-    """Whatever no changed table accounts for is as before; so is every request refused."""
+    """Only tables that changed account for changes; refused requests are unchanged."""
     touched: set[int] = set()
     for old, new in zip(m.before.requests, m.after.requests, strict=True):
         if old.table != new.table:
@@ -180,8 +180,8 @@ def s21(m: Move) -> bool:
 
 
 def takes_a_place(m: Move, victim: int) -> bool:
-    """Whether the request that ``victim`` was preempted for is of another owner, was admitted, and
-    had no place beside it."""
+    """Whether the request that ``victim`` was preempted for has another owner, was admitted, and
+    would have had no place without the preemption."""
     preemptor = m.plan.preempted_for[m.plan.preempted.index(victim)]
     others = {*m.before.running, *m.hits} - {preemptor}
     return (
@@ -193,8 +193,8 @@ def takes_a_place(m: Move, victim: int) -> bool:
 
 
 def s22(m: Move) -> bool:
-    """Nothing but the rows' own slots and the destinations of copies is written (emptied slots are
-    the pool's doing)."""
+    """Only the rows' own slots and the destinations of copies are written (emptied slots are
+    cleared by the pool)."""
     rows = set(m.written())
     rows |= {(block, slot) for _, block in m.plan.copies for slot in range(m.scope.block_size)}
     return all(
@@ -205,9 +205,9 @@ def s22(m: Move) -> bool:
 
 
 def s31(m: Move) -> bool:
-    """The plan does not know what steps in flight will turn out to have sampled."""
+    """The plan does not depend on tokens that steps in flight will sample."""
     if any(token != m.scope.outputs[0] for token in m.label.tokens):
-        return True  # this plan was examined at the first choice of its own tokens
+        return True  # this plan was examined for the first choice of its own tokens
     if not any(row.samples for step in m.before.flight for row in step):
         return True
     masked = tuple(
@@ -219,8 +219,9 @@ def s31(m: Move) -> bool:
 
 
 def s33(m: Move) -> bool:
-    """A fork shares what is full, settled and of its own prefix, and copies what is filled in part,
-    from a block that its owner keeps to one of its own. No copy reads what another writes."""
+    """A fork shares blocks that are full, settled and of its own prefix. It copies the partly
+    filled block from a block that its owner keeps to its own block. No copy reads a block that
+    another copy writes."""
     size, own = m.scope.block_size, owners(m.after)
     unsettled = m.in_flight()
     copies = []
@@ -258,7 +259,7 @@ def s38(m: Move) -> bool:
 
 
 def s42(m: Move) -> bool:
-    """What a settled-only request computes is settled when it is planned."""
+    """A settled-only request computes only tokens that are settled when it is planned."""
     return all(
         row.start + row.n <= len(m.before.requests[row.request].tokens)
         for row in m.plan.rows
@@ -313,7 +314,7 @@ def s27(m: Move) -> bool:
 
 
 def s29(m: Move) -> bool:
-    """Of a row that is not stale a prefix of the samples is appended; S58 and L10 say which."""
+    """A row that is not stale appends a prefix of its samples; S58 and L10 define which one."""
     for row in m.before.flight[0]:
         old, new = m.before.requests[row.request], m.after.requests[row.request]
         taken = () if row.stale else row.samples[: len(new.tokens) - len(old.tokens)]
@@ -323,11 +324,11 @@ def s29(m: Move) -> bool:
 
 
 def s56(m: Move) -> bool:
-    """Drafts take nothing that any request needs: the plan without them has the same rows, victims,
-    admissions, refusals and copies, and where a request is short of blocks they take none. They
-    are of rows that sample behind settled tokens, and no sample exceeds the longest form."""
+    """Drafts take nothing that any request needs. The plan without them has the same rows, victims,
+    admissions, refusals and copies, and they take no block while a request is short of blocks. Only
+    rows that sample after settled tokens have drafts, and no sample exceeds the maximum length."""
     if not m.label.offer or any(token != m.scope.outputs[0] for token in m.label.tokens):
-        return True  # this plan was examined at the first choice of its samples
+        return True  # this plan was examined for the first choice of its samples
     plain, planned = model.plan(m.before, m.scope, m.label.budget)
     if plain.closed_by is not None or plain.preempted:
         tables = [
@@ -348,9 +349,9 @@ def s56(m: Move) -> bool:
 
 
 def s58(m: Move) -> bool:
-    """The output does not depend on drafts: a sample is appended only if every draft before it in
-    its row is the token that was sampled there. So the row computed the request's own tokens up
-    to it, as steps without drafts would have. An accepted draft is counted as computed."""
+    """The output does not depend on drafts: a sample is appended only if every earlier draft in its
+    row equals the token that was sampled there. So up to that sample, the row computed the
+    request's own tokens, like steps without drafts. An accepted draft counts as computed."""
     for row in m.before.flight[0]:
         old, new = m.before.requests[row.request], m.after.requests[row.request]
         taken = new.tokens[len(old.tokens) :]
@@ -369,8 +370,8 @@ def s58(m: Move) -> bool:
 
 
 def s37(m: Move) -> bool:
-    """Every live request ends as an error, nothing else of a request changes, and all other state
-    is the initial one: the next call is served as the first one was."""
+    """Every live request ends with an error, and requests do not change otherwise. All other state
+    is the initial state, so the next call is served like the first one."""
     for old, new in zip(m.before.requests, m.after.requests, strict=True):
         if (
             new.reason != (old.reason or "error")
@@ -410,7 +411,7 @@ def s41(m: Move) -> bool:
 Property = Callable[[Move], bool]
 ANY = (Add, Schedule, Settle, Abort, Pause, Resume, ResetCache, Fail)
 
-# By the kind of action that could violate them.
+# By the type of action that could violate them.
 ON_SCHEDULE: dict[str, Property] = {
     "S5": s5,
     "S9": s9,
@@ -426,7 +427,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "S21": s21,
     "S22": s22,
     "S31": s31,
-    "S32": lambda m: s32(m.after, m.scope),  # no part of a state's name, so not looked at by state
+    "S32": lambda m: s32(m.after, m.scope),  # not part of a state's name, so checked per action
     "S33": s33,
     "S38": s38,
     "S39": lambda m: s39(m.after, m.scope),

@@ -1,5 +1,5 @@
-"""``python -m spec.twin``: distinct states of the Python text over the variables of
-``tla/PageSpec.tla``, without symmetry: what TLC should count as "distinct states found"."""
+"""``python -m spec.twin``: counts distinct states of the Python model over the variables of
+``tla/PageSpec.tla``, without symmetry: the count that TLC reports as "distinct states found"."""
 
 from __future__ import annotations
 

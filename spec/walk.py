@@ -1,7 +1,7 @@
-"""``python -m spec.walk``: random walks, with every check, in worlds too large to explore.
+"""``python -m spec.walk``: random walks with all checks, in scopes too large to explore.
 
-Not a proof of anything; it looks where the exhaustive scopes cannot reach: more requests at once,
-longer prompts, all features together."""
+This is not a proof. It tests configurations that the exhaustive scopes cannot reach: more
+concurrent requests, longer prompts, all features together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PROMPTS = ((0,), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1, 0))
 
 
 def with_contents(template: Template, rng: random.Random) -> Template:
-    """The template, half of the time with segments of tokens and of three contents, of which all
-    placeholders are alike."""
+    """The template; in half of the cases with segments of tokens and of three contents, whose
+    placeholders are all equal."""
     if rng.random() < 0.5:
         return template
     segments, rest = [], len(template.prompt)
@@ -65,7 +65,7 @@ def random_scope(rng: random.Random) -> Scope:
         for prompt in rng.sample(PROMPTS, 3)
     )
     block_size = rng.randint(1, 3)
-    drafts = random.Random(rng.random())  # their own, so that they change no other draw
+    drafts = random.Random(rng.random())  # separate generators, so that other draws are unchanged
     contents = random.Random(f"segments of {templates}")
     templates = tuple(with_contents(template, contents) for template in templates)
     return Scope(
@@ -90,13 +90,13 @@ def random_scope(rng: random.Random) -> Scope:
         reset=rng.random() < 0.3,
         num_states=rng.choice([0, cap + 1, cap + 1, cap + 3]),
         interval=block_size * rng.randint(1, 2),
-        # All offers are enumerated, which too many drafting rows of a step make too many.
+        # All offers are enumerated; with several drafting rows there are too many.
         max_drafts=drafts.choice([0, 1]) if cap == 2 else 0,
     )
 
 
 def weight(label: Label) -> float:
-    """Mostly the engine works; the others are rare, else nothing ever grows."""
+    """Weights of random actions: mostly the engine's, since user actions undo progress."""
     if isinstance(label, Abort | Fail):
         return 0.02
     if isinstance(label, Pause | ResetCache):
@@ -105,7 +105,7 @@ def weight(label: Label) -> float:
 
 
 def walk(scope: Scope, rng: random.Random, length: int) -> tuple[list[str], list[Label]]:
-    """The properties violated, and the way there."""
+    """The violated properties, and the path to the violation."""
     state, trace = model.initial(scope), []
     for _ in range(length):
         options = list(successors(state, scope))

@@ -9,7 +9,7 @@ from .registry import LONG, A, defect
 
 _DRAFTING = A._replace(max_tokens=3, settled_only=True)
 _HISTORY = _DRAFTING._replace(needs_history=True)
-_WORLD = {
+_SCOPE = {
     "templates": (_DRAFTING,),
     "max_drafts": 1,
     "num_blocks": 4,
@@ -18,15 +18,15 @@ _WORLD = {
 }
 
 
-@defect("every-draft-is-accepted", "S58 S6 S57", **_WORLD | {"block_size": 1, "num_blocks": 6})
+@defect("every-draft-is-accepted", "S58 S6 S57", **_SCOPE | {"block_size": 1, "num_blocks": 6})
 class EveryDraftIsAccepted(Machine):
     def is_accepted(self, *_: int) -> bool:
         return True
 
 
-@defect("accepted-behind-a-rejected-draft", "S58", **_WORLD | {"max_drafts": 2})
+@defect("accepted-behind-a-rejected-draft", "S58", **_SCOPE | {"max_drafts": 2})
 class AcceptedBehindARejectedDraft(Machine):
-    """Each draft is compared with its own sample alone."""
+    """Each draft is compared only with its own sample."""
 
     def take_samples(self, r: int, row: Row) -> None:
         right = [d == t for d, t in zip(row.drafts, row.samples, strict=False)]
@@ -36,13 +36,13 @@ class AcceptedBehindARejectedDraft(Machine):
             self.append_token(r, row.samples[1])
 
 
-@defect("samples-taken-behind-the-stop", "S25", **_WORLD)
+@defect("samples-taken-behind-the-stop", "S25", **_SCOPE)
 class SamplesTakenBehindTheStop(Machine):
     def has_ended(self, _: int) -> bool:
         return False
 
 
-@defect("accepted-draft-is-not-counted", "S58", **_WORLD)
+@defect("accepted-draft-is-not-counted", "S58", **_SCOPE)
 class AcceptedDraftIsNotCounted(Machine):
     """Its position is computed again by the next row."""
 
@@ -50,9 +50,9 @@ class AcceptedDraftIsNotCounted(Machine):
         self.update(r, total=self.requests[r].total + 1)
 
 
-@defect("drafts-counted-as-dispatched", "S17", **_WORLD)
+@defect("drafts-counted-as-dispatched", "S17", **_SCOPE)
 class DraftsCountedAsDispatched(Machine):
-    """As if all of them were to be accepted."""
+    """As if all of them would be accepted."""
 
     def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
         super().draft(offer)
@@ -61,7 +61,7 @@ class DraftsCountedAsDispatched(Machine):
             self.update(row.request, dispatched=dispatched)
 
 
-@defect("rejected-drafts-are-published", "S6 S57", **_WORLD | {"block_size": 1})
+@defect("rejected-drafts-are-published", "S6 S57", **_SCOPE | {"block_size": 1})
 class RejectedDraftsArePublished(Machine):
     def take_samples(self, r: int, row: Row) -> None:
         super().take_samples(r, row)
@@ -72,14 +72,14 @@ class RejectedDraftsArePublished(Machine):
 @defect(
     "drafts-take-blocks-that-are-needed",
     "S56",
-    **_WORLD | {"templates": (_DRAFTING, LONG), "block_size": 1, "num_blocks": 5},
+    **_SCOPE | {"templates": (_DRAFTING, LONG), "block_size": 1, "num_blocks": 5},
 )
 class DraftsTakeBlocksThatAreWanted(Machine):
     def may_take_for_drafts(self) -> bool:
         return True
 
 
-@defect("drafts-before-the-walk-ends", "S56", **_WORLD | {"budget": 3})
+@defect("drafts-before-the-walk-ends", "S56", **_SCOPE | {"budget": 3})
 class DraftsBeforeTheWalkEnds(Machine):
     """A row takes its drafts at once, before younger requests have their rows."""
 
@@ -94,7 +94,7 @@ class DraftsBeforeTheWalkEnds(Machine):
         self.rows = rows + self.rows
 
 
-@defect("drafts-beyond-the-longest-form", "S56", **_WORLD)
+@defect("drafts-beyond-the-longest-form", "S56", **_SCOPE)
 class DraftsBeyondTheLongestForm(Machine):
     def draft_room(self, row: PlanRow) -> int:
         limit = self.requests[row.request].limit
@@ -104,7 +104,7 @@ class DraftsBeyondTheLongestForm(Machine):
         return room
 
 
-@defect("drafts-beyond-the-budget", "S18", **_WORLD | {"budget": 2})
+@defect("drafts-beyond-the-budget", "S18", **_SCOPE | {"budget": 2})
 class DraftsBeyondTheBudget(Machine):
     def draft_room(self, row: PlanRow) -> int:
         self.budget_left += 1
@@ -113,7 +113,7 @@ class DraftsBeyondTheBudget(Machine):
         return room
 
 
-@defect("draft-blocks-are-not-sent", "S32", **_WORLD | {"block_size": 1, "num_blocks": 6})
+@defect("draft-blocks-are-not-sent", "S32", **_SCOPE | {"block_size": 1, "num_blocks": 6})
 class DraftBlocksAreNotTold(Machine):
     """The plan names only the blocks that the row's own positions need."""
 
@@ -123,9 +123,9 @@ class DraftBlocksAreNotTold(Machine):
         return tuple((r, blocks[: max(0, own[r] - known[r])]) for r, blocks in grown)
 
 
-@defect("blocks-of-rejected-drafts-pile-up", "S10", **_WORLD | {"block_size": 1, "num_blocks": 6})
+@defect("blocks-of-rejected-drafts-pile-up", "S10", **_SCOPE | {"block_size": 1, "num_blocks": 6})
 class BlocksOfRejectedDraftsPileUp(Machine):
-    """Each row takes blocks for its drafts, whatever the row before left."""
+    """Each row takes blocks for its drafts, whatever the previous row left."""
 
     def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
         super().draft(offer)
@@ -134,21 +134,21 @@ class BlocksOfRejectedDraftsPileUp(Machine):
                 self.allocate(row.request, 1)
 
 
-@defect("history-keeps-rejected-drafts", "S39", **_WORLD | {"templates": (_HISTORY,)})
+@defect("history-keeps-rejected-drafts", "S39", **_SCOPE | {"templates": (_HISTORY,)})
 class HistoryKeepsRejectedDrafts(Machine):
     def kept_history(self, ids: tuple[int, ...], _: int) -> tuple[int, ...]:
         return ids
 
 
-@defect("right-draft-is-wasted", "L10", **_WORLD)
+@defect("right-draft-is-wasted", "L10", **_SCOPE)
 class RightDraftIsWasted(Machine):
     def is_accepted(self, *_: int) -> bool:
         return False
 
 
-@defect("nothing-taken-beside-a-wrong-draft", "L10 L2", **_WORLD)
+@defect("nothing-taken-beside-a-wrong-draft", "L10 L2", **_SCOPE)
 class NothingTakenBesideAWrongDraft(Machine):
-    """The first sample is taken for one of the draft's, and dropped with it."""
+    """The first sample is treated like a draft's sample, and dropped with it."""
 
     def take_samples(self, r: int, row: Row) -> None:
         if row.drafts[:1] in ((), row.samples[:1]):

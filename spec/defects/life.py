@@ -1,4 +1,4 @@
-"""Defects in the life of a request."""
+"""Defects in the life cycle of a request."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class ResultOfTheFinishedApplied(Machine):
 @defect("failed-step-stays-in-flight", "S37", fail=True)
 class FailedStepStaysInFlight(Machine):
     def forget_flight(self) -> None:
-        """A later settle applies it to requests that are over, and blocks that are others'."""
+        """A later settle applies it to ended requests, and to blocks of other requests."""
 
 
 @defect("cache-survives-a-failure", "S37", "4", fail=True)
 class CacheSurvivesAFailure(Machine):
-    """Blocks go back one request at a time, as after an abort, and what is published stays."""
+    """Blocks are released per request, as after an abort, and published blocks stay cached."""
 
     def reset_pool(self) -> None:
         keys, index, contents = self.keys, self.index, self.contents[:]
@@ -100,7 +100,7 @@ class PlanPeeksAtTheUnsettled(Machine):
 
 @defect("reset-keeps-the-cache", "S41 S6 S16", depth=1, reset=True)
 class ResetKeepsTheCache(Machine):
-    """Blocks are released, and later requests find what is published, under the new weights."""
+    """Blocks are released, but later requests find published ones, under the new weights."""
 
     def forget_cache(self) -> None:
         for block in range(self.scope.num_blocks):
@@ -109,8 +109,8 @@ class ResetKeepsTheCache(Machine):
 
 @defect("reset-keeps-running-blocks", "S41 S6 S16", depth=1, reset=True)
 class ResetKeepsRunningBlocks(Machine):
-    """The cache forgets, and running requests go on over what was computed before. In the end they
-    publish it."""
+    """The cache is emptied, but running requests continue with KV that was computed before, and
+    finally publish it."""
 
     def send_back_running(self) -> None:
         pass
@@ -127,7 +127,7 @@ class ResetKeepsRunningBlocks(Machine):
 
 @defect("reset-without-settling", "S41 S28", depth=1, reset=True)
 class ResetWithoutSettling(Machine):
-    """Steps in flight write to blocks that are others' by then."""
+    """Steps in flight write to blocks that belong to other requests by then."""
 
     def may_reset(self) -> bool:
         return True

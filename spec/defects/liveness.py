@@ -20,7 +20,7 @@ from .registry import LONG, A, defect
     pause=False,
     abort=False,
 )
-class VictimBecomesTheElder(Machine):
+class VictimBecomesTheOldest(Machine):
     def make_room(
         self, preemptor: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
     ) -> bool:
@@ -96,7 +96,7 @@ class PrefillEatsTheDecodesBudget(Machine):
     num_blocks=5,
 )
 class SettledOnlyWaitsForAll(Machine):
-    """Until no step is in flight, which beside others is never."""
+    """Until no step is in flight, which never happens next to other requests."""
 
     def must_settle(self, request: Request) -> bool:
         return request.settled_only and bool(self.flight)

@@ -1,4 +1,4 @@
-"""Defects of what a plan tells the runner, and of what is asked for one request alone."""
+"""Defects in the parts of a plan for the runner, and in per-request settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HistoryEndsWithThePrompt(Machine):
 
 @defect("history-is-sent-once", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
 class HistoryIsToldOnce(Machine):
-    """A row that comes back is treated as known, although the runner discarded it when it left."""
+    """A readmitted row is treated as known, although the runner discarded it when it left."""
 
     def history_before(self) -> Tables:
         return tuple((r, ids) for r, ids in super().history_before() if r not in self.histories)
@@ -73,14 +73,14 @@ _SETTLED_ONLY = A._replace(max_tokens=3, settled_only=True)
 
 @defect("unsettled-token-is-computed", "S42", depth=1, templates=(_SETTLED_ONLY,))
 class UnsettledTokenIsComputed(Machine):
-    """Its mask is asked for before the token in front of it is known."""
+    """Its mask would be needed before the previous token is known."""
 
     def must_settle(self, _: Request) -> bool:
         return False
 
 
 @defect("every-request-reads-the-cache", "S38", templates=(LONG, LONG._replace(reads_cache=False)))
-class EverybodyReadsTheCache(Machine):
+class EveryRequestReadsTheCache(Machine):
     def look_up(self, r: int) -> tuple[int, ...]:
         self.update(r, reads_cache=True)
         return super().look_up(r)

@@ -1,4 +1,4 @@
-"""What a seeded defect is: one rule of the machine, broken, in a scope where it shows."""
+"""The definition of a seeded defect: one broken rule, and a scope in which it shows."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from typing import Any
 from ..model import Machine
 from ..state import BASE, Request, Segment, Segments, Template, names, prefixes
 from .registry import A, defect
-from .states import _WORLD as _STATES
+from .states import _SCOPE as _STATES
 
 
 def _prompt(*segments: Segment) -> Template:
-    """All tokens alike, placeholders among them."""
+    """A prompt whose tokens are all equal, including placeholders."""
     length = sum(segment.length for segment in segments)
     return Template((0,) * length, 2, segments=segments)
 
@@ -20,11 +20,11 @@ _TOKEN, _ONE, _OTHER = Segment(1), Segment(2, 1), Segment(2, 2)
 _ALIKE: dict[str, Any] = {
     "templates": (_prompt(_TOKEN, _ONE, _TOKEN), _prompt(_TOKEN, _OTHER, _TOKEN))
 }
-_WORLD: dict[str, Any] = _ALIKE | {"num_blocks": 4}
+_SCOPE: dict[str, Any] = _ALIKE | {"num_blocks": 4}
 
 
 class KeyOf(Machine):
-    """A key that takes other segments for the request's own."""
+    """A key computed from other segments than the request's own."""
 
     def seen(self, segments: Segments) -> Segments:
         raise NotImplementedError
@@ -33,9 +33,9 @@ class KeyOf(Machine):
         return super().block_key(request._replace(segments=self.seen(request.segments)), i)
 
 
-@defect("key-of-placeholders", "S60 S61 S6 S16", **_WORLD)
+@defect("key-of-placeholders", "S60 S61 S6 S16", **_SCOPE)
 class KeyOfPlaceholders(KeyOf):
-    """Two images behind one text are one prefix."""
+    """Two images with the same text form one prefix."""
 
     def seen(self, _: Segments) -> Segments:
         return ()
@@ -51,7 +51,7 @@ class KeyOfPlaceholders(KeyOf):
     num_blocks=4,
 )
 class KeyWithoutOffset(KeyOf):
-    """An image of two positions is taken for the first half of it, twice."""
+    """An image of two positions equals its first half, repeated."""
 
     def seen(self, segments: Segments) -> Segments:
         parts: list[Segment] = []
@@ -63,10 +63,10 @@ class KeyWithoutOffset(KeyOf):
 @defect(
     "key-of-contents-at-block-starts",
     "S60 S61 S6",
-    **_WORLD | {"templates": (_prompt(_TOKEN, Segment(2, 1)), _prompt(_TOKEN, Segment(2, 2)))},
+    **_SCOPE | {"templates": (_prompt(_TOKEN, Segment(2, 1)), _prompt(_TOKEN, Segment(2, 2)))},
 )
 class KeyOfContentsAtBlockStarts(Machine):
-    """A segment that begins behind the start of a block is left out of the block's key."""
+    """A segment that begins after the start of a block is omitted from the block's key."""
 
     def block_key(self, request: Request, i: int) -> int:
         begins, seen = 0, list(request.segments)
@@ -91,7 +91,7 @@ class KeyOfContentsAtBlockStarts(Machine):
     ),
 )
 class KeyWithoutPlace(Machine):
-    """The key says which contents a block has, and not at which of its positions."""
+    """The key contains the contents of a block, but not their positions in it."""
 
     def block_key(self, request: Request, i: int) -> int:
         end = (i + 1) * self.block_size
@@ -112,8 +112,8 @@ class KeyWithoutPlace(Machine):
     budget=4,
 )
 class KeyOfAllContents(Machine):
-    """All contents of the prompt are in each key, as if they were the salt: what comes before an
-    image is found with that very image alone."""
+    """Each key contains all contents of the prompt, like a salt: the text before an image is found
+    only with that same image."""
 
     def block_key(self, request: Request, i: int) -> int:
         contents = sum(segment.content_hash or 0 for segment in request.segments)
@@ -122,7 +122,7 @@ class KeyOfAllContents(Machine):
 
 @defect("hit-ends-before-a-segment", "S61", templates=(_prompt(Segment(4, 1)),), num_blocks=4)
 class HitEndsBeforeASegment(Machine):
-    """As where the positions of an image see one another in both directions."""
+    """As if the positions of an image attended to one another in both directions."""
 
     def max_hit_blocks(self, request: Request) -> int:
         end = request.segments[0].length if request.segments[0].content_hash is None else 0
@@ -131,7 +131,7 @@ class HitEndsBeforeASegment(Machine):
 
 @defect("chunk-begins-the-content-anew", "S16", templates=(_prompt(Segment(4, 1)),), num_blocks=4)
 class ChunkBeginsTheContentAnew(Machine):
-    """The runner takes the embeddings of a row from the first one on, wherever the row starts."""
+    """The runner reads the embeddings of a row from the first one on, wherever the row starts."""
 
     def computed_names(self, request: Request, start: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         own, begins, seen = names(request, ids), 0, []
@@ -145,9 +145,9 @@ class ChunkBeginsTheContentAnew(Machine):
         return own[:start] + anew[start:]
 
 
-@defect("preempted-request-loses-its-content", "S62", **_WORLD | {"num_blocks": 3, "depth": 1})
+@defect("preempted-request-loses-its-content", "S62", **_SCOPE | {"num_blocks": 3, "depth": 1})
 class PreemptedRequestLosesItsContent(Machine):
-    """It waits again as what its token ids say."""
+    """It waits again as a request of its token ids only."""
 
     def send_back(self, r: int) -> None:
         super().send_back(r)
@@ -185,7 +185,7 @@ class EmptySegmentIsAdmitted(Machine):
 
 @defect("segment-behind-the-prompt", "S59", templates=(A._replace(segments=(Segment(3, 1),)),))
 class SegmentBehindThePrompt(Machine):
-    """The prompt was cut, and its segments were not."""
+    """The prompt was truncated, but its segments were not."""
 
     def covers(self, prompt: tuple[int, ...], segments: Segments) -> bool:
         return sum(segment.length for segment in segments) >= len(prompt)

@@ -8,7 +8,7 @@ from .registry import LONG, A, defect
 
 _FEW = A._replace(owner=1)
 _MUCH = LONG._replace(owner=2)
-_WORLD = {
+_SCOPE = {
     "templates": (_FEW, _MUCH),
     "policy": "fair",
     "credit": 3,
@@ -21,13 +21,13 @@ _WORLD = {
 }
 
 
-@defect("youngest-of-an-owner-first", "S55", **_WORLD)
+@defect("youngest-of-an-owner-first", "S55", **_SCOPE)
 class YoungestOfAnOwnerFirst(Machine):
     def next_of(self, owner: int) -> int | None:
         return next((r for r in reversed(self.queued) if self.requests[r].owner == owner), None)
 
 
-@defect("no-turn-after-an-abort", "S53 L2", **_WORLD | {"abort": True, "cap": 1})
+@defect("no-turn-after-an-abort", "S53 L2", **_SCOPE | {"abort": True, "cap": 1})
 class NoTurnAfterAnAbort(Machine):
     def leave(self, r: int) -> None:
         self.queued, queued = [], [q for q in self.queued if q != r]
@@ -35,21 +35,21 @@ class NoTurnAfterAnAbort(Machine):
         self.queued = queued
 
 
-@defect("turns-are-free", "S54", **_WORLD | {"num_requests": 4, "credit": 1})
+@defect("turns-are-free", "S54", **_SCOPE | {"num_requests": 4, "credit": 1})
 class TurnsAreFree(Machine):
     def cost(self, request: Request) -> int:
         return 0 if request.owner == 2 else super().cost(request)
 
 
-@defect("idle-owners-save-up", "L5", **_WORLD)
+@defect("idle-owners-save-up", "L5", **_SCOPE)
 class IdleOwnersSaveUp(Machine):
     def earliest(self) -> int:
         return 0
 
 
-@defect("turn-starts-before-the-last", "S55", **_WORLD)
+@defect("turn-starts-before-the-last", "S55", **_SCOPE)
 class TurnStartsBeforeTheLast(Machine):
-    """What was charged in vain is given back, and more."""
+    """More than the excess charge is refunded."""
 
     def settle_charge(self, r: int) -> None:
         super().settle_charge(r)
@@ -60,7 +60,7 @@ class TurnStartsBeforeTheLast(Machine):
 @defect(
     "place-is-taken-from-its-own-owner",
     "S21",
-    **_WORLD
+    **_SCOPE
     | {
         "templates": (Template((0,), 3, owner=1),),
         "cap": 1,

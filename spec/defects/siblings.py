@@ -1,4 +1,4 @@
-"""Defects of requests that continue one prompt."""
+"""Defects of requests that continue the same prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CopyLeftOutOfThePlan(Machine):
 
 @defect("fork-of-what-is-in-flight", "S33", templates=(_PAIR,), depth=1, num_blocks=5)
 class ForkOfWhatIsInFlight(Machine):
-    """A sibling that is resumed before the prompt is computed takes it for computed."""
+    """A sibling that is resumed before the prompt is computed treats it as computed."""
 
     def has_shared(self, request: Request) -> bool:
         return request.dispatched >= self.num_shared(request)
@@ -43,7 +43,7 @@ class ForkOfWhatIsInFlight(Machine):
 
 @defect("fork-from-a-victim", "S33", templates=(_LONG._replace(max_tokens=3),), abort=False)
 class ForkFromAVictim(Machine):
-    """The leader comes back, and has its sibling preempted whose blocks it is to share."""
+    """The leader returns, and its admission preempts the sibling whose blocks it is to share."""
 
     def may_give(self, *_: int) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Defects of the plan and of what a step writes."""
+"""Defects of plans and of the positions that a step writes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Structural properties of a scheduler's state, checked on the real objects.
 
-``LLM(check_invariants=True)`` runs ``check_state`` after every schedule and commit and
-``check_plan`` on every plan. Numbers are those of ``spec/README.md``; properties about contents
-and about runs as a whole are checked by the tests, not here.
+``LLM(check_invariants=True)`` runs ``check_state`` after every schedule and commit, and
+``check_plan`` on every plan. Property numbers are those of ``spec/README.md``. Properties about
+contents of blocks and about whole runs are checked by the tests instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class InvariantError(AssertionError):
 
 
 def _require(condition: bool, property_id: str, detail: str, *values: object) -> None:
-    """``detail`` is a format of ``values``: made into text only where the property is broken, as
-    that takes several times as long as the conditions do."""
+    """``detail`` is a format string for ``values``, formatted only if the condition is false:
+    formatting takes several times as long as evaluating the conditions."""
     if not condition:
         raise InvariantError(property_id, detail.format(*values))
 
 
 def check_state(scheduler: Scheduler) -> None:
-    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
+    """Raises InvariantError if the state violates S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
     S24, S27, S28, S33, S40, S43, S44, S46, S47, S50, S53, S59 or S60."""
     holders = {*scheduler.requests.values(), *scheduler.queues.draining}
     is_idle = not scheduler.requests and not scheduler.in_flight
@@ -63,11 +63,11 @@ def _check_ledger(
     is_idle: bool,
     properties: tuple[str, ...],
 ) -> None:
-    """Checks the counts and places of a pool's items.
+    """Check the counts and places of a pool's items.
 
     Args:
         tables: the items of each holder. is_idle: there is no request, and no step in flight.
-        properties: the ids of those that are checked, as of blocks: S1, S2, S3, S4, S8 and S14.
+        properties: ids of the properties checked; for blocks S1, S2, S3, S4, S8 and S14.
     """
     s1, s2, s3, s4, s8, s14 = properties
     owners = Counter(chain.from_iterable(tables))
@@ -80,7 +80,7 @@ def _check_ledger(
         is_indexed = key is None or ledger.index.get(key) == item
         has_place = is_free == is_to_be_free and is_cached == is_to_be_cached
         if count == num_owners and has_place and is_indexed:
-            continue  # pools have thousands of blocks; a broken one is examined below
+            continue  # fast path: pools have thousands of blocks; violations are examined below
         name = f"{what} {item}"
         _require(count >= 0, s3, "{} has count {}", name, count)
         _require(count == num_owners, s1, "{}: {} counted, {}", name, count, num_owners)
@@ -96,7 +96,7 @@ def _check_ledger(
 
 
 def _check_content(blocks: BlockManager, holders: Iterable[Request]) -> None:
-    """Compares what positions hold, and no keys."""
+    """Compare the content of positions directly, not their keys."""
     size = blocks.block_size
     first_owners: dict[int, Request] = {}
     for request in holders:
@@ -145,7 +145,7 @@ def _check_state_table(states: StateSlots, request: Request) -> None:
         is_past = (i + 1) * interval < request.num_computed
         _require((slot == NO_SLOT) == is_past, "S44", "entry {} of the states of {}", i, request)
         key = None if is_past else states.keys[slot]
-        if key is not None:  # found at admission: the engine publishes past entries
+        if key is not None:  # found at admission: the engine publishes past entries only
             own_key = request.block_keys[(i + 1) * states.blocks_per_interval - 1][0]
             is_settled = (i + 1) * interval <= request.num_computed
             _require(key == own_key and is_settled, "S46", "slot {} has another's key", slot)
@@ -216,7 +216,7 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33, S42, S48
+    """Raises InvariantError if a new plan violates S9, S15, S17, S18, S19, S20, S27, S33, S42, S48
     or S56."""
     if not plan.requests:
         return
@@ -273,22 +273,22 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 class RunnerView:
-    """The state that a runner derives from the plans alone, in their order: the block table (S32)
-    and the state table (S51) of each running request, and the known tokens of one that needs its
-    history (S39). Checked against the scheduler's own."""
+    """The state that a runner derives from the plans alone, in order: the block table (S32) and the
+    state table (S51) of each running request, and the known tokens of requests that need their
+    history (S39). Compared with the scheduler's own state."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
         self._state_tables: dict[str, list[int]] = {}
-        # Of the requests that need their history, tokens without and with draft tokens.
+        # For requests that need their history: number of known tokens, without and with drafts.
         self._num_known: dict[str, tuple[int, int]] = {}
 
     def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
-        """Take in a plan that is to be dispatched.
+        """Process a plan that will be dispatched.
 
         Raises:
-            InvariantError: the tables are not those of the running requests, or the token ids not
-                those of the rows.
+            InvariantError: the tables differ from those of the running requests, or the token ids
+                from those of the rows.
         """
         if not plan.requests:
             return
@@ -348,7 +348,7 @@ class RunnerView:
         for info, start, num_tokens, num_samples in plan.rows():
             if info.needs_history:
                 begin, end = self._num_known.get(info.request_id, (-1, -1))
-                # What lies from its own tokens on are draft tokens, of which any may be rejected.
+                # All tokens after its own are draft tokens, any of which may be rejected.
                 is_known = begin <= start <= end
                 _require(is_known, "S39", "{} is known to {}: {}", info.request_id, end, start)
                 last = start + num_tokens

@@ -311,7 +311,7 @@ class ScoreCases:
             engine.resume(request.request_id)
 
     def _answer(self, request: Request) -> Answer:
-        """The answer's tokens and their log-probabilities; of a scored request, those at its end."""
+        """The answer's tokens and log-probabilities; of a scored request, those at its end."""
         self._stepped.finish()
         found = self._stepped.answer(request)
         kept = request.logprobs

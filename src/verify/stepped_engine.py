@@ -149,7 +149,7 @@ class SteppedEngine:
         return [self.answer(request) for request in requests]
 
     def close(self) -> None:
-        """Free the engine before another one uses its memory; this object is unusable afterwards."""
+        """Free the engine's memory for another one. This object is unusable afterwards."""
         del self.llm, self.engine, self.scheduler
         gc.collect()
 

@@ -14,26 +14,26 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("world", ranks.WORLDS)
-def test_nothing_is_violated(world: ranks.World) -> None:
-    num_states, violation = ranks.check(world)
+@pytest.mark.parametrize("config", ranks.CONFIGS)
+def test_nothing_is_violated(config: ranks.GroupConfig) -> None:
+    num_states, violation = ranks.check(config)
     assert violation is None, violation
     assert num_states > 900
 
 
 @pytest.mark.parametrize("bug", ranks.BUGS)
 def test_a_broken_rule_is_found(bug: str) -> None:
-    world = ranks.WORLDS[1]
+    config = ranks.CONFIGS[1]
     if bug == "one-slot":
-        world = world._replace(num_slots=1)
-    _, violation = ranks.check(world, bug)
+        config = config._replace(num_slots=1)
+    _, violation = ranks.check(config, bug)
     assert violation is not None
     assert violation.property_id == BROKEN[bug], violation
 
 
 def test_a_step_may_stay_unsettled_only_where_an_error_was_raised() -> None:
     """Without deaths and interrupts all steps settle; so the search gets to the end."""
-    world = ranks.WORLDS[1]._replace(may_die=False, may_interrupt=False)
-    num_states, violation = ranks.check(world)
+    config = ranks.CONFIGS[1]._replace(may_die=False, may_interrupt=False)
+    num_states, violation = ranks.check(config)
     assert violation is None
-    assert num_states < ranks.check(ranks.WORLDS[1])[0]
+    assert num_states < ranks.check(ranks.CONFIGS[1])[0]
