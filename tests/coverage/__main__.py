@@ -1,8 +1,8 @@
-"""`python -m tests.coverage [names]`: every entry of transformers' mapping of causal language
-models (or the named ones) beside `generate`. `--json FILE` keeps what was found; `--write` writes
-docs/models.md anew, `--beside FILE` with what differs from the sweep kept there.
+"""`python -m tests.coverage [names]`: compares every entry of transformers' mapping of causal
+language models (or the named ones) with `generate`. `--json FILE` saves the results. `--write`
+rewrites docs/models.md, and `--beside FILE` adds the differences from a saved sweep.
 
-Exits with 1 if any is wrong or failed."""
+Exits with 1 if any entry is wrong or failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from what a sweep found."""
+"""Writes docs/models.md from the results of a sweep."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tests.coverage.entry import Entry
 from tests.coverage.sweep import SECONDS_AN_ENTRY, Sweep
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-# What a reason says, and the class of reasons it belongs to.
+# Part of a reason, and the class of reasons with that part.
 _CLASSES = (
-    ("attention calls through AttentionInterface", "Layers that are no attention"),
+    ("attention calls through AttentionInterface", "Layers without attention"),
     ("tokens mix outside attention", "Tokens mix outside attention"),
     (
         "does not take its attention function",
-        "Attention written out in another form than a masked softmax",
+        "Hand-written attention that is not a plain masked softmax",
     ),
     ("attention without a mask", "Attention that is not causal"),
-    ("needs a package", "A package that is not installed"),
-    ("takes the tensor", "Attention with a tensor of its own"),
-    ("its cache holds", "A cache with a window that the masks have not"),
+    ("needs a package", "Missing packages"),
+    ("takes the tensor", "Attention with an extra input tensor"),
+    ("its cache holds", "A cache window that the masks do not have"),
     ("mask is neither", "Masks that are neither causal nor a window or chunk"),
-    ("a bias or a mask of its own", "A mask or bias of the layer's own"),
-    ("attention over shapes", "Attention over other tokens than those of the pass"),
-    ("its forward takes no", "Positions cannot be told"),
+    ("a bias or a mask of its own", "A mask or bias that the layer adds itself"),
+    ("attention over shapes", "Attention over tokens outside the forward pass"),
+    ("its forward takes no", "Positions that cannot be passed"),
     ("not one graph", "Code that does not trace into one graph"),
     ("forward pass fails", "The forward pass fails on packed tokens"),
     ("encoder-decoder", "Encoder-decoder models"),
@@ -37,22 +37,25 @@ def page_of(sweep: Sweep, beside: Sweep | None = None) -> str:
     words = ", ".join(f"{counts[name]} {name}" for name in ("equal", "refused", "not built"))
     bad = counts["wrong"] + counts["failed"]
     parts = [
-        "# Which models are served\n",
-        f"Of the {len(sweep.entries)} causal language models that transformers "
-        f"{sweep.transformers} has: **{words}, {counts['wrong']} wrong, {counts['failed']} "
-        f"failed**. Found on {sweep.date} with torch {sweep.torch}, in {sweep.seconds / 60:.0f} "
-        f"minutes on {sweep.num_processes} processes. `nox -s coverage -- --write` writes this "
-        "page.\n",
+        "# Supported models\n",
+        _PURPOSE,
+        f"Of the {len(sweep.entries)} causal language models in transformers "
+        f"{sweep.transformers}: **{words}, {counts['wrong']} wrong, {counts['failed']} "
+        f"failed** ({sweep.date}, torch {sweep.torch}, {sweep.seconds / 60:.0f} minutes on "
+        f"{sweep.num_processes} processes). This command repeats the sweep and writes this "
+        "page:\n",
+        "<!-- needs: hub, time: 15 minutes -->\n```bash\nnox -s coverage -- --write\n```\n",
         _METHOD,
         "## Equal\n",
-        _table(["name", "class", "notes", "longest prompt"], map(_row, _of(sweep, "equal"))),
+        _table(["name", "class", "features", "longest prompt"], map(_row, _of(sweep, "equal"))),
         "## Refused\n",
-        "Nothing is served that the probe does not understand: a model here raises "
-        "`UnsupportedModelError` or `InvalidInputError` before the first token, with the reason.\n",
+        "pagespec serves only models that the probe fully recognises. A model of this list raises "
+        "`UnsupportedModelError` or `InvalidInputError` with the reason, before the first "
+        "token.\n",
         *_refused(_of(sweep, "refused")),
         "## Not built\n",
-        "No tiny model could be made by rules that look at a config's field names alone, so the "
-        "sweep says nothing about these.\n",
+        "The sweep shrinks a config by the names of its fields alone. These configs do not build "
+        "after that, so the sweep makes no statement about their models.\n",
         _list(_of(sweep, "not built")),
     ]
     if bad:
@@ -62,23 +65,43 @@ def page_of(sweep: Sweep, beside: Sweep | None = None) -> str:
     return "\n".join(parts)
 
 
-_METHOD = f"""Each is built from its default config with every size shrunk, with random weights, in
-float32, and run on a CPU in a process of its own, which has {SECONDS_AN_ENTRY} s. "Equal" means:
-every token is the one that transformers' own greedy `generate` chooses, and logits are within 1e-4
-of its largest,
+_PURPOSE = """This page lists the transformers architectures that pagespec serves with the tokens of
+Hugging Face `generate`, and the reason for each refusal. Use it to check whether a model runs.
+"""
 
-- with a budget of 24 tokens a step, a pool so small that requests are preempted, and every prompt
+_METHOD = f"""## Method
+
+Each model is built from its default config with every size reduced and with random weights. It runs
+in float32 on a CPU, in its own process with a limit of {SECONDS_AN_ENTRY} s. "Equal" means that
+every token is the one that transformers' own greedy `generate` chooses, and that logits are within
+1e-4 of the largest logit, under three conditions:
+
+- a budget of 24 tokens per step and a pool so small that requests are preempted; every prompt runs
   again with its prefix cached;
-- with prompts one token longer than each integer of the config that a context can reach (windows,
+- prompts one token longer than each integer of the config that a context can reach (windows,
   chunks, original contexts, sizes), in one pass;
-- with these in chunks of 60 tokens, and again with cached prefixes.
+- the same prompts in chunks of 60 tokens, and again with cached prefixes.
 
-Windows and chunks are shrunk to 24 tokens, so that prompts pass them. What this does not show:
-other settings of a config than its defaults, weights that were trained, other dtypes, GPUs.
+Windows and chunks are reduced to 24 tokens, so that prompts exceed them. Models with an indexer
+([attention.md](attention.md#keys-that-an-indexer-chooses)) have 16 index heads: with few heads many
+scores are 0, and the length of the prompt then decides which of equal scores transformers selects
+on a CPU.
 
-Models with an indexer ([attention.md](attention.md#keys-that-an-indexer-chooses)) have 16 index
-heads here. With few heads many scores are 0, and which of equal scores transformers takes on a CPU
-depends on the length of the prompt.
+## Limits of the method
+
+The sweep does not cover non-default settings of a config, trained weights, other dtypes or GPUs.
+Known differences:
+
+* **Clamped time steps (Mamba-2).** With an effective `time_step_limit`, pagespec clamps at every
+  token, like transformers' forward pass without a cache. The one-token step with a cache, which
+  `generate` uses, does not clamp and can therefore choose other tokens. `generate(use_cache=False)`
+  chooses those of pagespec. `nemotron_h` and `zamba2` have a lower limit, which matters only where
+  softplus(dt) is below `time_step_min`.
+* **Windows and chunks of exactly 1 token.** transformers' sliding cache differs from its own
+  forward pass without a cache. pagespec equals the forward pass.
+* **`dory`.** pagespec supports `recurrent_kv_cache_mode` "per_loop", the default, which caches the
+  keys of each loop. It refuses "last_loop", under which the result of `generate` depends on how the
+  prompt was chunked.
 """
 
 
@@ -117,7 +140,7 @@ def _refused(entries: list[Entry]) -> list[str]:
 def _list(entries: list[Entry]) -> str:
     lines = []
     for entry in entries:
-        # The class stands in front of most reasons.
+        # Most reasons begin with the class.
         reason = re.sub(rf"^{entry.architecture}: ", "", entry.reason) if entry.architecture else ""
         lines.append(f"- `{entry.model_type}`: {_escaped(reason or entry.reason)}")
     return "\n".join(lines) + "\n" if lines else "None.\n"
@@ -132,17 +155,20 @@ def _differences(sweep: Sweep, beside: Sweep) -> str:
     words = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     ours = {entry.model_type: entry for entry in sweep.entries}
     theirs = {entry.model_type: entry for entry in beside.entries}
-    lines = [f"Of its {len(theirs)}: {words} ({beside.date}, torch {beside.torch}).\n"]
+    lines = [
+        f"Of the {len(theirs)} models of that version: {words} ({beside.date}, torch "
+        f"{beside.torch}). Differences from {sweep.transformers}:\n"
+    ]
     for name in sorted(ours.keys() | theirs.keys()):
         here, there = ours.get(name), theirs.get(name)
         if here is None or there is None:
             entry = there if here is None else here
             where = beside.transformers if here is None else sweep.transformers
             reason = f": {_escaped(entry.reason)}" if entry.reason else ""
-            lines.append(f"- `{name}` is in {where} only, {entry.outcome}{reason}")
+            lines.append(f"- `{name}`: only in {where}, {entry.outcome}{reason}")
         elif here.outcome != there.outcome:
             lines.append(
-                f"- `{name}` is {there.outcome} there, {here.outcome} here: "
-                f"{_escaped(there.reason or here.reason)}"
+                f"- `{name}`: {there.outcome} with {beside.transformers}, {here.outcome} with "
+                f"{sweep.transformers}: {_escaped(there.reason or here.reason)}"
             )
     return "\n".join(lines) + "\n"

@@ -50,11 +50,11 @@ def test_entries_that_are_equal(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "class_"),
     [
-        ("recurrent_gemma", "Layers that are no attention"),
-        ("inkling_text", "Attention with a tensor of its own"),
-        ("doge", "A mask or bias of the layer's own"),
-        ("deepseek_v4", "Attention over other tokens than those of the pass"),
-        ("prophetnet", "Attention written out in another form than a masked softmax"),
+        ("recurrent_gemma", "Layers without attention"),
+        ("inkling_text", "Attention with an extra input tensor"),
+        ("doge", "A mask or bias that the layer adds itself"),
+        ("deepseek_v4", "Attention over tokens outside the forward pass"),
+        ("prophetnet", "Hand-written attention that is not a plain masked softmax"),
     ],
 )
 def test_entries_that_are_refused(model_type: str, class_: str) -> None:
@@ -89,7 +89,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("tests.coverage.entry.built", lacks)
     entry = run_entry("llama")
-    assert (entry.outcome, class_of(entry.reason)) == ("refused", "A package that is not installed")
+    assert (entry.outcome, class_of(entry.reason)) == ("refused", "Missing packages")
     assert "PIL" in entry.reason
 
 

@@ -80,7 +80,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config has to be told: some take no field that they derive."""
+    """The arguments that a config needs. Some configs reject fields that they derive."""
     changed = {}
     for name, value in after.items():
         if value != before.get(name):
