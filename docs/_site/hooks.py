@@ -1,8 +1,8 @@
 """Hooks of MkDocs: what differs between Markdown in the repository and pages of the site.
 
-Documents outside of ``docs`` that are pages of the site are in ``PUBLISHED``. A link to any other file
-of the repository becomes its path in code font. A ``<picture>`` with a dark and a light image becomes
-two images, of which the theme shows one.
+``PUBLISHED`` has the documents outside of ``docs`` that are pages of the site. A link to any other
+file of the repository becomes its path in code font. A ``<picture>`` with a dark and a light image
+becomes two images, of which the theme shows one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ PUBLISHED = {
 }
 _SOURCES = {page: source for source, page in PUBLISHED.items()}
 
-_CODE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$|(`+)(?!`).+?(?<!`)\3(?!`)", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(
+    r"^( *)(```+|~~~+).*?^\1\2 *$|(`+)(?!`).+?(?<!`)\3(?!`)", re.DOTALL | re.MULTILINE
+)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 _PICTURE = re.compile(
-    r'<picture>\s*<source [^>]*dark\)" srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+    r'<picture>\s*<source [^>]*dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
 _ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
 
