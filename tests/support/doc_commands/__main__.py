@@ -1,0 +1,55 @@
+import argparse
+import sys
+import time
+
+from .blocks import ROOT, Block, MarkerError, blocks_of, documents
+from .check import faults
+from .run import Result, run_all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check and run the blocks of the documentation.")
+    parser.add_argument("files", nargs="*", help="Markdown files by path; all of them by default")
+    parser.add_argument("--check", action="store_true", help="run nothing")
+    parser.add_argument("--slow", action="store_true", help="also blocks that need only time")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each block")
+    parser.add_argument("--list", action="store_true", help="list the blocks and their markers")
+    arguments = parser.parse_args()
+    blocks: list[Block] = []
+    num_faults = 0
+    for name in arguments.files or documents():
+        try:
+            blocks += blocks_of(name, (ROOT / name).read_text(encoding="utf-8"))
+        except MarkerError as error:
+            print(error)
+            num_faults += 1
+    if arguments.list:
+        for block in blocks:
+            marks = [*block.needs, block.fragment and f"fragment: {block.fragment}"]
+            marks += [block.server and f"server: {block.server}", block.continues and "continues"]
+            print(f"{block.place:<34} {block.first_line[:60]:<60} {', '.join(filter(None, marks))}")
+        return 0
+    for block in blocks:
+        for fault in faults(block):
+            print(f"{block.place}: {fault}")
+            num_faults += 1
+    print(f"{len(blocks)} blocks, {num_faults} faults in syntax, markers, options or imports")
+    if arguments.check or num_faults:
+        return bool(num_faults)
+    began = time.perf_counter()
+    results: list[Result] = []
+    for result in run_all(blocks, arguments.timeout, arguments.slow):
+        block = result.block
+        detail = result.detail if result.status != "failed" else ""
+        print(f"{block.place:<34} {block.first_line[:56]:<56} {result.status} {detail}", flush=True)
+        if result.status == "failed":
+            print(f"    {result.detail}", flush=True)
+        results.append(result)
+    counts = {s: sum(r.status == s for r in results) for s in ("run", "skipped", "failed")}
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items())
+    print(f"{shown}, in {time.perf_counter() - began:.0f} s")
+    return bool(counts["failed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
