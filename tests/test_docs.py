@@ -94,7 +94,7 @@ def test_faults_are_found(language: str, text: str, fault: str) -> None:
         "pagespec serve Qwen/Qwen3-0.6B --enforce-eager --gpu-memory-utilization 0.8",
         "pagespec trace view run.jsonl --perfetto -o run.json  # a comment",
         "pagespec --help",
-        'cat > in.jsonl <<\'EOF\'\n{"prompt": "it\'s"}\nEOF\npagespec generate -i in.jsonl -o o.jsonl',
+        'cat > a.jsonl <<\'EOF\'\n{"prompt": "it\'s"}\nEOF\npagespec generate -i a.jsonl -o b',
         "python -m benchmarks.floor 8b nano --read 4.5",
         ".venv/bin/nox -s tests -- --no-such-session",
         "curl http://127.0.0.1:8000/v1/models | python -m json.tool",
