@@ -68,11 +68,15 @@ class UnknownArgumentError(InvalidInputError, TypeError):
     """A keyword argument that does not exist; the message suggests the nearest names."""
 
     def __init__(self, field: str, value: object, known: Iterable[str]) -> None:
-        from difflib import get_close_matches
+        super().__init__(field, value, f"there is no such argument{nearest(field, known)}")
 
-        near = get_close_matches(field, list(known), 3, 0.6)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        super().__init__(field, value, f"there is no such argument{hint}")
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at names that are much like an unknown one; empty if there are none."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), 3, 0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def shortened(text: str, length: int) -> str:

@@ -1,14 +1,15 @@
-"""Sampling parameters of a request: declared once, frozen, validated at construction."""
+"""Sampling parameters of one request: declared once, validated at construction and assignment."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, nearest
 from ..params.checks import flag, integer, is_list, number
 from ..params.declare import check_fields, describe, param
 from . import edit_checks as checks
@@ -21,7 +22,38 @@ _LOGPROBS = integer(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
 _SEED = integer(-(1 << 63), (1 << 64) - 1, "that fits in 64 bits, or None")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
+if TYPE_CHECKING:
+    from dataclasses import dataclass as _assignable
+else:
+
+    def _assignable(**options: Any) -> Callable[[type], type]:
+        """As ``dataclass``, but an assignment is validated like the constructor, and leaves the
+        object as it was if it is refused."""
+
+        def decorate(cls: type) -> type:
+            # Frozen: the constructor sets fields directly, where assignment validates all.
+            made = dataclass(frozen=True, **options)(cls)
+            made.__setattr__ = _assign
+            return made
+
+        return decorate
+
+
+def _assign(params: SamplingParams, name: str, value: Any) -> None:
+    if params.is_held:
+        raise FrozenInstanceError(
+            f"{name} cannot be assigned: these parameters are of a request that was made; make "
+            f"others with dataclasses.replace(params, {name}=...)"
+        )
+    known = [each.name for each in fields(params) if each.init]
+    if name not in known:
+        raise AttributeError(
+            f"SamplingParams has no parameter {name!r}{nearest(name, known)}", name=name, obj=params
+        )
+    _copy(replace(params, **{name: value}), params)
+
+
+@_assignable(slots=True, kw_only=True, init=False, repr=False, eq=False)
 class UnsupportedParams:
     """Parameters of vLLM's SamplingParams that are refused by name unless they have their default.
 
@@ -81,12 +113,16 @@ def _structured(name: str, value: Any) -> StructuredOutputs:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_assignable(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams(UnsupportedParams):
     """How a request's tokens are chosen and when it stops. Names as in vLLM.
 
     ``docs/sampling_parameters.md`` gives the order in which they apply, and those that are refused.
     If one token meets several stop conditions, the precedence is: stop token, stop string, length.
+
+    Fields may be assigned (``params.max_tokens = 16``): the new value is validated like an argument
+    of the constructor. Requests that were made before keep the old value. The hash follows the
+    values, so do not assign fields of a key of a dict.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -243,7 +279,7 @@ class SamplingParams(UnsupportedParams):
         checks.checked_truncation,
         absent="all",
     )
-    structured_outputs: StructuredOutputs | None = param(  # noqa: RUF009
+    structured_outputs: StructuredOutputs | None = param(
         None,
         "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
         "length; for chat answers, the content after the reasoning. Not with min_tokens or "
@@ -253,6 +289,7 @@ class SamplingParams(UnsupportedParams):
         is_hashed=False,
     )
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    is_held: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -279,6 +316,25 @@ class SamplingParams(UnsupportedParams):
     def num_generated(self) -> int:
         """Number of continuations to generate, of which ``n`` are returned."""
         return self.n if self.best_of is None else self.best_of
+
+    def held(self) -> SamplingParams:
+        """These parameters for a request: a copy that no assignment changes."""
+        if self.is_held:
+            return self
+        copy = object.__new__(SamplingParams)
+        _copy(self, copy)
+        object.__setattr__(copy, "is_held", True)
+        return copy
+
+
+_NAMES = [each.name for each in fields(SamplingParams)]
+_values = attrgetter(*_NAMES)
+_SETTERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
+
+
+def _copy(source: SamplingParams, target: SamplingParams) -> None:
+    for assign, value in zip(_SETTERS, _values(source), strict=True):
+        assign(target, value)
 
 
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{describe(SamplingParams, 8)}"

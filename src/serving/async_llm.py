@@ -368,7 +368,7 @@ class AsyncLLM:
             name = str(next(self._numbers)) if request_ids is None else request_ids[index]
             if not isinstance(name, str) or not name:
                 raise InvalidInputError("request_id", name, "must be text, not empty")
-            made.append(Served(name, read, params, requests))
+            made.append(Served(name, read, requests[0].sampling_params, requests))
         return made
 
     async def _check_structures(self, made: Sequence[Served]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,42 @@ def test_an_unknown_sampling_parameter_is_refused() -> None:
         SamplingParams(presence_penality=1.0)  # type: ignore[call-arg]
 
 
-def test_sampling_params_are_frozen_and_normalised() -> None:
+def test_sampling_params_are_normalised() -> None:
     params = SamplingParams(stop="x", stop_token_ids=[3])
     assert params.stop_strings == ("x",)
     several = SamplingParams(stop=["x", "y"])
     assert several == SamplingParams(stop=("x", "y"))
     assert hash(several) == hash(replace(several))
     assert params.stop_token_ids == (3,)
+
+
+def test_an_assignment_is_validated_like_the_constructor() -> None:
+    params = SamplingParams()
+    params.max_tokens = 20
+    params.stop = ["x", "y"]
+    assert params == SamplingParams(max_tokens=20, stop=("x", "y"))
+    assert params.stop_strings == ("x", "y")
+    for name, value in (("temperature", -1.0), ("min_tokens", 21), ("guided_decoding", "a")):
+        with pytest.raises(InvalidInputError, match=f"^{name} = "):
+            setattr(params, name, value)
+    with pytest.raises(AttributeError, match="did you mean max_tokens"):
+        params.max_token = 5  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):
-        params.temperature = 0.5  # type: ignore[misc]
+        params.stop_strings = ()
+    assert params == SamplingParams(max_tokens=20, stop=("x", "y"))
+
+
+def test_an_assignment_does_not_change_a_request() -> None:
+    params = SamplingParams(max_tokens=5)
+    held = params.held()
+    assert held == params
+    assert held.held() is held
+    params.max_tokens = 7
+    assert held.max_tokens == 5
+    assert hash(params) == hash(SamplingParams(max_tokens=7))
+    with pytest.raises(FrozenInstanceError, match=r"dataclasses\.replace"):
+        held.max_tokens = 9
+    assert not replace(held).is_held
 
 
 def test_values_are_normalised() -> None:
