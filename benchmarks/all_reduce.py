@@ -16,6 +16,11 @@ number of warps has other bits.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(number=2)  # before torch is imported
+
 import argparse
 import os
 import statistics

@@ -13,6 +13,11 @@ not fit the free memory are left out. "fp8" is the same over caches of e4m3 valu
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import argparse
 import importlib.metadata
 import math

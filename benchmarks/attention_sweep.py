@@ -17,6 +17,11 @@ blocks.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --dry runs on a CPU")  # before torch is imported
+
 import argparse
 import dataclasses
 import time

@@ -11,6 +11,11 @@ power). A machine without a GPU is measured too, in float32, so that trials on i
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu("--json")  # before torch is imported
+
 import argparse
 import hashlib
 import json

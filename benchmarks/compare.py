@@ -12,6 +12,11 @@ tiny`` checks only that the script runs.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --model tiny runs on a CPU")  # before torch is imported
+
 import statistics
 from dataclasses import asdict
 from typing import Annotated, Any

@@ -12,6 +12,11 @@ reading the weights takes, with as many experts as that many tokens have on aver
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --dry runs on a CPU")  # before torch is imported
+
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,6 +10,11 @@ their own; they are one CUDA graph, and figures are medians of replays.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated

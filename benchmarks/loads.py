@@ -11,6 +11,11 @@ off. Both engines have random weights, bfloat16, no prefix cache, and 0.9 of the
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu("table", hint="; --model tiny runs on a CPU")  # before torch is imported
+
 import json
 import os
 import random

@@ -11,6 +11,11 @@ multiplying, at rates measured on an H200.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import statistics
 from collections.abc import Callable
 from typing import Annotated

@@ -11,6 +11,11 @@ graph, and figures are medians of replays. "before" dequantises into memory in e
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import itertools
 import statistics
 from collections.abc import Callable

@@ -15,6 +15,11 @@ with dependent launch. Every tile keeps the order along K; one whose bits are no
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import argparse
 import time
 from collections.abc import Callable, Iterator

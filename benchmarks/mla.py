@@ -11,6 +11,11 @@ is that of a model of few dense layers with random weights, of DeepSeek-V3's cod
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import argparse
 import gc
 import json

@@ -8,6 +8,11 @@ three that do the same without rotating.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import argparse
 from collections.abc import Callable
 

@@ -15,6 +15,11 @@ a prompt, its products at 760 TFLOP/s.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 import argparse
 import json
 import math

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from benchmarks.card import CardRates, card_rates
+from benchmarks.gpu import require_gpu
 from benchmarks.model_size import NUM_BYTES, ModelSize
 from benchmarks.workload import (
     LATENCY,
@@ -139,6 +140,7 @@ def main() -> None:
         parser.error("--read and --multiply go together")
     size = ModelSize.from_config(model_config(options.model))
     if options.read is None:
+        require_gpu(hint="; --read and --multiply give the rates of another one")
         card = card_rates()
         rates = str(card)
     else:

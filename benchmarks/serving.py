@@ -19,6 +19,11 @@ over its tokens but one.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --model tiny runs on a CPU")  # before torch is imported
+
 import math
 import os
 import shlex

@@ -9,6 +9,11 @@ cache; beside them attention to all positions, of the same queries.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu()  # before torch is imported
+
 from collections.abc import Callable
 from typing import Any
 

@@ -16,6 +16,11 @@ and seconds from the start of its process to the line with its first result, for
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --model embedded runs on a CPU")  # before torch is imported
+
 import statistics
 import tempfile
 from dataclasses import asdict

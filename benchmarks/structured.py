@@ -12,6 +12,11 @@ of the other requests: their tokens until the last of them is done. On a machine
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --model tiny runs on a CPU")  # before torch is imported
+
 import json
 import random
 import statistics
