@@ -3,7 +3,7 @@
     python -m benchmarks.expert_rows [--tokens 1 64 256 8192]
     TRITON_INTERPRET=1 python -m benchmarks.expert_rows --dry       # a tiny shape, on a CPU
 
-Each beside its roofline, the bytes read and written at the card's read bandwidth, and beside torch's
+Each beside its roofline, the bytes read and written at the read bandwidth, and beside torch's
 operations. Experts are drawn as in :mod:`benchmarks.experts`.
 """
 

@@ -86,41 +86,55 @@ def _number(value: float) -> str:
     return f"{value:,}" if value >= 100 else f"{value:.2f}"
 
 
+# Key in the JSON, colour of the bar, name in the legend.
+_ENGINES = (
+    ("pagespec", "decode", "pagespec"),
+    ("vLLM", "waiting", "vLLM"),
+    ("invariant", "prefill", "vLLM, batch-invariant"),
+)
+
+
 def draw_beside_vllm(measured: dict[str, Any], part: str, title: str, colours: Colours) -> str:
-    """A pair of bars and a line at the roofline per load. Each load has its own scale, up to its
+    """A bar per engine and a line at the roofline per load. Each load has its own scale, up to its
     largest value."""
     drawing = Drawing(colours)
     drawing.text(20, 32, title, font_size=16, font_weight=600)
     unit = measured[part]["unit"]
     drawing.text(20, 51, f"{unit}; {measured['card']}", "muted", font_size=12)
-    _legend(
-        drawing,
-        75,
-        [("decode", "pagespec", ""), ("waiting", "vLLM", ""), ("fg", "roofline", "line")],
-    )
+    legend = [(colour, name, "") for _, colour, name in _ENGINES]
+    _legend(drawing, 75, [*legend, ("fg", "roofline", "line")])
+    is_dark = colours["bg"] < colours["fg"]
     y = 94.0
     for row in measured[part]["rows"]:
-        scale = (_WIDTH - _LEFT - _RIGHT) / max(row["pagespec"], row["vLLM"], row["roofline"])
-        drawing.text(_LEFT - 12, y + _BAR + 6, row["name"], text_anchor="end")
-        for name, colour in (("pagespec", "decode"), ("vLLM", "waiting")):
-            width = row[name] * scale
+        values = [row[key] for key, _, _ in _ENGINES]
+        scale = (_WIDTH - _LEFT - _RIGHT) / max(*values, row["roofline"])
+        drawing.text(_LEFT - 12, y + 1.5 * (_BAR + _GAP) + 3, row["name"], text_anchor="end")
+        top = y
+        for value, (key, colour, _) in zip(values, _ENGINES, strict=True):
+            width = value * scale
             drawing.bar(_LEFT, y, width, _BAR, colour)
+            # Orange is light in both themes.
+            on_bar = "bg" if key == "pagespec" or (key == "invariant" and is_dark) else "fg"
+            is_wide = width > (_WIDTH - _LEFT - _RIGHT) / 2
             drawing.text(
-                _LEFT + 8,
+                _LEFT + width + (-8 if is_wide else 6),
                 y + _BAR - 3.5,
-                _number(row[name]),
-                "bg" if name == "pagespec" else "fg",
+                _number(value),
+                on_bar if is_wide else "fg",
                 font_size=12,
-                font_weight=600 if name == "pagespec" else 400,
+                font_weight=600 if key == "pagespec" else 400,
+                text_anchor="end" if is_wide else "start",
             )
             y += _BAR + _GAP
         x = _LEFT + row["roofline"] * scale
-        drawing.line(x, y - 2 * (_BAR + _GAP) - 2, y - _GAP + 2)
+        drawing.line(x, top - 2, y - _GAP + 2)
         roofline = _number(row["roofline"])
-        drawing.text(_WIDTH - _RIGHT + 10, y - _BAR + 2, roofline, "muted", font_size=12)
-        y += 16
-    drawing.text(20, y + 6, measured["setting"], "muted", font_size=10.5)
-    return drawing.finish(y + 22, title)
+        drawing.text(_WIDTH - _RIGHT + 10, top + 2 * _BAR + 2, roofline, "muted", font_size=12)
+        y += 14
+    for line in measured["setting"]:
+        drawing.text(20, y + 6, line, "muted", font_size=10.5)
+        y += 14
+    return drawing.finish(y + 8, title)
 
 
 def draw_policies(measured: dict[str, Any], colours: Colours) -> str:

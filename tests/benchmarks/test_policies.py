@@ -43,8 +43,8 @@ def test_the_pictures_are_drawn_in_the_palette(theme: str) -> None:
     assert {"decode", "prefill", "waiting", "bg", "fg", "muted", "panel"} <= colours.keys()
     measured = policies.measure(NUM_REQUESTS, 40.0, 0)
     assert policies.table(measured).count("\n") == 9
-    rows = [{"name": "a & b", "pagespec": 200, "vLLM": 100, "roofline": 300}]
-    loads = {"card": "c", "setting": "s", "throughput": {"unit": "u", "rows": rows}}
+    rows = [{"name": "a & b", "pagespec": 200, "vLLM": 100, "invariant": 4, "roofline": 300}]
+    loads = {"card": "c", "setting": ["s"], "throughput": {"unit": "u", "rows": rows}}
     for text in (
         draw_policies(measured, colours),
         draw_beside_vllm(loads, "throughput", "t", colours),
