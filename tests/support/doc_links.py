@@ -40,7 +40,8 @@ class Link:
 
     @property
     def is_external(self) -> bool:
-        return bool(re.match(r"[a-z][a-z0-9+.-]*:", self.target))
+        """Whether it is an address of another host, or a page of the host beside the files."""
+        return bool(re.match(r"[a-z][a-z0-9+.-]*:|\.\./\.\./actions/", self.target))
 
 
 @cache

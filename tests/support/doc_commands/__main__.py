@@ -2,7 +2,7 @@ import argparse
 import sys
 import time
 
-from .blocks import ROOT, Block, MarkerError, blocks_of, documents
+from .blocks import ROOT, Block, blocks_of, documents
 from .check import faults
 from .run import Result, run_all
 
@@ -16,19 +16,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="list the blocks and their markers")
     arguments = parser.parse_args()
     blocks: list[Block] = []
-    num_faults = 0
     for name in arguments.files or documents():
-        try:
-            blocks += blocks_of(name, (ROOT / name).read_text(encoding="utf-8"))
-        except MarkerError as error:
-            print(error)
-            num_faults += 1
+        blocks += blocks_of(name, (ROOT / name).read_text(encoding="utf-8"))
     if arguments.list:
         for block in blocks:
             marks = [*block.needs, block.fragment and f"fragment: {block.fragment}"]
             marks += [block.server and f"server: {block.server}", block.continues and "continues"]
             print(f"{block.place:<34} {block.first_line[:60]:<60} {', '.join(filter(None, marks))}")
         return 0
+    num_faults = 0
     for block in blocks:
         for fault in faults(block):
             print(f"{block.place}: {fault}")

@@ -19,10 +19,6 @@ _MARKER = re.compile(r"<!-- *([a-z]+)(?:: *(.*?))? *-->")
 _WHERE = ("README.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples", "spec", "deploy")
 
 
-class MarkerError(ValueError):
-    """A marker is unknown, or has another value than it may have."""
-
-
 @dataclass(frozen=True)
 class Block:
     """A block of code.
@@ -35,6 +31,7 @@ class Block:
         continues: a Python block that goes on with the names of the block before.
         fragment: what it is a part of, if it is no whole program; it is then not run. An excerpt of
             the sources needs no marker.
+        marker_fault: what is wrong with its markers.
     """
 
     file: str
@@ -45,6 +42,7 @@ class Block:
     server: int | None = None
     continues: bool = False
     fragment: str = ""
+    marker_fault: str = ""
 
     @property
     def place(self) -> str:
@@ -70,11 +68,7 @@ def documents() -> list[str]:
 
 
 def blocks_of(file: str, text: str) -> Iterator[Block]:
-    """The blocks of one document.
-
-    Raises:
-        MarkerError: a marker is unknown.
-    """
+    """The blocks of one document."""
     for match in _FENCE.finditer(text):
         if match[2] not in LANGUAGES:
             continue
@@ -82,8 +76,8 @@ def blocks_of(file: str, text: str) -> Iterator[Block]:
         code = re.sub(rf"^{match[1]}", "", match[3], flags=re.MULTILINE)
         try:
             marks = _marks(text[: match.start()])
-        except MarkerError as error:
-            raise MarkerError(f"{file}:{line}: {error}") from None
+        except ValueError as error:
+            marks = {"marker_fault": str(error)}
         if match[2] == "python" and "fragment" not in marks and (source := _source_of(code)):
             marks["fragment"] = f"excerpt of {source}"
         yield Block(file, line, match[2], code, **marks)
@@ -109,7 +103,11 @@ def _stripped(text: str) -> str:
 
 
 def _marks(before: str) -> dict[str, object]:
-    """The markers in the lines directly above a block, as fields of ``Block``."""
+    """The markers in the lines directly above a block, as fields of ``Block``.
+
+    Raises:
+        ValueError: a marker is unknown.
+    """
     found: dict[str, object] = {}
     needs: list[str] = []
     lines = before.splitlines()
@@ -126,7 +124,7 @@ def _marks(before: str) -> dict[str, object]:
         elif kind == "end" and not value:
             break  # of a generated part
         else:
-            raise MarkerError(f"unknown marker {match[0]}")
+            raise ValueError(f"unknown marker {match[0]}")
     return found | {"needs": tuple(needs)} if needs else found
 
 
@@ -135,5 +133,5 @@ def _needs(value: str) -> list[str]:
     for need in needs:
         if not _NEED.fullmatch(need):
             allowed = f"{', '.join(NEEDS)}, package: NAME, time: N minutes"
-            raise MarkerError(f"unknown need {need!r}; one of {allowed}")
+            raise ValueError(f"unknown need {need!r}; one of {allowed}")
     return needs

@@ -29,6 +29,8 @@ def is_install(line: str) -> bool:
 
 def faults(block: Block) -> Iterator[str]:
     """What is wrong in a block."""
+    if block.marker_fault:
+        yield block.marker_fault
     if block.language == "python":
         yield from _python_faults(block)
         return
