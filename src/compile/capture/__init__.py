@@ -1,10 +1,10 @@
-"""Traces a model's ``forward`` into one FX graph, and keeps the graph on the disk.
+"""Trace a model's ``forward`` into one FX graph, and store the graph on disk.
 
-Read in this order: ``dynamo`` (the trace), ``few_layers``, ``layer_groups`` and ``repeat_layers``
-(trace some layers, repeat them to the graph of all), ``graph_cache`` and ``process_key`` (the cache
-and its key), ``graph_json`` and ``meta_json`` (a graph and its results as JSON, with no code in
-it), ``results`` (results read without symbols).
+Modules, in reading order: ``dynamo`` (the trace), ``few_layers``, ``layer_groups`` and
+``repeat_layers`` (trace some layers, and repeat them to the whole graph), ``graph_cache`` and
+``process_key`` (the cache and its key), ``graph_json`` and ``meta_json`` (a graph and its results
+as JSON, without code), ``results`` (results without symbols).
 
-Imports ``compile.model`` and ``compile.fx``. Imported by ``compile.captured_model``,
-``compile.start_record`` and ``build``.
+Imports ``compile.model`` and ``compile.fx``. ``compile.captured_model``, ``compile.start_record``
+and ``build`` import this package.
 """

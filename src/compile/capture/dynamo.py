@@ -1,7 +1,7 @@
-"""Traces a Hugging Face module's untouched ``forward`` into one graph with Dynamo.
+"""Trace a Hugging Face module's unmodified ``forward`` into one graph with Dynamo.
 
-Every per-step size is dynamic. The result says where each of the graph's inputs comes from, so
-that nothing of Dynamo, its guards least of all, is needed to run it.
+Every per-step size is dynamic. The result contains the source of each graph input, so that running
+it needs nothing of Dynamo, in particular no guards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .process_key import DYNAMO_SETTINGS
 class _Captured(BaseException):
     """Ends the trace in the backend, before Dynamo builds guards that are never checked.
 
-    No Exception: Dynamo takes those for failures of the backend.
+    Not an Exception: Dynamo treats those as failures of the backend.
     """
 
 
@@ -70,8 +70,9 @@ def trace(
     for name, tensor in inputs.named().items():
         for dim in dynamic_dims(name, declared.get(name)):
             torch._dynamo.mark_dynamic(tensor, dim)
-    # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
-    # reads caches, and these look when they run. Symbols for them take a tenth of the time.
+    # The sizes of the caches are the example's integers: only pagespec's ops read caches in the
+    # graph, and they read the sizes when they run. Symbols for these sizes would take a tenth of
+    # the time.
     given: list[tuple[GraphModule, list[Any]]] = []
     packed = PackedForward(module)
 
@@ -79,12 +80,12 @@ def trace(
         return forward(packed, ModelStep(inputs, kv_caches, states, specs, {}))
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        # A copy, for Dynamo clears its own graph on the way out.
+        # A copy, because Dynamo clears its own graph when it returns.
         given.append((GraphModule(gm, copy.deepcopy(gm.graph)), examples))
         raise _Captured
 
-    # Dynamo keeps its cache on the code object, which all captures would share; a copy of it
-    # starts empty and goes away with this call.
+    # Dynamo keeps its cache on the code object, which all captures would share. A copy of the code
+    # object starts with an empty cache and is freed after this call.
     fresh = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
     try:
         with (
@@ -111,8 +112,8 @@ def trace(
 
 @contextmanager
 def _plain_buffers(module: nn.Module) -> Iterator[None]:
-    """In the block, none of the module's buffers is an ``nn.Buffer``: Dynamo cannot trace code that
-    sets such a one to itself, as CTRL's does."""
+    """Within the context, none of the module's buffers is an ``nn.Buffer``: Dynamo cannot trace
+    code that sets such a buffer to itself, as CTRL's code does."""
     marked: list[Any] = [b for b in module.buffers() if getattr(b, "_is_buffer", False)]
     for buffer in marked:
         buffer._is_buffer = False
@@ -124,8 +125,8 @@ def _plain_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def forward(packed: PackedForward, step: ModelStep) -> Tensor:
-    """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches, and
-    its states."""
+    """Logits ``[1, S, V]`` of a step, from the unmodified module. Writes its KV into the caches,
+    and its states."""
     current.step, inputs = step, step.inputs
     current.num_recurrent_calls = 0
     try:
@@ -137,7 +138,7 @@ def forward(packed: PackedForward, step: ModelStep) -> Tensor:
 def _described(
     loaded: LoadedModel, gm: GraphModule, examples: list[Any], step: ModelStep
 ) -> Traced:
-    """Bind every placeholder of ``gm``, which was traced with ``step``."""
+    """Find the source of every placeholder of ``gm``, which was traced with ``step``."""
     module, states = loaded.module, step.states
     places: dict[int, Source] = {}
     for name, tensor in step.inputs.named().items():
@@ -145,7 +146,7 @@ def _described(
     for call, caches in enumerate(step.kv_caches):
         for which, cache in enumerate(caches):
             places[id(cache)] = ("cache", call, which)
-        if step.specs[call].index_dim:  # last, also where a pass leaves no values
+        if step.specs[call].index_dim:  # last, also where a pass removes the values
             places[id(caches[-1])] = ("cache", call, -1)
     for call, state in enumerate(states.tensors):
         places[id(state)] = ("state", call)
@@ -174,7 +175,7 @@ def _described(
 
 
 def _interval_input(gm: GraphModule, traced: int) -> str:
-    """Make the interval of the states, a number in the trace, an input of the graph."""
+    """Make the interval of the states, an integer in the trace, an input of the graph."""
     graph = gm.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -188,7 +189,7 @@ def _interval_input(gm: GraphModule, traced: int) -> str:
 
 
 def _size_source(loaded: LoadedModel, node: Node, symbols: dict[str, Source]) -> Source:
-    """Where the value of a SymInt placeholder is read at each step."""
+    """Where each step reads the value of a SymInt placeholder."""
     source = symbols.get(str(example(node)))
     if source is None:
         raise UnsupportedModelError(

@@ -1,12 +1,12 @@
-"""Traces a few layers of a model instead of all, where the others repeat them.
+"""Trace a few layers of a model instead of all, if the others repeat them.
 
-Dynamo takes a quarter of a second a layer. Layers repeat one by one, or in groups of several: five
-of a window and one of none, three delta rules and an attention. The first groups and the last are
-traced as if the model had no others, and their graph is made that of the whole model
-(:mod:`.repeat_layers`). What speaks for it: the layers left out are of the same classes as those
-one group before, with equal attributes and parameters alike; the graph is the same from the first
-group to the next as from that to the last; and the result computes, on a small step, the very bits
-of the module as it is, in the logits and in every layer's keys, values and states. Else the whole
+Dynamo takes a quarter of a second per layer. Layers repeat one by one, or in groups: five with a
+window and one without, three delta rules and one attention. The first groups and the last one are
+traced as if the model had no others, and their graph is extended to that of the whole model
+(:mod:`.repeat_layers`). Three checks support the result. The omitted layers have the same classes,
+attributes and kinds of parameters as those one group before. The graph between the first two groups
+equals that between the last two. And for a small step the result computes exactly the bits of the
+unmodified module, in the logits and in every layer's keys, values and states. Otherwise the whole
 model is traced.
 """
 
@@ -40,22 +40,23 @@ from .results import NotSerializable
 
 logger = logging.getLogger("pagespec")
 
-_INTERVAL = 64  # tokens of an interval of recurrent states
+_INTERVAL = 64  # tokens per interval of recurrent states
 
 
 def trace_layers(
     loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
 ) -> tuple[Traced, dict[str, Any]] | None:
-    """The graph of a probed model, from a trace of some layers, and what :func:`.encode` gives of
-    it; None where that does not do.
+    """The graph of a probed model, from a trace of some layers, and its :func:`.encode` result;
+    None if a check fails.
 
-    While it traces, the module has no others: for modules that nothing else holds.
+    During the trace the module has no other layers, so no other code may use the module.
     """
     found = find_layers(loaded.module, len(specs))
     if found is None:
         return None
     forms = layer_forms(found, specs)
-    # What all layers need may be computed in the first that needs it; then a later pair is alike.
+    # The first layer that needs a value shared by all layers may compute it; then a later pair is
+    # equal.
     for num_first in (2, 3):
         groups = find_groups(forms, num_first)
         if groups is None:
@@ -64,7 +65,7 @@ def trace_layers(
             return _trace_some(loaded, specs, found, groups, fields)
         except LayersDiffer as error:
             logger.info("%s, %s: not alike: %s", loaded.architecture, groups, error)
-        # The whole may do where a part does not.
+        # Tracing the whole may succeed where a part fails.
         except (NotSerializable, UnsupportedModelError) as error:
             logger.info("%s, %s: %s", loaded.architecture, groups, error)
             break
@@ -72,10 +73,11 @@ def trace_layers(
 
 
 def find_groups(forms: Sequence[Any], num_first: int) -> LayerGroups | None:
-    """The groups that leave the most layers untraced; None if that is not worth the comparison:
-    fewer than six single layers, of longer groups fewer than half of the model's layers left out.
+    """The groups that leave the most layers untraced. None if that does not justify the comparison:
+    fewer than six single layers, or with longer groups less than half of the model's layers
+    omitted.
 
-    Groups end with the last layer. Each is like the one before, layer by layer.
+    Groups end with the last layer. Each equals the preceding one, layer by layer.
     """
     num_layers = len(forms)
     best: LayerGroups | None = None
@@ -117,7 +119,7 @@ def _trace_some(
 
 @contextmanager
 def _only_layers(module: nn.Module, name: str, chosen: Sequence[int]) -> Iterator[None]:
-    """In the block, the list of layers ``name`` has the chosen ones only."""
+    """Within the context, the list of layers ``name`` contains only the chosen ones."""
     parent, _, own = name.rpartition(".")
     holder = module.get_submodule(parent)
     layers: Any = getattr(holder, own)
@@ -134,7 +136,7 @@ def _computes_the_same(
     specs: Sequence[AttentionSpec],
     fields: Sequence[Field],
 ) -> bool:
-    """Whether the graph gives the module's bits for a step of two requests."""
+    """Whether the graph computes the module's bits for a step of two requests."""
     module, device = loaded.module, loaded.device
     inputs = _small_step(loaded, fields)
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
@@ -153,8 +155,8 @@ def _computes_the_same(
 
 
 def _small_step(loaded: LoadedModel, fields: Sequence[Field]) -> StepInputs:
-    """Seven tokens and three, from position 0, all within blocks of 17 slots. Inputs besides those
-    of every model hold padding, which each kernel takes."""
+    """Seven tokens and three, from position 0, all within blocks of 17 slots. Inputs that not every
+    model has contain padding, which each kernel accepts."""
     device = loaded.device
 
     def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -1,10 +1,10 @@
-"""The on-disk cache of traced graphs: a model that was traced once starts without Dynamo.
+"""The disk cache of traced graphs: a model that was traced once starts without Dynamo.
 
-The key of a graph is a digest of everything that tracing depends on. That is more than versions and
-the config. A program may replace methods of a model's classes, or functions of its module, before
-it makes an engine. So their compiled code as it is in this process is part of the key.
+The key of a graph is a digest of everything that tracing depends on. Versions and the config do not
+suffice: a program may replace methods of a model's classes, or functions of its module, before it
+creates an engine. So the key includes their compiled code as it is in this process.
 
-Dynamo is imported only where a graph is traced.
+Dynamo is imported only to trace a graph.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .process_key import (
 logger = logging.getLogger("pagespec")
 
 _VERSION = 3
-# Where a model came from, and what is set anew for each trace.
+# The source of a model, and attributes that every trace sets.
 _NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 
 
 class GraphCache:
-    """The graphs in ``folder``, which need not be there yet.
+    """The graphs in ``folder``, which need not exist yet.
 
-    For models that nothing else holds: a module that was changed by its owner can compute anything.
+    For models that no other code uses: a module that its owner has changed can compute anything.
 
     Args:
         before_trace: called before a model is traced, which takes seconds.
 
     Attributes:
-        key: of the graph that :meth:`get` returned last; None if it is not kept.
-        code: what :func:`.code_of_classes` gives of the model, if it is known already.
+        key: of the graph that :meth:`get` returned last; None if it is not stored.
+        code: the result of :func:`.code_of_classes` for the model, if already available.
     """
 
     def __init__(self, folder: Path, before_trace: Callable[[], None] | None = None) -> None:
@@ -61,12 +61,13 @@ class GraphCache:
     def get(
         self, loaded: LoadedModel, specs: Sequence[AttentionSpec], fields: Sequence[Field] = FIELDS
     ) -> tuple[Traced, bool]:
-        """The graph of this model for steps of these fields, and whether it was traced now.
+        """The graph of this model for steps with these fields, and whether it was traced now.
 
         Raises:
-            UnsupportedModelError: it was not there, and ``forward`` does not trace into one graph.
+            UnsupportedModelError: there was no stored graph, and ``forward`` does not trace into
+                one graph.
         """
-        # Before tracing, which leaves its traces in Dynamo's settings.
+        # Before the trace, which changes Dynamo's settings.
         key = graph_key(loaded, specs, fields, self.code)
         tensors = dict(named_tensors(loaded.module))
         if key is not None:
@@ -76,7 +77,7 @@ class GraphCache:
                 return kept, False
             except FileNotFoundError:
                 pass
-            # Whatever is wrong with the file or this torch, tracing will do.
+            # Whatever is wrong with the file or this torch, tracing still works.
             except Exception as error:
                 logger.info("cached graph %s is not used: %s", key, error)
         if self._before_trace is not None:
@@ -87,7 +88,8 @@ class GraphCache:
         few = trace_layers(loaded, specs, fields)
         traced, data = few or (trace(loaded, specs, fields), None)
         if key is not None:
-            # As no pass has touched it. A graph that cannot be kept costs only the cache.
+            # Before any pass has changed it. A graph that cannot be stored costs only the cache
+            # entry.
             try:
                 write_json(self.folder, key, data or encode(traced, tensors))
                 self.key = key
@@ -102,8 +104,8 @@ def graph_key(
     fields: Sequence[Field] = FIELDS,
     code: ModuleCode | None = None,
 ) -> str | None:
-    """A name for the graph that tracing would give now; None if it depends on what cannot be
-    named. ``code``: as in :class:`GraphCache`."""
+    """A name for the graph that a trace would produce now; None if it depends on something without
+    a name. ``code``: see :class:`GraphCache`."""
     return digest_of(_parts(loaded, specs, fields, code))
 
 
@@ -131,7 +133,7 @@ def _parts(
 
 
 def _attributes(part: nn.Module, code: Code) -> Iterator[object]:
-    """What was set on one module, apart from tensors and modules."""
+    """Attributes that were set on one module, except tensors and modules."""
     for name, value in sorted(vars(part).items()):
         if name in _NO_MATTER:
             continue

@@ -1,9 +1,9 @@
-"""``Traced``, the result of a trace, and its form as JSON, without Dynamo and without pickle.
+"""``Traced``, the result of a trace, and its JSON form, without Dynamo and without pickle.
 
-Kept are the nodes, what Dynamo recorded about each result (shape, strides, dtype, device, which
-results share memory), the symbols of the sizes, and where each input comes from. The names of the
-model's parameters and buffers stand for them. What does not fit raises :class:`NotSerializable`:
-modules and constants inside the graph, sizes that depend on data, values of unknown types.
+The JSON has the nodes, Dynamo's record of each result (shape, strides, dtype, device, which results
+share memory), the symbols of the sizes, and the source of each input. The model's parameters and
+buffers are stored by name. Anything else raises :class:`NotSerializable`: modules and constants
+inside the graph, sizes that depend on data, values of unknown types.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Source = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Traced:
-    """A graph as Dynamo gave it.
+    """A graph as Dynamo returned it.
 
     Attributes:
-        gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
-        constants: placeholder name to the parameter or buffer of the model it stands for.
-        sources: name of every other placeholder to where its value is found at each step:
-            ``("input", field)``, ``("cache", call, which)``, ``("state", call)``,
-            ``("size", field, dim)`` or ``("interval",)``.
+        gm: ``meta["example_value"]`` of its nodes are fake tensors of one mode, or sizes.
+        constants: placeholder name to the model's parameter or buffer.
+        sources: name of every other placeholder to where each step finds its value: ``("input",
+            field)``, ``("cache", call, which)``, ``("state", call)``, ``("size", field, dim)`` or
+            ``("interval",)``.
     """
 
     gm: GraphModule
@@ -43,8 +43,7 @@ class Traced:
     sources: dict[str, Source]
 
     def arguments(self) -> list[Source]:
-        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
-        tensor)``."""
+        """The source of the value of each placeholder, in order, or ``("constant", tensor)``."""
         names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
         return [
             ("constant", self.constants[name]) if name in self.constants else self.sources[name]
@@ -54,15 +53,15 @@ class Traced:
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
-# What registers operations that are not torch's own. It imports much, but less than the model.
+# Modules that register operations outside torch. The import loads much, but less than the model.
 _REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
 
 
 def encode(traced: Traced, constants: dict[str, Tensor]) -> dict[str, Any]:
-    """JSON data of ``traced``, before any pass, over the model's parameters and buffers by name.
+    """JSON data of ``traced``, before any pass, with the model's parameters and buffers by name.
 
     Raises:
-        NotSerializable: something in the graph has no form in a file.
+        NotSerializable: something in the graph has no JSON form.
     """
     from .meta_json import ResultEncoder
 
@@ -99,16 +98,16 @@ def encode(traced: Traced, constants: dict[str, Tensor]) -> dict[str, Any]:
 def decode(
     data: dict[str, Any], constants: dict[str, Tensor], *, is_symbolic: bool = True
 ) -> Traced:
-    """The inverse, over parameters and buffers given by name.
+    """The inverse, with parameters and buffers given by name.
 
     Args:
-        is_symbolic: record results with torch's symbols for the sizes of a step, which a compiler
-            needs; else with numbers (:mod:`.results`).
+        is_symbolic: whether to record results with torch's symbols for the sizes of a step, which a
+            compiler needs; else with integers (:mod:`.results`).
 
-    The graph module has no code yet: the passes, which end with that, come first.
+    The graph module has no code yet: the passes run first, and generate it at their end.
 
     Raises:
-        Exception: of any kind, if ``data`` is not what :func:`encode` returned.
+        Exception: of any type, if ``data`` is not a result of :func:`encode`.
     """
     reader = ResultReader
     if is_symbolic:
@@ -116,7 +115,7 @@ def decode(
     nodes: list[Node] = []
     found = Traced(GraphModule({}, Graph()), {}, {})
     graph = found.gm.graph
-    # What Dynamo records are normal tensors even when it traces in inference mode.
+    # Dynamo records normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         results = reader(data["symbols"], constants)
         for op, name, target, rest, value in data["nodes"]:
@@ -149,7 +148,7 @@ def _data(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return [_data(part, leaf) for part in parts]
 
     if isinstance(value, (tuple, list)):
-        # A tuple with names for its parts (of topk, sort) is read by number in a graph.
+        # A graph reads a named tuple (of topk, sort) by index.
         return ["tuple" if isinstance(value, tuple) else "list", *of(*value)]
     if isinstance(value, dict):
         return ["dict", *([key, *of(part)] for key, part in value.items())]
@@ -165,7 +164,7 @@ def _data(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _value(data: Any, leaf: Callable[..., Any]) -> Any:
-    """The inverse; ``leaf`` makes what has another kind, of that and its parts."""
+    """The inverse; ``leaf`` decodes other kinds from the kind and its parts."""
     if not isinstance(data, list):
         return data
     kind, *parts = data
@@ -184,7 +183,7 @@ def _value(data: Any, leaf: Callable[..., Any]) -> Any:
 
 
 def _target_name(target: Any) -> list[str]:
-    """How :func:`_target` finds a function again."""
+    """The name by which :func:`_target` finds a function again."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         name = ["op", *target._qualified_op_name.split("::")]
     elif isinstance(target, torch._ops.OpOverload):

@@ -1,4 +1,5 @@
-"""Which layers of a model are traced for all: groups that repeat; the calls and inputs of each."""
+"""The layers of a model that are traced for all: repeating groups, and the calls and inputs of
+each."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from ..fx.nodes import RECURRENT_KINDS
 from .graph_json import Traced
 
 _MIXERS = ("paged_attention", *RECURRENT_KINDS)
-"""Operators of ours that read the KV or the states of requests."""
+"""pagespec's operators that read the KV or the states of requests."""
 
 Key = tuple[str, int, str | int]
 """Within a group: ``("parameter", layer, name)``, ``("cache", call, which)`` or ``("state", call,
-0)``, the layer and the call by their number there."""
+0)``, with layer and call numbered within the group."""
 
 
 class LayersDiffer(Exception):
-    """What is repeated differs in more than its layers, or the graph has another form."""
+    """The groups differ in more than their layers, or the graph has another form."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
     """The layers from ``begin`` on as ``num_groups`` groups of ``period`` layers, up to the last.
 
-    The layers before them, the first ``num_first`` groups and the last one are traced.
+    The layers before them, the first ``num_first`` groups and the last group are traced.
     """
 
     begin: int
@@ -46,7 +47,7 @@ class LayerGroups:
         return self.num_first - 2, self.num_first - 1, self.num_groups - 1
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, negative in front of all groups, and its number there."""
+        """The group of a layer, negative before all groups, and its number within the group."""
         return divmod(layer - self.begin, self.period)
 
     def layer(self, group: int, number: int) -> int:
@@ -55,11 +56,11 @@ class LayerGroups:
 
 @dataclass(frozen=True, slots=True)
 class GroupCalls:
-    """How many calls groups make, by kind as sources name it: "cache" (attention), "state"
+    """The number of calls per group, by kind as named in sources: "cache" (attention), "state"
     (recurrences).
 
     Attributes:
-        before: of the layers before all groups. each: of each group.
+        before: by the layers before all groups. each: by each group.
     """
 
     before: dict[str, int]
@@ -73,11 +74,11 @@ class GroupCalls:
         recurrent: Sequence[RecurrentSpec],
         traced: Traced,
     ) -> GroupCalls:
-        """Those of a trace of some layers, whose sources of states get the call's number in the
-        model; they had that in the trace.
+        """The sources of a trace of some layers. Sources of states have the call's number in the
+        model, as in the trace.
 
         Raises:
-            LayersDiffer: groups have other recurrent calls.
+            LayersDiffer: groups have different recurrent calls.
         """
         states = {name: s[1] for name, s in traced.sources.items() if s[0] == "state"}
         num_left_out = groups.num_groups - groups.num_first - 1
@@ -99,7 +100,7 @@ class GroupCalls:
         )
 
     def place(self, kind: str, call: int) -> tuple[int, int]:
-        """The group that makes a call, -1 in front of all groups, and its number there."""
+        """The group that makes a call, -1 before all groups, and its number within the group."""
         call -= self.before[kind]
         return (-1, call) if call < 0 else divmod(call, self.each[kind])
 
@@ -110,15 +111,15 @@ class GroupCalls:
 def inputs_of_groups(
     nodes: Sequence[Any], prefix: str, groups: LayerGroups, calls: GroupCalls
 ) -> dict[int, tuple[int, Key]]:
-    """Of each input of the graph that belongs to a layer, by number: its group, negative in front
-    of all, and which of the group's.
+    """For each input of the graph that belongs to a layer, by number: its group (negative before
+    all), and its key within the group.
 
     Args:
-        nodes: of :func:`.graph_json.encode`.
-        prefix: what layers' parameters' names begin with before the number.
+        nodes: from :func:`.graph_json.encode`.
+        prefix: the begin of the names of layers' parameters, before the layer's number.
 
     Raises:
-        LayersDiffer: the groups that are compared have others than each other.
+        LayersDiffer: the compared groups have different inputs.
     """
     found: dict[int, tuple[int, Key]] = {}
     for at, (op, _, _, source, _) in enumerate(nodes):
@@ -140,10 +141,10 @@ def inputs_of_groups(
 def last_mixers(
     nodes: Sequence[Any], inputs: Mapping[int, tuple[int, Key]], groups: Sequence[int]
 ) -> list[int]:
-    """Where in ``nodes`` the last attention call or recurrence of each of ``groups`` is.
+    """The index in ``nodes`` of the last attention call or recurrence of each of ``groups``.
 
     Raises:
-        LayersDiffer: one has none, or calls are not in the groups' order.
+        LayersDiffer: a group has none, or calls are not in the order of the groups.
     """
     found: dict[int, int] = {}
     reached = -1

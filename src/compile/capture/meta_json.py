@@ -1,8 +1,8 @@
-"""Serialises the fake tensors that Dynamo recorded for a graph's results, as JSON, and reads them.
+"""Serialise the fake tensors that Dynamo recorded for a graph's results as JSON, and read them.
 
-Kept are shape, strides, dtype and device of each fake tensor, which of them share memory or are one
-object, and the symbols that stand for sizes. Two equal records are never made one: a compiler that
-saw one tensor twice would leave out an argument.
+The JSON has shape, strides, dtype and device of each fake tensor, which of them share memory or are
+one object, and the symbols that stand for sizes. Two equal records are never merged: a compiler
+that saw one tensor twice would omit an argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
 
 
 class _Named(GuardSource):
-    """Where a size was read, by the name Dynamo gave it: the symbol's name is made from it."""
+    """The source of a size, by the name that Dynamo gave it. The symbol's name is derived from
+    it."""
 
     def __init__(self, name: str) -> None:
         self._text = name
@@ -40,23 +41,24 @@ class _Named(GuardSource):
 
 
 class _ShapeEnv(ShapeEnv):
-    """torch notes for each symbol, for its messages, which line of the user's code it is of. To
-    tell that line from its own it imports Dynamo, Inductor and export; here there is none."""
+    """For its messages, torch records the line of the user's code that each symbol comes from. To
+    tell that line from its own code it imports Dynamo, Inductor and export. This class records no
+    line."""
 
     def _get_stack_summary(self, *_: Any, **__: Any) -> tuple[SLoc, str]:
         return SLoc("a graph from the disk", None), ""
 
 
 class ResultEncoder:
-    """What Dynamo recorded about results, as JSON data. One for a graph, in its order.
+    """Dynamo's records of results, as JSON data. One object per graph, in its order.
 
     Attributes:
-        constants: names of parameters and buffers, by the id of the fake tensors of them.
+        constants: names of parameters and buffers, by the id of their fake tensors.
     """
 
     def __init__(self) -> None:
         self.constants: dict[int, str] = {}
-        # Ids stay taken: the graph holds the tensors.
+        # Ids stay unique, because the graph keeps the tensors alive.
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, tuple[int, torch.dtype]] = {}
         self._hints: dict[sympy.Symbol, int] = {}
@@ -64,7 +66,7 @@ class ResultEncoder:
         self._shape_env: ShapeEnv | None = None
 
     def data(self, value: Any) -> Any:
-        """Of a fake tensor, a size or a shape; else None."""
+        """Data of a fake tensor, a size or a shape; else None."""
         if isinstance(value, FakeTensor):
             return self._tensor(value)
         if isinstance(value, torch.SymInt):
@@ -137,12 +139,12 @@ class ResultEncoder:
 
 
 class ResultDecoder(ResultReader):
-    """The inverse, with new symbols and in a mode of its own."""
+    """The inverse, with new symbols and its own mode."""
 
     _operations = _SYMPY
 
     def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
-        # As Dynamo's own for a full graph.
+        # As in Dynamo's own for a full graph.
         env: Any = _ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self._mode = FakeTensorMode(shape_env=env)
         super().__init__(symbols, constants)
@@ -153,7 +155,7 @@ class ResultDecoder(ResultReader):
             symbol = env.create_symbol(hint, _Named(source), DimDynamic.DYNAMIC)
             bounds = (lower, int_oo if upper is None else upper)
             known = env.var_to_range[symbol]
-            # A comparison of expressions, which takes half of the time.
+            # This comparison of expressions takes half of the time.
             if (known.lower, known.upper) != bounds:
                 env.constrain_symbol_range(symbol, *bounds)
             self._symbols[name] = symbol
@@ -175,6 +177,6 @@ def _contiguous(shape: Iterable[Any]) -> tuple[Any, ...]:
     step: Any = 1
     for size in reversed(expressions(shape)):
         strides.insert(0, step)
-        # Compared as integers and expressions, with no guard and no torch.SymInt.
+        # Compared as integers and expressions, without a guard or a torch.SymInt.
         step = step * size
     return tuple(strides)

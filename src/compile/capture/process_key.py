@@ -1,5 +1,5 @@
-"""What the process adds to the key of a graph or a start record: versions, settings, environment,
-the code of this package, and code as it would run."""
+"""The part of the key of a graph or a start record that comes from the process: versions, settings,
+environment, the code of this package, and code as it would run."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ import transformers
 
 from ..fx.nodes import PLAIN
 
-# Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,
-# whatever Dynamo saw at the same line for another model.
+# Set during a trace. Python numbers of the model (epsilon, scale, window) are constants of the
+# graph, even if Dynamo saw other values at the same line for another model.
 DYNAMO_SETTINGS = {
     "specialize_int": True,
     "specialize_float": True,
     "automatic_dynamic_shapes": False,
 }
-# Of this package, what loads, probes and traces; below ``compile``.
+# The parts of this package that load, probe and trace; below ``compile``.
 OWN_CODE = (
     *("capture/*.py", "fx/*.py", "load/*.py", "model/*.py", "probe/*.py"),
     *("start_record.py", "start_tensors.py", "step_inputs.py", "weights.py"),
     *("../kernels/arguments.py", "../kernels/custom_op.py"),
     *("../kernels/ops.py", "../kernels/recurrent/ops.py", "../kernels/recurrent/walk.py"),
 )
-# They change what Dynamo traces, or whether it does.
+# These change what Dynamo traces, or whether it does.
 _ENVIRONMENT = ("TORCHDYNAMO", "TORCH_COMPILE")
 
 
 def digest_of(parts: Iterable[object]) -> str | None:
-    """A name for these parts; None if one of them has no text of its own."""
+    """A name for these parts; None if a part has no text of its own."""
     try:
         return _digest(parts)
     except NoName:
@@ -66,13 +66,13 @@ def _text(value: object) -> object:
 
 
 def process_parts(device: torch.device) -> Iterator[object]:
-    """What the probe and the trace of any model on ``device`` depend on."""
+    """Everything that the probe and the trace of any model on ``device`` depend on."""
     yield platform.python_version(), torch.__version__, transformers.__version__
     yield torch.get_default_dtype(), device, torch.is_autocast_enabled(device.type)
     if device.type == "cuda":
-        # Models may choose their kernels by it.
+        # Models may choose kernels by it.
         yield torch.cuda.get_device_name(device), torch.version.cuda
-    # Transformers prefers the functions of some packages to its own if they are installed.
+    # transformers prefers functions of some packages to its own if they are installed.
     yield [find_spec(name) is not None for name in ("kernels", "causal_conv1d", "mamba_ssm")]
     yield sorted((k, v) for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))
     yield _dynamo_settings()
@@ -82,7 +82,7 @@ def process_parts(device: torch.device) -> Iterator[object]:
 
 
 def _dynamo_settings() -> list[str]:
-    """Settings that were changed; those that tracing sets itself do not matter."""
+    """Changed settings, except those that tracing sets itself."""
     config: Any = sys.modules.get("torch._dynamo.config")
     if config is None:
         return []
@@ -91,14 +91,14 @@ def _dynamo_settings() -> list[str]:
 
 
 class Code:
-    """Functions as this process would run them. Each occurs once."""
+    """Functions as this process would run them, each once."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def of_module(self, module: ModuleType) -> Iterator[object]:
-        """Of all functions in a module's globals, and of the classes that are its own. Other values
-        are left out: they are counters and caches as well."""
+        """The functions in a module's globals, and those of its own classes. Other values are
+        omitted, because they include counters and caches."""
         for name, value in sorted(vars(module).items()):
             if not callable(value):
                 continue
@@ -110,7 +110,7 @@ class Code:
                         yield member, list(self.of(part))
 
     def of(self, value: Any) -> Iterator[object]:
-        """Code, defaults and what is wrapped, of anything that may be a function."""
+        """Code, defaults and wrapped functions of anything that may be a function."""
         if id(value) in self._seen:
             return
         if isinstance(value, (staticmethod, classmethod, MethodType)):
@@ -139,7 +139,7 @@ class Code:
 
 
 def is_foreign(module: str) -> bool:
-    """Is it code that torch's version does not cover?"""
+    """Whether it is code that is not covered by torch's version."""
     return module.split(".")[0] not in ("torch", "builtins", "abc", "typing", "collections")
 
 
@@ -156,13 +156,13 @@ def _code(code: CodeType) -> object:
 
 
 ModuleCode = list[list[str | None]]
-"""Of modules: name, file, digests of the file and of the module's functions."""
+"""For each module: name, file, digests of the file and of the module's functions."""
 
 
 def code_of_classes(classes: set[type]) -> ModuleCode:
-    """:func:`code_of_module` of each module whose code decides what ``classes`` compute: the
-    modules of the classes, of what those inherit, and of the values in the former. Versions cover
-    torch's and Python's.
+    """:func:`code_of_module` for each module whose code determines what ``classes`` compute: the
+    modules of the classes, of their base classes, and of the values in the former. Versions cover
+    torch's and Python's modules.
 
     Raises:
         NoName: a value in a module has no text of its own.
@@ -195,8 +195,8 @@ def code_of_file(file: str) -> str | None:
 
 
 def code_of_module(name: str) -> list[str | None]:
-    """Of an imported module: its name, its file, and digests of the file and of the module's
-    functions as they are now, which need not be those of the file.
+    """For an imported module: its name, its file, and digests of the file and of the module's
+    functions as they are now, which may differ from the file.
 
     Raises:
         NoName: a value in the module has no text of its own.

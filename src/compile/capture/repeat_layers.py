@@ -1,12 +1,13 @@
-"""Extends the graph of a few layers of a model to that of all, by repeating its last group of them.
+"""Extend the graph of a few layers of a model to the graph of all layers, by repeating its last
+group.
 
-Between the last attention call, or recurrence, of one group of layers and that of the next lies a
-*segment* of the graph: the end of one group and the beginning of the next. If groups are alike, so
-are the segments: each node reads nodes of its own segment, of the segment before, what all layers
-read, or a parameter, cache or state of its segment's two groups. The last two segments are
-compared, and the last is repeated.
+The *segment* between two groups of layers is the graph from the last attention call (or recurrence)
+of one group to that of the next: the end of one group and the begin of the next. If groups are
+equal, segments are, too: each node reads nodes of its own segment, of the preceding segment, a
+value that all layers read, or a parameter, cache or state of its segment's two groups. The last two
+segments are compared, and the last one is repeated.
 
-Graphs are data of :func:`.graph_json.encode`, in which nodes and results are numbers.
+Graphs are data from :func:`.graph_json.encode`, in which nodes and results are numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ def repeat_layers(
 
     Args:
         data: a graph whose caches and states have the numbers of the model's calls.
-        prefix: what layers' parameters' names begin with before the number, "model.layers." say.
-        groups: whose layers are in the graph. calls: that they make.
+        prefix: the begin of the names of layers' parameters, before the number, for example
+            "model.layers.".
+        groups: the groups whose layers are in the graph. calls: the calls that they make.
 
     Raises:
-        LayersDiffer: the segments are not alike.
+        LayersDiffer: the segments are not equal.
     """
     repetition = _Repetition(data["nodes"], prefix, groups, calls)
     repetition.compare()
@@ -37,13 +39,13 @@ def repeat_layers(
 
 
 class _Repetition:
-    """Segments have the number of the group that they end, in the whole graph.
+    """The number of a segment is that of the group that it ends, in the whole graph.
 
     Attributes:
-        segments: the nodes of the last two segments that were traced.
+        segments: the nodes of the last two traced segments.
         inputs: the group and key of each placeholder that has them.
-        homes: of each tensor, the node whose result it is, or a part of, and which part.
-        result: the nodes of the whole graph. tensors: of each, the tensors of its result.
+        homes: for each tensor, the node whose result it is (or is a part of), and which part.
+        result: the nodes of the whole graph. tensors: for each, the tensors of its result.
         made: the number of a node in ``result``, by :meth:`_key`.
     """
 
@@ -67,7 +69,7 @@ class _Repetition:
         self.made: dict[Hashable, int] = {}
 
     def compare(self) -> None:
-        """Raises LayersDiffer unless the second segment is as the first, a group further."""
+        """Raise LayersDiffer unless the second segment equals the first, shifted by one group."""
         if len(self.segments[0]) != len(self.segments[1]):
             raise LayersDiffer("segments of other lengths")
         for one, two in zip(*self.segments, strict=True):
@@ -82,8 +84,8 @@ class _Repetition:
                     raise LayersDiffer(f"{self.nodes[number][1]} reads a layer before the last")
 
     def _form(self, number: int) -> tuple[str, list[tuple[int, int]]]:
-        """A node without what it reads, and what it reads: nodes, and the parts of their results
-        that its own are, or whose memory they are stored in."""
+        """A node without its operands, and its operands: nodes, and the parts of their results that
+        its own results are, or whose memory they share."""
         op, _, target, rest, value = self.nodes[number]
         read: list[tuple[int, int]] = []
 
@@ -93,7 +95,7 @@ class _Repetition:
             read.append((parts[0], 0) if kind == "node" else self.homes[parts[0]])
             return [kind, *parts[1:]]
 
-        # As text: 1 and True are not alike.
+        # As text, because 1 and True are equal.
         return repr([op, target, *(_mapped(part, leaf) for part in (*rest, *value))]), read
 
     def _are_linked(self, one: tuple[int, int], two: tuple[int, int]) -> bool:
@@ -108,7 +110,7 @@ class _Repetition:
         begin, begin_2 = (segment.start for segment in self.segments)
         if second in self.segments[1]:
             return first in self.segments[0] and first - begin == second - begin_2
-        if second in self.segments[0]:  # there, the first segment has what the layers start with
+        if second in self.segments[0]:  # there, the first segment has the inputs of the first layer
             is_before = not any(first in segment for segment in self.segments)
             return is_before and self.nodes[first][0] != "placeholder"
         return first == second
@@ -152,8 +154,9 @@ class _Repetition:
         self._append(number, self.nodes[number], segment)
 
     def _key(self, number: int, segment: int | None) -> Hashable:
-        """Of what ``segment`` reads where the second segment, or what follows, reads the node of
-        this number; None is in front of the second segment, where nodes are as they were."""
+        """The key of what ``segment`` reads where the second segment, or the code after it, reads
+        the node of this number. None stands for the code before the second segment, where nodes are
+        unchanged."""
         _, second, last = self.groups.compared
         before, template = self.segments
         if segment is None:
@@ -168,7 +171,7 @@ class _Repetition:
         return number
 
     def _append(self, number: int, node: list[Any], segment: int | None) -> int:
-        """Appends a node made of the one of this number; its number in the result."""
+        """Append a node derived from the one of this number; returns its number in the result."""
         own: list[int] = []
         self.tensors.append(own)
 
@@ -200,7 +203,7 @@ _TENSORS = ("tensor", "constant")
 
 
 def _kinds(value: list[Any]) -> list[str]:
-    """Of the result of a node, the kinds of its parts."""
+    """The kinds of the parts of a node's result."""
     found: list[str] = []
     for part in value:
         _mapped(part, lambda kind, *_: found.append(kind))
@@ -208,7 +211,7 @@ def _kinds(value: list[Any]) -> list[str]:
 
 
 def _mapped(data: Any, leaf: Callable[..., Any]) -> Any:
-    """The data with what ``leaf`` makes of a kind and its parts; None leaves them as they are."""
+    """The data with each kind and its parts replaced by the result of ``leaf``; None keeps them."""
     if not isinstance(data, list) or not data:
         return data
     kind, *parts = data

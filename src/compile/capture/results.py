@@ -1,8 +1,8 @@
-"""Reads what Dynamo recorded about a graph's results, with numbers for the sizes of a step.
+"""Read Dynamo's records of a graph's results, with integers for the sizes of a step.
 
-Fake tensors of torch come with sympy and with all of Dynamo. A graph that is run as it is, and by
-no compiler, does without: tensors on the meta device stand for its results, and for each symbol a
-large prime, which no size of a model is.
+torch's fake tensors import sympy and all of Dynamo. A graph that runs without a compiler does not
+need them: tensors on the meta device represent its results, and each symbol is a large prime, which
+is no size of any model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
 
 
 class NotSerializable(Exception):
-    """The graph holds something that has no form in a file."""
+    """The graph contains something that has no JSON form."""
 
 
 class ResultReader:
     """The records of one graph's results, read in its order.
 
     Args:
-        symbols: as in :meth:`.ResultEncoder.symbols`.
+        symbols: see :meth:`.ResultEncoder.symbols`.
         constants: the model's parameters and buffers by name.
     """
 
@@ -50,7 +50,7 @@ class ResultReader:
     def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
         self._constants = constants
         self._tensors: list[Tensor] = []
-        # What each of them was made of, and the layouts of what was made so before.
+        # The data that each of them was made from, and the layouts of those made before.
         self._recipes: list[Any] = []
         self._layouts: dict[Any, Layout] = {}
         self._sizes: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class ResultReader:
         self._make_symbols(symbols)
 
     def value(self, kind: str, *parts: Any) -> Any:
-        """Of what :meth:`.ResultEncoder.data` returned, in the same order."""
+        """The value for a result of :meth:`.ResultEncoder.data`, in the same order."""
         if kind == "same":
             return self._tensors[parts[0]]
         if kind == "size":
@@ -95,7 +95,7 @@ class ResultReader:
         dtype: torch.dtype = getattr(torch, dtype_name)
         sizes = [self._size(size) for size in shape]
         steps = [self._size(step) for step in strides or ()]
-        # Half as long as by a call under the mode.
+        # Takes half as long as a call under the mode.
         with no_dispatch():
             if whole is not None:
                 made = torch.empty(0, dtype=dtype, device="meta")
@@ -136,5 +136,5 @@ class ResultReader:
 
     def _of_meta(self, made: Tensor, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            raise NotSerializable(f"a result on {device}")  # the meta device says nothing of it
+            raise NotSerializable(f"a result on {device}")  # the meta device does not show it
         return made

@@ -1,10 +1,10 @@
-"""Helpers on FX graphs, with no knowledge of models or passes.
+"""Helpers on FX graphs that do not depend on models or passes.
 
-``nodes``: recognise operations, operands, shapes and users. ``fake_tensors``: copy and compare the
-layouts of fake tensors without adding guards. ``recorder``: what new calls return.
-``rules``: patterns of nodes, their guards and replacements. ``spec``: what
-may stand in a graph, for tests. ``stand_in``: parameters without values. ``weights``: where each
-tensor of the checkpoint is, as loading and the passes have recorded it.
+``nodes``: identify operations, operands, shapes and users. ``fake_tensors``: copy and compare the
+layouts of fake tensors without adding guards. ``recorder``: results of new calls. ``rules``:
+patterns of nodes, their guards and replacements. ``check_graph``: what a graph may contain, for
+tests. ``stand_in``: parameters without values. ``weights``: the place of each tensor of the
+checkpoint, as recorded by loading and the passes.
 
-Imports no other room of ``compile``, which all may import it.
+Imports no other package of ``compile``; all of them may import this one.
 """

@@ -1,7 +1,7 @@
-"""The rules that a graph has to hold to, as a table, and a check of a graph against them.
+"""The rules that a graph must follow, as a table, and a check of a graph against them.
 
 Tests and ``PAGESPEC_CHECK_GRAPH=1`` check after every pass and name the pass that broke a rule. A
-start does not check: a graph that was right once is right every time.
+start does not check: a graph that was correct once is correct every time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .nodes import (
 from .products import constant_nodes, library_matmul
 
 Stage = Literal["common", "cpu", "gpu"]
-"""After the passes for all devices, and those for a CPU or a GPU."""
+"""After the passes for all devices, and after those for a CPU or a GPU."""
 
 
 class SpecError(AssertionError):
@@ -37,7 +37,7 @@ class Bindings(NamedTuple):
     """The values of placeholders, by name.
 
     Attributes:
-        constants: parameters and buffers. sources: what differs from step to step.
+        constants: parameters and buffers. sources: values that differ from step to step.
     """
 
     constants: Mapping[str, Tensor]
@@ -59,11 +59,11 @@ def _describes_its_constant(node: Node, bound: Bindings) -> bool:
     constant, recorded = bound.constants.get(node.name), example(node)
     if node.op != "placeholder" or constant is None:
         return True
-    if not isinstance(constant, Tensor):  # a packed weight of FBGEMM's
+    if not isinstance(constant, Tensor):  # a packed weight of FBGEMM
         return True
     if not isinstance(recorded, Tensor) or recorded.dtype != constant.dtype:
         return False
-    # A packed copy of a weight has a layout of its own library.
+    # A packed copy of a weight has a layout of its library.
     return constant.is_mkldnn or constant.shape == recorded.shape
 
 
@@ -73,27 +73,27 @@ def _takes_data(node: Node, _: Bindings) -> bool:
 
 
 def _is_recorded(node: Node, _: Bindings) -> bool:
-    """Kernels of ours need no record; several results of one call are recorded part by part."""
+    """pagespec's kernels need no record. Several results of one call are recorded separately."""
 
     def needs_none(user: Node) -> bool:
         if is_ours(node) and calls(user, "getitem"):
             return True
-        # A view, to which this rule applies in its turn.
+        # A view, to which this rule also applies.
         return is_ours(user) or (user.op == "call_method" and example(user) is None)
 
     return example(node) is not None or all(map(needs_none, node.users))
 
 
 def _is_no_matmul(node: Node, bound: Bindings) -> bool:
-    """No result depends on the number of rows: each matmul of a step is ours."""
+    """No result depends on the number of rows: pagespec's kernels compute each matmul of a step."""
     if is_linear(node):
         return False
     return library_matmul(node, lambda n: n in constant_nodes(node.graph, bound.constants)) is None
 
 
 def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:
-    """No ``linear`` has a weight that is a constant, but for one whose layout our kernels do not
-    take, or that is computed from constants."""
+    """No ``linear`` has a constant weight, except one whose layout the kernels do not support, or
+    one that is computed from constants."""
     if not is_linear(node):
         return True
     weight = linear_operands(node)[1]
@@ -127,7 +127,7 @@ def verify_graph(gm: GraphModule, stage: Stage, bound: Bindings) -> None:
     """Check every node against the rules of a stage.
 
     Raises:
-        SpecError: the first node that breaks a rule, and the rule.
+        SpecError: names the first node that breaks a rule, and the rule.
     """
     gm.graph.lint()
     for node in gm.graph.nodes:

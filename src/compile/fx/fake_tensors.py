@@ -1,7 +1,7 @@
 """Layouts of fake tensors: copied and compared without guards and symbolic arithmetic.
 
-What stands for a result is a fake tensor of torch, with symbols for sizes; or, in a graph that was
-restored to run as it is, a tensor on the meta device.
+A result is represented by a torch fake tensor, with symbols for sizes. In a restored graph that
+runs without a compiler it is a tensor on the meta device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 
 
 class _Memory(Tensor):
-    """A tensor of no data that carries memory and a layout into a :class:`FakeTensor`."""
+    """A tensor without data that carries memory and a layout into a :class:`FakeTensor`."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
@@ -25,20 +25,20 @@ class _Memory(Tensor):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """An id of a tensor's storage: equal for tensors, fake ones too, in the same memory."""
+    """An id of a tensor's storage: equal for tensors in the same memory, including fake ones."""
     return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one fake tensor is stored in memory, to make others like it.
+    """How one fake tensor is stored in memory, to create others like it.
 
-    torch computes with symbolic sizes wherever it makes a tensor or checks a view, a fraction of a
-    millisecond each time. Here that is done once, for the first.
+    torch computes with symbolic sizes whenever it creates a tensor or checks a view, which takes a
+    fraction of a millisecond each time. Here this happens once, for the first tensor.
 
     Attributes:
-        num_bytes: size of the storage, of which the tensor may be a part.
-        mode: None of a tensor on the meta device.
+        num_bytes: size of the storage, which may be larger than the tensor.
+        mode: None for a tensor on the meta device.
     """
 
     mode: FakeTensorMode | None
@@ -65,7 +65,7 @@ class Layout:
         )
 
     def new(self) -> Tensor:
-        """A tensor of this layout in memory of its own."""
+        """A tensor of this layout in new memory."""
         if self.mode is None:
             memory = torch.UntypedStorage(self.num_bytes, device="meta")
             empty = torch.empty(0, dtype=self.dtype, device="meta")
@@ -85,7 +85,7 @@ class Layout:
     def within(self, other: Tensor) -> Tensor:
         """A tensor of this layout in the memory of ``other``, which must be large enough."""
         with no_dispatch():
-            # A view computes no sizes, but must be of a tensor that is not fake.
+            # A view computes no sizes, but its base must not be a fake tensor.
             made = torch.empty(0, dtype=self.dtype, device="meta")
             made.set_(other.untyped_storage(), 0, (0,), (1,))
             return self._fake(made.as_strided(self.sizes, self.steps, self.offset))
@@ -98,21 +98,21 @@ class Layout:
 
 
 def fake_of(constant: Tensor, beside: Tensor) -> Tensor:
-    """What stands for ``constant`` in the graph that has ``beside``."""
+    """The fake tensor for ``constant`` in the graph that contains ``beside``."""
     if isinstance(beside, FakeTensor):
         return beside.fake_mode.from_tensor(constant, static_shapes=True)
     return meta_of(constant)
 
 
 def meta_of(constant: Tensor) -> Tensor:
-    """A tensor of no data that is otherwise like ``constant``."""
+    """A tensor without data that is otherwise like ``constant``."""
     shape, strides = constant.shape, constant.stride()
     made = torch.empty_strided(shape, strides, dtype=constant.dtype, device="meta")
     return made.requires_grad_(constant.requires_grad)
 
 
 def layout_key(fake: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that lie alike in memory; compared without adding a guard."""
+    """Equal for tensors with the same layout in memory; compared without adding a guard."""
     sizes = (*fake.shape, *fake.stride(), fake.storage_offset())
     return fake.dim(), expressions(sizes), fake.dtype, fake.device, fake.requires_grad
 

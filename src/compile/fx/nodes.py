@@ -1,9 +1,8 @@
 """Pattern-matching helpers for the nodes of a Dynamo graph: operations, operands, shapes, users.
 
-A match is a statement about values only: it says which nodes compute a known function of which
-sources. A rewrite puts the new call after all sources, redirects the users of the result
-and lets :func:`erase_unused` remove what is no longer read, so a value that is also read
-elsewhere stays.
+A match only concerns values: it determines which nodes compute a known function of which sources. A
+rewrite puts the new call after all sources, redirects the users of the result and lets
+:func:`erase_unused` remove what is no longer read. So a value that is also read elsewhere stays.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 PLAIN = (type(None), bool, int, float, str)
-"""Types of values that are equal when their texts are."""
+"""Types of values that are equal if their texts are."""
 RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
-"""Our operators that read and write the states of requests."""
+"""pagespec's operators that read and write the states of requests."""
 
 CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "type_as"})
 """Methods that may convert to another dtype."""
@@ -39,9 +38,9 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def calls(node: object, *names: str) -> TypeGuard[Any]:
-    """Does ``node`` call a function, operator or method of one of these names?
+    """Whether ``node`` calls a function, operator or method of one of these names.
 
-    To a type checker it is anything then: arguments of nodes have no useful type.
+    A type checker treats the node as Any: arguments of nodes have no useful type.
     """
     if not isinstance(node, Node):
         return False
@@ -51,18 +50,19 @@ def calls(node: object, *names: str) -> TypeGuard[Any]:
 
 
 def calls_function(node: object, *functions: Any) -> TypeGuard[Any]:
-    """Does ``node`` call one of these very functions?"""
+    """Whether ``node`` calls exactly one of these functions."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in functions
 
 
 def calls_op(node: object, name: str) -> TypeGuard[Any]:
-    """Does ``node`` call our operator of this name, ``paged_attention`` say?"""
+    """Whether ``node`` calls pagespec's operator of this name, for example ``paged_attention``."""
     op = getattr(torch.ops.pagespec, name)
     return calls_function(node, op, op.default)
 
 
 def recurrent_interval(node: Node) -> int | None:
-    """Which argument of a recurrent operator of ours is the interval; None of any other node."""
+    """The index of the interval among the arguments of a recurrent operator; None for any other
+    node."""
     for name in RECURRENT_KINDS:
         if calls_op(node, name):
             schema = getattr(torch.ops.pagespec, name).default._schema
@@ -71,7 +71,7 @@ def recurrent_interval(node: Node) -> int | None:
 
 
 def is_ours(node: Node) -> bool:
-    """Does ``node`` call a kernel or an operator of this package?"""
+    """Whether ``node`` calls a kernel or an operator of this package."""
     module = getattr(node.target, "__module__", None) or ""
     return module.startswith("pagespec") or str(node.target).startswith("pagespec.")
 
@@ -83,7 +83,7 @@ def tensor_of(node: object) -> Tensor | None:
 
 
 def shape_of(node: object) -> tuple[str, ...] | None:
-    """Sizes as text: comparing symbols themselves would add guards to the capture."""
+    """Sizes as text: comparing the symbols themselves would add guards to the capture."""
     tensor = tensor_of(node)
     return None if tensor is None else tuple(str(size) for size in tensor.shape)
 
@@ -95,7 +95,7 @@ def dtype_of(node: object) -> torch.dtype | None:
 
 
 def last_size(node: object) -> int | None:
-    """The last size of ``node`` if it is known and fixed."""
+    """The last size of ``node``, if it is known and fixed."""
     tensor = tensor_of(node)
     if tensor is None or not tensor.dim() or not isinstance(tensor.shape[-1], int):
         return None
@@ -103,7 +103,7 @@ def last_size(node: object) -> int | None:
 
 
 def operands(node: Node) -> tuple[Node, Node] | None:
-    """Both operands of a call with exactly two, both of them nodes."""
+    """Both operands of a call with exactly two operands, both of them nodes."""
     if len(node.args) != 2 or node.kwargs:
         return None
     left, right = node.args
@@ -116,7 +116,7 @@ def only_user(node: Node) -> Node | None:
 
 
 def cast_source(node: object) -> Node | None:
-    """What ``node`` converts to another dtype, if that is all it does."""
+    """The node that ``node`` converts to another dtype, if it does nothing else."""
     if not calls(node, *CASTS) or node.op != "call_method":
         return None
     source = node.args[0]
@@ -162,7 +162,7 @@ def last_dim_slice(node: object) -> tuple[Node, int, int] | None:
 def written_nodes(graph: Graph) -> set[Node]:
     """Nodes whose memory some call of the graph may change in place, and all views of it.
 
-    Operators of ours that write do so into KV caches and states only, which no pattern reads.
+    pagespec's operators write only into KV caches and states, which no pattern reads.
     """
     written: set[Node] = set()
     nodes = list(graph.nodes)
@@ -184,21 +184,21 @@ def written_nodes(graph: Graph) -> set[Node]:
 
 
 def is_in_place(node: Node) -> bool:
-    """May ``node`` be a call that changes its first argument?"""
+    """Whether ``node`` may be a call that changes its first argument."""
     if node.op not in ("call_method", "call_function"):
         return False
     return bool(node.kwargs.get("inplace") or "out" in node.kwargs or _writes(node.target))
 
 
 def _writes(target: object) -> bool:
-    """Does the name of ``target`` say that a call of it changes its first argument?"""
+    """Whether the name of ``target`` indicates that a call of it changes its first argument."""
     name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
     is_marked = name.endswith("_") and not name.endswith("__")
     return is_marked or name in _IN_PLACE_OPERATORS
 
 
 def _is_view(node: Node) -> bool:
-    # Conversions and contiguous() return their argument itself when there is nothing to do.
+    # Conversions and contiguous() may return their argument itself.
     if calls(node, *_VIEWS, *CASTS, "contiguous", "detach"):
         return True
     if not calls(node, "getitem"):
@@ -218,16 +218,16 @@ def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def example(node: Node) -> object:
-    """The fake tensor (or other value) Dynamo recorded for a node's result, or None."""
+    """The fake tensor (or other value) that Dynamo recorded for a node's result, or None."""
     return node.meta.get("example_value")
 
 
 LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-"""The functions that :func:`is_linear` takes for one."""
+"""The functions that :func:`is_linear` accepts."""
 
 
 def is_linear(node: Node) -> bool:
-    """Is ``node`` a call of ``torch.nn.functional.linear``?"""
+    """Whether ``node`` is a call of ``torch.nn.functional.linear``."""
     return calls_function(node, *LINEAR)
 
 
@@ -239,8 +239,8 @@ def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
 
 
 def left_matmul_operands(node: Node) -> tuple[Node, Node] | None:
-    """(weight ``[O, I]``, columns ``[..., I, T]``) if ``node`` multiplies columns with a constant
-    matrix from the left, or a batch of columns with one of matrices; else None."""
+    """(weight ``[O, I]``, columns ``[..., I, T]``) if ``node`` multiplies columns from the left
+    with a constant matrix, or a batch of columns with a batch of matrices; else None."""
     if not calls_function(node, operator.matmul, torch.matmul):
         return None
     pair = operands(node)

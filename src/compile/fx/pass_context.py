@@ -24,33 +24,33 @@ from .nodes import example
 
 @dataclass(slots=True)
 class PassContext:
-    """The module a graph was captured from, and the tensors bound to its placeholders.
+    """The module from which a graph was captured, and the tensors bound to its placeholders.
 
     Attributes:
-        module: the model; the parameters of it may move in storage, never change in value.
+        module: the model. Its parameters may move in storage, but never change in value.
         constants: placeholder name to the parameter or buffer bound to it. A pass that adds a
-            placeholder for a constant enters it here.
+            placeholder for a constant adds it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
-        packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
-        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
+        packing_bytes: memory for packed copies of weights; 0 if weights may change.
+        matmul_plan_dir: folder for matmul plans (:mod:`.plan_cache`), on a CPU for recipes
             (:mod:`.recipe_cache`).
-        threads: thread counts that a CPU may run the graph with, in descending order; none: the
-            present count alone.
-        attention: the implementation to call in place of the ops; None keeps the ops.
+        threads: thread counts with which a CPU may run the graph, in descending order; empty: only
+            the present count.
+        attention: the implementation to call instead of the ops; None keeps the ops.
         communicator: the same for collectives.
-        quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
-            of or stand in for; None for float16.
-        is_native: whether to call :mod:`.kernels.native`, which they and the operations between
-            them then go to.
-        weight_formats: where there are such weights, how many elements each format holds.
-        float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
-            dtype, but for vectors.
-        specs: of the attention calls; a pass that changes what a call caches changes its spec.
-        calls: of the placeholder of each cache of keys, the attention call.
-        caches_latents: whether latent vectors may be cached in place of keys and values.
-        sources: of each placeholder that is no constant, as in :attr:`.Traced.sources`.
-        fields: of a step, whose inputs :meth:`step_input` finds.
-        weights: where a pass records each weight that it lays elsewhere or makes a copy of.
+        quantized: weights to keep quantised, by the ``id`` of the constant whose values they have,
+            or which stands in for them; None for float16.
+        is_native: whether to call :mod:`.kernels.native` for these weights and the operations
+            between them.
+        weight_formats: if there are such weights, the number of elements per format.
+        float32_matrices: names of the other parameters, except vectors. These stay float32, on a
+            GPU in the model's dtype.
+        specs: of the attention calls. A pass that changes what a call caches changes its spec.
+        calls: the attention call, by the placeholder of each cache of keys.
+        caches_latents: whether latent vectors may be cached instead of keys and values.
+        sources: of each placeholder that is not a constant, see :attr:`.Traced.sources`.
+        fields: of a step; :meth:`step_input` finds the inputs among them.
+        weights: where a pass records each weight that it moves or copies.
     """
 
     module: nn.Module
@@ -79,8 +79,9 @@ class PassContext:
         return None
 
     def step_input(self, graph: Graph, name: str) -> Node | None:
-        """The placeholder of a tensor of the step; None if the model reads none of that name and no
-        field is declared so. A declared one that the model does not read is added."""
+        """The placeholder of a tensor of the step. None if the model reads no tensor of that name
+        and no field with that name is declared. A declared field that the model does not read is
+        added."""
         found = self._placeholder(graph, name)
         declared = {field.name: field for field in graph_inputs(self.fields)}
         if found is None and name in declared:
@@ -93,7 +94,7 @@ class PassContext:
         return next((node for node in placeholders if self.sources.get(node.name) == wanted), None)
 
     def _new_input(self, graph: Graph, declared: Field) -> Node | None:
-        """Its sizes on record are those of an input that the graph has for the same of a step."""
+        """Its recorded sizes are those of an existing input with the same dimensions of a step."""
         alike = (f for f in graph_inputs(self.fields) if f.per == declared.per)
         like = next((p for f in alike if (p := self._placeholder(graph, f.name))), None)
         if declared.per == "step":
@@ -105,7 +106,7 @@ class PassContext:
         first = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(first):
             node = graph.placeholder(declared.name)
-        # As traced ones, which are no tensors of inference.
+        # Like traced tensors, which are not inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             node.meta["example_value"] = recorded.new_empty(
                 declared.shape(num_entries), dtype=TORCH_DTYPES[declared.dtype]
@@ -114,7 +115,8 @@ class PassContext:
         return node
 
     def weight_format(self, tensor: Tensor) -> str | None:
-        """What a constant is kept as: "int4", "int8", "fp8", "float16", or None for what it is."""
+        """The format in which a constant is kept: "int4", "int8", "fp8", "float16", or None for its
+        own dtype."""
         if id(tensor) not in self.quantized:
             return None
         weight = self.quantized[id(tensor)]
@@ -122,8 +124,8 @@ class PassContext:
         return weight.format if weight and (has_kernels or fits_int4(weight)) else "float16"
 
     def input_order(self, tensor: Tensor) -> str | None:
-        """A name for the order in which a constant's quantised weight has its inputs; None for
-        their own."""
+        """A name for the order of inputs of a constant's quantised weight; None for their own
+        order."""
         weight = self.quantized.get(id(tensor))
         if weight is None or weight.order is None:
             return None

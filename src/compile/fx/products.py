@@ -1,7 +1,8 @@
-"""Recognises products of a step's tensor with a constant, in whichever way they are written.
+"""Identify matmuls of a step's tensor with a constant, in whichever way they are written.
 
-All of them are read as an equation of ``einsum``. What the two operands share is of the batch if
-the result has it and summed if not; what one has alone the result has, too.
+All of them are treated as an equation of ``einsum``. A dimension that both operands share is a
+batch dimension if the result has it, and summed otherwise. The result has every dimension that only
+one operand has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Dims = Sequence[Hashable]
 
 
 class Product(NamedTuple):
-    """``x`` by ``weight``, which is computed from constants alone, plus ``addend``."""
+    """``x`` times ``weight``, which is computed only from constants, plus ``addend``."""
 
     x: Node
     weight: Node
@@ -43,8 +44,8 @@ class Product(NamedTuple):
 
 
 def product_of(node: Node, is_constant: Callable[[Node], bool]) -> Product | None:
-    """The product that ``node`` computes; None if it computes none, if not exactly one operand is
-    constant, or if no more than one term is summed.
+    """The matmul that ``node`` computes. None if it computes none, if not exactly one operand is
+    constant, or if at most one term is summed.
 
     Args:
         is_constant: whether a node is one of :func:`constant_nodes`.
@@ -129,14 +130,14 @@ def _form(
         return None
     if not all(isinstance(size, int) for size in weight_sizes.values()):
         return None
-    # One row or matrix for all of a batch is none of it.
+    # A single row or matrix for a whole batch is not such a matmul.
     shared = set(x_dims) & set(weight_dims)
     wide = [dim for dim in shared if weight_sizes[dim] != 1]
     x_sizes = dict(zip(x_dims, x.shape, strict=False))
     x_gone = {dim for dim in wide if isinstance(x_sizes[dim], int) and x_sizes[dim] == 1}
     weight_gone = {dim for dim in shared if dim not in wide} - (set(x_dims) - set(out))
     if x_gone - set(out):
-        return None  # torch would have expanded what is summed
+        return None  # torch would have expanded a summed dimension
     left = [dim for dim in x_dims if dim not in x_gone]
     right = [dim for dim in weight_dims if dim not in weight_gone]
     batch = [dim for dim in out if dim in left and dim in right]
@@ -162,7 +163,7 @@ def _form(
 
 
 def constant_nodes(graph: Graph, constants: Mapping[str, Tensor]) -> set[Node]:
-    """Constants, and what is computed from them alone: the same in each step.
+    """Constants, and nodes computed only from constants: the same in each step.
 
     Args:
         constants: by the names of their placeholders.
@@ -182,7 +183,7 @@ def constant_nodes(graph: Graph, constants: Mapping[str, Tensor]) -> set[Node]:
 
 def library_matmul(node: Node, is_constant: Callable[[Node], bool]) -> str | None:
     """The operation's name if ``node`` is a matmul of a step's rows that is left to torch's library
-    and has a weight, computed from constants alone; else None.
+    and has a weight, computed only from constants; else None.
 
     Args:
         is_constant: whether a node is one of :func:`constant_nodes`.
@@ -197,7 +198,7 @@ def library_matmul(node: Node, is_constant: Callable[[Node], bool]) -> str | Non
 
 
 def library_matmuls(graph: Graph, constants: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many of the graph's nodes are a :func:`library_matmul`, by name."""
+    """The number of the graph's nodes that are a :func:`library_matmul`, by name."""
     known = constant_nodes(graph, constants)
     names = (library_matmul(node, known.__contains__) for node in graph.nodes)
     return dict(Counter(name for name in names if name is not None))
@@ -208,7 +209,7 @@ def _name(node: Node) -> str:
 
 
 def value_of(node: Node, constants: Mapping[str, Tensor]) -> Tensor:
-    """What one of :func:`constant_nodes` computes; views where it makes views."""
+    """The value of one of :func:`constant_nodes`; a view where the node computes a view."""
     with torch.no_grad():
         return computation_of(node, constants)[0]()
 
@@ -216,8 +217,8 @@ def value_of(node: Node, constants: Mapping[str, Tensor]) -> Tensor:
 def computation_of(
     node: Node, constants: Mapping[str, Tensor]
 ) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """A function that computes one of :func:`constant_nodes` anew, and the constants that it reads.
-    It holds no node, so that the graph may go."""
+    """A function that computes one of :func:`constant_nodes` again, and the constants that it
+    reads. It refers to no node, so the graph can be freed."""
     leaves: list[Tensor] = []
 
     def later(node: Node) -> _Later:
@@ -227,7 +228,7 @@ def computation_of(
         target: Any = node.target
         if node.op == "call_method":
             target = partial(_call_method, target)
-        inner: Any = later  # what it returns is no argument of a node
+        inner: Any = later  # its result is not an argument of a node
         args, kwargs = map_arg(node.args, inner), map_arg(node.kwargs, inner)
         return _Later(target, args, kwargs)
 
@@ -236,7 +237,7 @@ def computation_of(
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A call that is made when it is called; without a target, its first argument."""
+    """A deferred call; without a target, its first argument."""
 
     target: Any
     args: Any
@@ -265,7 +266,7 @@ def _call_method(name: str, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def transposed_matrix(node: Node) -> Node | None:
-    """The matrix that ``node`` is the transpose of."""
+    """The matrix whose transpose ``node`` is."""
     source: Any = node.args[0] if node.args else None
     matrix, rest = tensor_of(source), node.args[1:]
     if matrix is None or matrix.dim() != 2 or node.kwargs:

@@ -1,4 +1,4 @@
-"""Records what new calls of a graph return, on fake tensors, as Dynamo did of the others."""
+"""Record the results of new calls of a graph as fake tensors, as Dynamo did for the others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .nodes import example, is_linear, is_ours
 @contextmanager
 def recording(graph: Graph) -> Iterator[Recorder]:
     """A recorder for new calls of ``graph``."""
-    # Dynamo recorded normal tensors; the Python dispatcher has the decompositions that cope with
-    # symbolic sizes, and imports sympy.
+    # Dynamo recorded normal tensors. The Python dispatcher has decompositions that support symbolic
+    # sizes, and imports sympy.
     is_symbolic = any(isinstance(example(node), FakeTensor) for node in graph.nodes)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -32,10 +32,10 @@ def recording(graph: Graph) -> Iterator[Recorder]:
 
 
 class Recorder:
-    """Records the results of linear calls and of views, on fake tensors.
+    """Records the results of linear calls and of views as fake tensors.
 
-    A call with symbolic sizes takes a millisecond. Layers are alike, so that it is made for the
-    first, and the layout of its result is given to the others.
+    A call with symbolic sizes takes a millisecond. Layers are equal, so the call is made for the
+    first one, and the others get the layout of its result.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Recorder:
         key = (node.target, structure, *map(_leaf_key, leaves))
         if key not in self._known:
             if is_linear(node) and not isinstance(given[0], FakeTensor):
-                # torch would check with sympy that the shapes fit.
+                # Without new_empty, torch would check with sympy that the shapes match.
                 result = given[0].new_empty((*given[0].shape[:-1], given[1].shape[0]))
             elif node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -64,9 +64,9 @@ class Recorder:
         )
 
     def update_users(self, source: Node) -> None:
-        """Record anew what follows from ``source`` as long as its layout is another than it was.
+        """Record the users of ``source`` again, as far as its layout has changed.
 
-        Kernels of ours lay out their results by themselves.
+        pagespec's kernels determine the layout of their results themselves.
         """
         for user in source.users:
             if user.op == "output" or is_ours(user):
@@ -77,9 +77,9 @@ class Recorder:
                 self.update_users(user)
 
     def update_views(self, source: Node, memory: int) -> None:
-        """Record anew all views of ``source``: they were recorded as part of ``memory``.
+        """Record all views of ``source`` again, as part of ``memory``.
 
-        Other users compute tensors of their own, whose strides stay as they are.
+        Other users compute their own tensors, whose strides do not change.
         """
         for user in source.users:
             recorded = tree_leaves(example(user))

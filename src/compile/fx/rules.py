@@ -1,13 +1,13 @@
 """Graph rules: a pattern of nodes, guards and a replacement.
 
-A :class:`Rule` is a pass. Each node of the graph, from the last on, is tried as the root of the
+A :class:`Rule` is a pass. Each node of the graph, from the last one on, is tried as the root of the
 pattern: the node whose value the replacement computes. Patterns descend from a call to its
-arguments and bind names; alternatives are tried in order until all guards hold. A match is
+arguments and bind names. Alternatives are tried in order until all guards hold. A match is
 rewritten at once.
 
-In every rule, no node of a match below its root may be written in place, and no source that is read
-elsewhere than where the replacement stands. The record of the replaced value is carried. Dead nodes
-of the match are erased, and nodes that only they read.
+Every rule has two conditions. No node of a match below its root may be written in place, and
+neither may a source that is read elsewhere than at the replacement. The new value gets the record
+of the replaced value. Dead nodes of the match are erased, and nodes that only they read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Bound(NamedTuple):
     nodes: tuple[Node, ...]
 
     def bind(self, name: str, value: Any) -> Bound | None:
-        """One name more, unless it is empty; None if it is bound to another value."""
+        """The bindings with one more name, unless it is empty; None if it is bound to another
+        value."""
         if not name:
             return self
         if name in self.named:
@@ -62,7 +63,7 @@ NOTHING = Bound({}, ())
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A root, the values of the names of the pattern, and the nodes that the pattern covers.
+    """A root, the values of the pattern's names, and the nodes that the pattern covers.
 
     Attributes:
         written: nodes of the graph that may be written in place.
@@ -87,7 +88,7 @@ class Match:
         return self.graph.call_function(function, args)
 
     def results(self, call: Node, *replaced: Node) -> dict[Node, Node]:
-        """The parts of a call that returns several values, each in place of a node."""
+        """The parts of a call that returns several values, each of which replaces a node."""
         parts = [self.call(operator.getitem, call, place) for place in range(len(replaced))]
         return dict(zip(replaced, parts, strict=True))
 
@@ -98,7 +99,7 @@ class Pattern:
     __slots__ = ()
 
     def heads(self) -> set[Any]:
-        """Targets, or their names, of the calls that may match: all others are passed over."""
+        """Targets, or their names, of the calls that may match; all others are skipped."""
         raise TypeError(f"a {type(self).__name__} cannot be the root of a rule")
 
     def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
@@ -107,7 +108,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Value(Pattern):
-    """Any value: a source of the pattern, or an argument that is no node."""
+    """Any value: a source of the pattern, or an argument that is not a node."""
 
     name: str
 
@@ -119,7 +120,7 @@ class Value(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Named(Pattern):
-    """A value of a pattern, under a name of its own."""
+    """A value of a pattern, under its own name."""
 
     name: str
     pattern: Pattern
@@ -135,7 +136,7 @@ class Named(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Where(Pattern):
-    """A pattern and what must hold of the names bound so far."""
+    """A pattern and a condition on the names bound so far."""
 
     pattern: Pattern
     holds: Callable[[Any], bool]
@@ -163,10 +164,11 @@ class Call(Pattern):
 
     Attributes:
         targets: names of functions or methods, or functions themselves.
-        options: further arguments, positional in this order or by name, each with the values that
-            it may have; :data:`MISSING` among them if it may be left out.
-        commutes: both arguments in either order.
-        is_shared: whether others may read the result. The root may always be read by others.
+        options: further arguments, positional in this order or by name, each with its allowed
+            values; :data:`MISSING` among them if it may be omitted.
+        commutes: whether both arguments may be in either order.
+        is_shared: whether nodes outside the match may read the result. They may always read the
+            root.
     """
 
     targets: tuple[Any, ...]
@@ -213,7 +215,7 @@ class Call(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Pattern):
-    """A conversion to another dtype on the same device, however it is spelled."""
+    """A conversion to another dtype on the same device, in any spelling."""
 
     source: Pattern
     name: str = ""
@@ -233,9 +235,9 @@ class Cast(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Slice(Pattern):
-    """A contiguous part of the last dimension, of :func:`.nodes.last_dim_slice`.
+    """A contiguous part of the last dimension, see :func:`.nodes.last_dim_slice`.
 
-    Binds (begin, end) as well, after the name and ``_range``.
+    Also binds (begin, end), under the name followed by ``_range``.
     """
 
     source: Pattern
@@ -303,11 +305,11 @@ def call(
 
 
 shared = partial(call, is_shared=True)
-"""A call whose result others may read."""
+"""A call whose result nodes outside the match may read."""
 
 
 def product(left: Pattern, right: Pattern, name: str = "", is_shared: bool = False) -> Call:
-    """The product of two values in either order."""
+    """The multiplication of two values in either order."""
     return Call(("mul",), (left, right), name, commutes=True, is_shared=is_shared)
 
 
@@ -317,13 +319,13 @@ def one_of(*patterns: Any) -> OneOf:
 
 
 def op(name: str) -> tuple[Any, Any]:
-    """The targets of our operator of this name."""
+    """The targets of pagespec's operator of this name."""
     packet = getattr(torch.ops.pagespec, name)
     return packet, packet.default
 
 
 def values(*names: str) -> tuple[Value, ...]:
-    """Arguments that are bound and not looked into."""
+    """Arguments that are bound and not inspected."""
     return tuple(map(Value, names))
 
 
@@ -339,7 +341,7 @@ def _match_all(patterns: Sequence[Any], found: Any, bound: Bound) -> Iterator[Bo
 
 
 def _match_one(pattern: Any, value: Any, bound: Bound) -> Iterator[Bound]:
-    """Of a pattern, a list of patterns or a constant."""
+    """Match a pattern, a list of patterns or a constant."""
     if isinstance(pattern, Pattern):
         yield from pattern.match(value, bound)
     elif isinstance(pattern, list):
@@ -350,19 +352,19 @@ def _match_one(pattern: Any, value: Any, bound: Bound) -> Iterator[Bound]:
 
 
 def _is_pure(node: Node) -> bool:
-    """Is ``node`` a call with no effect but its result?"""
+    """Whether ``node`` is a call without side effects."""
     return node.op != "placeholder" and not (is_in_place(node) or is_ours(node))
 
 
 MISSING = object()
-"""The value of an option that a call does not give."""
+"""The value of an option that a call omits."""
 
 Guard = Callable[[Any], bool]
-"""Of a :class:`Match`, or within :class:`Where` of the names bound so far."""
+"""Takes a :class:`Match`, or within :class:`Where` the names bound so far."""
 
 
 def same_shape(first: str, second: str) -> Guard:
-    """Both are tensors of one shape, so that nothing is broadcast."""
+    """Both are tensors of one shape, so nothing is broadcast."""
     return lambda m: shape_of(m[first]) is not None and shape_of(m[first]) == shape_of(m[second])
 
 
@@ -377,12 +379,12 @@ def has_dtype(dtype: torch.dtype, *names: str) -> Guard:
 
 
 def is_constant(name: str) -> Guard:
-    """It is a parameter or buffer, so that no operation of a step computes it."""
+    """It is a parameter or buffer: no operation of a step computes it."""
     return lambda m: m.context.constant(m[name]) is not None
 
 
 Replacement = Callable[[Match], Node | Mapping[Node, Node]]
-"""Returns the node in place of the root, or a node for each replaced one."""
+"""Returns the node that replaces the root, or one node for each replaced node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +392,8 @@ class Rule:
     """A pass that rewrites every match of a pattern.
 
     Attributes:
-        at: the bound node before which the replacement stands; its sources must precede that.
+        at: the bound node before which the replacement is inserted; its sources must come before
+            that.
     """
 
     pattern: Pattern
@@ -399,7 +402,7 @@ class Rule:
     at: str = "root"
 
     def __call__(self, gm: GraphModule, context: PassContext) -> int:
-        """Rewrite every match; returns how many."""
+        """Rewrite every match; returns the number of rewrites."""
         graph, count = gm.graph, 0
         written: set[Node] | None = None
         erased: set[Node] = set()
@@ -420,7 +423,7 @@ class Rule:
         return count
 
     def _holds(self, match: Match) -> bool:
-        # What is read where the replacement stands has the same value there.
+        # Values that are read at the place of the replacement are the same there.
         others = (node for node in match.nodes if node is not match[self.at])
         read = {source for node in others for source in node.all_input_nodes} | {*match.nodes}
         is_safe = match.written.isdisjoint(read - {match.root})
@@ -435,7 +438,7 @@ class Rule:
                 new.meta.setdefault("example_value", example(old))
             old.replace_all_uses_with(new)
         erased: set[Node] = set()
-        # Of several results, those that only dead nodes read go as well.
+        # Of several results, those that only dead nodes read are removed as well.
         mine = {*match.nodes, *replaced}
         mine |= {new for new in replaced.values() if new.target is operator.getitem}
         while dead := {node for node in mine - erased if not node.users}:

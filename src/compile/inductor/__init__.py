@@ -1,7 +1,7 @@
-"""Compiles what lies between kernels with Inductor.
+"""Compile the regions between kernels with Inductor.
 
-Read ``regions`` (cuts a graph at its matmuls and kernels; equal regions are compiled once), then
-``compile_region`` (one region).
+Modules, in reading order: ``regions`` (cuts a graph at its matmuls and kernels; equal regions are
+compiled once), then ``compile_region`` (one region).
 
-Imports ``compile.fx``. Imported by ``compile.captured_model``.
+Imports ``compile.fx``. ``compile.captured_model`` imports this package.
 """

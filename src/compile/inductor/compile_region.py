@@ -1,4 +1,4 @@
-"""Compiles one region with Inductor; on a CPU without AOTAutograd's wrappers."""
+"""Compile one region with Inductor; on a CPU without AOTAutograd's wrappers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def is_on_cpu(values: Sequence[object]) -> bool:
-    """Are all tensors among ``values`` on the CPU?"""
+    """Whether all tensors among ``values`` are on the CPU."""
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
 def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a region with Inductor, sizes symbolic where the examples' are.
+    """Compile a region with Inductor. Sizes are symbolic where those of the examples are.
 
-    In its deterministic mode: what it would otherwise choose by timing, the order of a reduction
-    among it, could differ from one engine to the next.
+    Inductor runs in deterministic mode. Otherwise its choices by timing, such as the order of a
+    reduction, could differ between engines.
 
-    On a CPU the result is what Inductor made, without AOTAutograd's wrappers around it wherever
-    these would only pass on: at few rows they cost more than a region computes. Its own checks of
-    sizes and strides stay. On a GPU a step is replayed without Python, so that it gains nothing.
+    On a CPU the result is Inductor's code without AOTAutograd's wrappers, if these only pass
+    arguments on: at few rows they cost more than the computation of a region. Inductor's own checks
+    of sizes and strides stay. On a GPU a step is replayed without Python, so this would gain
+    nothing.
 
-    The code for a CPU takes torch's number of threads of each call, which may change between steps;
-    by default it would keep the number of the compilation.
+    The CPU code reads torch's number of threads in each call, because it may change between steps.
+    By default Inductor would use the number at compilation.
     """
     from torch._functorch import config as aot_config
     from torch._inductor import config
@@ -37,7 +38,7 @@ def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     num_results = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def keep(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        # Asked for before Inductor's passes make the graph write in place.
+        # Determined before Inductor's passes make the graph write in place.
         is_plain = _is_plain(graph, len(examples), num_results)
         compiled = compile_fx_inner(graph, inputs, **options)
         if is_plain:
@@ -48,7 +49,7 @@ def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         with config.patch(deterministic=True):
             wrapped: Any = compile_fx(gm, list(examples))
         return wrapped  # type: ignore[no-any-return]
-    # What AOTAutograd's cache returns is wrapped already; Inductor's cache has the costly part.
+    # Results from AOTAutograd's cache are already wrapped; Inductor's cache has the costly part.
     settings = {"deterministic": True, "cpp.dynamic_threads": True}
     with config.patch(settings), aot_config.patch(enable_autograd_cache=False):
         wrapped = compile_fx(gm, list(examples), inner_compile=keep)
@@ -59,11 +60,11 @@ def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _is_plain(gm: GraphModule, num_inputs: int, num_results: int) -> bool:
-    """May the compiled form of ``gm``, AOTAutograd's graph of a region, stand for the region?
+    """Whether the compiled form of ``gm``, AOTAutograd's graph of a region, can replace the region.
 
-    If it takes and returns what the region does, writes nothing that it was given, and returns
-    memory of its own in each result: all else (copying back, making views anew, dropping results
-    that it added) the wrappers do.
+    It can if it takes and returns the same values as the region, writes none of its inputs, and
+    returns new memory for each result. Everything else (copying back, creating views again,
+    dropping added results) is done by the wrappers.
     """
     inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     returned = gm.graph.output_node().args[0]

@@ -1,10 +1,10 @@
-"""Compiles a graph with Inductor region by region, each distinct region once.
+"""Compile a graph with Inductor region by region, each distinct region once.
 
-Matmuls, attention and our own kernels are calls that Inductor cannot look into, and it makes no
-code for complex numbers. What lies between two of them (norms, activations, residual sums, rotary
-embedding) is a *region*. The layers of a model are alike, so its regions are too, up to the weights
-they read: those are inputs, and a 28-layer model needs about as many compilations as a 2-layer one.
-The graph around the regions is run as it is.
+Matmuls, attention and pagespec's kernels are opaque calls for Inductor, and Inductor generates no
+code for complex numbers. The nodes between two such calls (norms, activations, residual sums,
+rotary embedding) form a *region*. The layers of a model are equal, so their regions are, too, up to
+the weights that they read. Those are inputs, and a 28-layer model needs about as many compilations
+as a 2-layer one. The graph around the regions runs unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MATMULS = frozenset(
     }
 )
 _MATMUL_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
-# They make no new tensor: not worth a compiled region of their own.
+# These create no new tensor, and do not justify a compiled region.
 _VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk",
@@ -47,7 +47,7 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 _MAYBE_COPIES = ("reshape", "flatten", "contiguous")
-# They move elements: one kernel each, compiled or not.
+# These move elements: one kernel each, compiled or not.
 COPIES = frozenset({torch.nn.functional.embedding, operator.getitem, *_MAYBE_COPIES})
 
 
@@ -56,13 +56,13 @@ class Region:
     """Consecutive nodes to be compiled together, in order.
 
     Attributes:
-        after: views of what they compute that only the outside reads.
+        after: views of their results that only nodes outside read.
     """
 
     nodes: list[Node]
     behind: list[Node] = field(default_factory=list)
 
-    # Asked for when the regions before are replaced already, which changes what this one reads.
+    # Determined after the preceding regions are replaced, which changes what this one reads.
     @property
     def inputs(self) -> list[Node]:
         """Nodes outside whose results they read, and the sizes that those do not show."""
@@ -80,7 +80,7 @@ class Region:
                 for size in (*value.shape, *value.stride()):
                     if isinstance(size, torch.SymInt):
                         hidden.update(str(symbol) for symbol in size.node.expr.free_symbols)
-        # Inductor finds s in a size s, not in 2 * s.
+        # Inductor finds s in a size s, but not in 2 * s.
         for node in self.nodes[0].graph.nodes:
             if not hidden - shown or node.op != "placeholder":
                 break
@@ -91,15 +91,15 @@ class Region:
 
     @property
     def outputs(self) -> list[Node]:
-        """Nodes of their own whose results are read outside."""
+        """Nodes of the region whose results are read outside."""
         inside = set(self.nodes)
         return [n for n in self.nodes if any(user not in inside for user in n.users)]
 
 
 def find_regions(graph: Graph) -> list[Region]:
-    """The regions of a graph: maximal runs of nodes between opaque ones, without the views at
-    their ends, and only those that compute something: more than one operation, on a CPU, and more
-    than one copy anywhere."""
+    """The regions of a graph: maximal runs of nodes between opaque ones, without the views at their
+    ends. Only regions with enough work count: on a CPU more than one operation, and anywhere more
+    than one copy."""
     regions: list[Region] = []
     run: list[Node] = []
     for node in graph.nodes:
@@ -118,8 +118,8 @@ def find_regions(graph: Graph) -> list[Region]:
 
 
 def _writes_outside(node: Node, run: list[Node]) -> bool:
-    """May ``node`` change a tensor that ``run`` has not made? A view of it that the region is
-    given, too, would be another input of the same memory, which Inductor takes for separate."""
+    """Whether ``node`` may change a tensor that ``run`` has not created. A view of that tensor
+    could be another input of the region, and Inductor assumes that inputs do not share memory."""
     if node.op not in ("call_method", "call_function") or not is_in_place(node):
         return False
     written: Any = node.args[0] if node.args and "out" not in node.kwargs else None
@@ -132,19 +132,19 @@ def _is_worth_it(region: Region) -> bool:
     operations = [node for node in region.nodes if not is_view(node)]
     if len(operations) != 1:
         return bool(operations)
-    # On a CPU a region's call costs about what one small operation costs by itself.
+    # On a CPU a region's call costs about as much as one small operation.
     return not is_on_cpu([example(n) for n in region.nodes]) and operations[0].target not in COPIES
 
 
 def _drop_views_at_ends(region: Region) -> None:
-    """Views whose results only the outside reads, or that read only the outside, stay outside."""
+    """Exclude views whose results are only read outside, or that only read from outside."""
     inside = set(region.nodes)
     for node in reversed(region.nodes):
         if is_view(node) and not any(user in inside for user in node.users):
             inside.discard(node)
             region.behind.insert(0, node)
     for node in region.nodes:
-        # A size, or a part of a split: what reads it in the region takes it as an input.
+        # A size, or a part of a split: nodes of the region that read it take it as an input.
         if node in inside and is_view(node) and not any(n in inside for n in node.all_input_nodes):
             inside.discard(node)
     region.nodes = [node for node in region.nodes if node in inside]
@@ -198,7 +198,7 @@ def _extract(region: Region) -> GraphModule:
 def _under_its_name(value: object) -> object:
     """A size that was found equal to another one, as the symbol that stands for both.
 
-    Sizes of tensors are written with that symbol; Inductor would define the other alone.
+    Sizes of tensors are written with that symbol; Inductor would define only the other one.
     """
     if not isinstance(value, torch.SymInt):
         return value
@@ -210,7 +210,7 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
     """Replace each region of ``gm`` by one call of its compiled form.
 
     Returns:
-        (regions replaced, distinct ones compiled).
+        (number of regions replaced, number of distinct regions compiled).
     """
     compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
     _move_copies_to_their_readers(gm.graph)
@@ -228,8 +228,8 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
 
 
 def _move_copies_to_their_readers(graph: Graph) -> None:
-    """So that a region makes the copy while it reads it, where matmuls or kernels of ours lay in
-    between: the gate of an attention's result, for one."""
+    """Then a region makes the copy while it reads it, if matmuls or kernels were in between. An
+    example is the gate of an attention's result."""
     written = written_nodes(graph)
     for node in reversed(list(graph.nodes)):
         reader = only_user(node)
@@ -263,8 +263,9 @@ def _replace(graph: Graph, region: Region, function: Callable[..., Any], number:
 
 
 def is_opaque(node: Node) -> bool:
-    """Is ``node`` a call that Inductor would only pass on: a matmul, a kernel of ours, or one that
-    reads or makes complex numbers, of which torch's own kernels run either way?"""
+    """Whether ``node`` is a call that Inductor would only pass on: a matmul, a kernel of pagespec,
+    or a call that reads or creates complex numbers, for which torch's own kernels run in any
+    case."""
     values = map(example, (node, *node.all_input_nodes))
     if any(isinstance(value, Tensor) and value.is_complex() for value in values):
         return True
@@ -281,11 +282,11 @@ def is_opaque(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Does ``node`` compute nothing: a view of its argument, a part of it, a size?"""
+    """Whether ``node`` computes nothing: a view of its argument, a part of it, or a size."""
     if calls(node, *_VIEWS):
         return not is_copy(node)
     if node.target is operator.getitem:
-        # Indexing by a tensor makes a new one.
+        # Indexing by a tensor creates a new tensor.
         indices: list[Node] = []
         map_arg(node.args[1], indices.append)  # type: ignore[arg-type]
         return not any(map(is_tensor, indices))
@@ -294,7 +295,8 @@ def is_view(node: Node) -> bool:
 
 
 def is_copy(node: Node) -> bool:
-    """Is ``node``, by name a view, a copy, as no strides over its argument give its result?"""
+    """Whether ``node``, by name a view, is a copy, because no strides over its argument give its
+    result."""
     if not calls(node, *_MAYBE_COPIES):
         return False
     source, result = example(node.args[0]), example(node)  # type: ignore[arg-type]
@@ -304,5 +306,5 @@ def is_copy(node: Node) -> bool:
 
 
 def is_tensor(node: Node) -> bool:
-    """Is the result of ``node`` one tensor?"""
+    """Whether the result of ``node`` is one tensor."""
     return isinstance(example(node), Tensor)

@@ -1,12 +1,12 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
-Read in this order: this file (which passes run, and in which order), ``fx.pass_context``,
+Modules, in reading order: this file (which passes run, and their order), ``fx.pass_context``,
 ``cleanup``, ``write_as_real``, ``write_as_linear``, ``cache_latents``, ``share_heads``,
-``merge_linear``, ``bind_collectives``; then the rooms ``fusions`` and ``lowering``;
+``merge_linear``, ``bind_collectives``; then the packages ``fusions`` and ``lowering``;
 ``replay_native`` for native kernels of a CPU; after all passes ``split_head``.
 
-Imports ``compile.fusions``, ``compile.lowering``, ``compile.fx`` and ``kernels``. Imported by
-``compile.captured_model``.
+Imports ``compile.fusions``, ``compile.lowering``, ``compile.fx`` and ``kernels``.
+``compile.captured_model`` imports this package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Run = Literal["common", "cpu", "native", "gpu"]
 
 
 class _Entry(NamedTuple):
-    """Where a pass is, the runs that have it, and the passes whose results it matches or leaves."""
+    """The module of a pass, the kinds of graphs that run it, and the passes that it must follow."""
 
     module: str
     runs: tuple[_Run, ...]
@@ -59,7 +59,7 @@ _PASSES: dict[str, _Entry] = {
     "fuse_rope_store": _Entry("..fusions.fuse_rope_store", _FUSED),
     "fuse_rope_attention": _Entry("..fusions.fuse_rope_store", _GPU, ("fuse_rope_store",)),
     "fuse_rope_latent": _Entry("..fusions.fuse_rope_latent", _GPU),
-    # The rotary passes take the norms of queries, keys and latents.
+    # The rotary passes match the norms of queries, keys and latents.
     "fuse_norm": _Entry("..fusions.fuse_norm", _FUSED, ("fuse_rope_store", "fuse_rope_latent")),
     "fuse_gated_norm": _Entry("..fusions.fuse_gated_norm", _GPU, ("fuse_norm",)),
     "fuse_router": _Entry("..fusions.fuse_router", _GPU),
@@ -68,7 +68,7 @@ _PASSES: dict[str, _Entry] = {
     "fuse_route_rows": _Entry(
         "..fusions.fuse_route_rows", _GPU, ("fuse_router", "combine_experts")
     ),
-    # Masks that the sort of experts removes lie between a matmul and its activation.
+    # Masks that the sort of experts removes are between a matmul and its activation.
     "fuse_activation": _Entry(
         "..fusions.fuse_activation", _FUSED, ("fuse_gated_norm", "fuse_expert_sort")
     ),
@@ -90,7 +90,8 @@ _PASSES: dict[str, _Entry] = {
     "fuse_quantize": _Entry(_QUANTIZED, _GPU, ("fuse_norm", "lower_gpu")),
     "fuse_attention_quantize": _Entry(_QUANTIZED, _GPU, ("lower_gpu",)),
     "sort_rows": _Entry("..fusions.sort_rows", _GPU, ("fuse_attention_quantize",)),
-    # A norm joins its matmul rather than a collective, and either rather than a sum over experts.
+    # A norm is fused with its matmul rather than with a collective, and with either rather than
+    # with a sum over experts.
     "fuse_all_reduce_norm": _Entry(
         _JOINED, _GPU, ("bind_collectives", "fuse_norm_linear", "fuse_quantize")
     ),
@@ -100,10 +101,10 @@ _PASSES: dict[str, _Entry] = {
 
 
 def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Names sorted so that each stands after all in its ``after``; else as they are given.
+    """Names sorted so that each comes after all in its ``after``; otherwise in the given order.
 
     Raises:
-        ValueError: some are each after the other.
+        ValueError: the constraints form a cycle.
     """
     left, order = dict(after), list[str]()
     while left:
@@ -128,19 +129,20 @@ COMMON_PASSES = _passes_of("common")
 
 
 def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
-    """For a graph run on a CPU, with or without native kernels."""
+    """For a graph that runs on a CPU, with or without native kernels."""
     return _passes_of("native" if is_native else "cpu")
 
 
 def gpu_passes() -> dict[str, GraphPass]:
-    """For a graph run on a GPU. They import Triton, which only machines with a GPU have."""
+    """For a graph that runs on a GPU. These passes import Triton, which only machines with a GPU
+    have."""
     return _passes_of("gpu")
 
 
 def run_passes(
     gm: GraphModule, context: PassContext, passes: dict[str, GraphPass]
 ) -> dict[str, int]:
-    """Run ``passes`` in order, then recompile ``gm``; returns how many rewrites each made.
+    """Run ``passes`` in order, then recompile ``gm``; returns the number of rewrites of each.
 
     Raises:
         SpecError: with ``PAGESPEC_CHECK_GRAPH=1``, a pass left a node that breaks a rule.
@@ -162,7 +164,8 @@ def run_passes(
 
 
 def _stage(done: Mapping[str, int], context: PassContext) -> Stage:
-    """Matmuls are ours only where bits are, and attention where a backend was chosen."""
+    """A transparent engine replaces all matmuls. Attention is replaced if a backend was
+    selected."""
     if "lower_cpu" in done and context.transparent:
         return "cpu"
     return "gpu" if "lower_gpu" in done and context.attention is not None else "common"

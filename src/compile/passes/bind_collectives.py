@@ -1,4 +1,5 @@
-"""Binds the collectives of a graph to the communicator of this rank, past torch's dispatcher."""
+"""Bind the collectives of a graph to the communicator of this rank, bypassing torch's
+dispatcher."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ..fx.pass_context import PassContext
 
 
 def bind_collectives(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of calls bound."""
+    """Rewrite; returns the number of calls bound."""
     communicator, count = context.communicator, 0
     if communicator is None:
         return 0

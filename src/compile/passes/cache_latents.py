@@ -1,7 +1,7 @@
-"""Caches a token's latent vector in place of every head's key and value, where attention is
-multi-head latent attention (DeepSeek-V2, 2024).
+"""Cache a token's latent vector instead of every head's key and value, if attention is multi-head
+latent attention (DeepSeek-V2, 2024).
 
-With H heads, a latent of R elements and a rotated key of P, which heads share::
+With H heads, a latent of R elements and a rotated key of P elements, which heads share::
 
     latent [1, 1, T, R] ─ linear(W) ─ view [1, T, H, N + V] ─ transpose ─ split ─► k' [1, H, T, N]
                                                                              └───► v [1, H, T, V]
@@ -13,9 +13,9 @@ is rewritten to, with W_k ``[H, N, R]`` and W_v ``[H, R, V]`` views of W (:mod:`
     store_latent(latent, rope, cache);   q = latent_query(query, W_k)
     out = head_values(attention(q, cache), W_v)
 
-The attention has to be plain (no window, chunk, softcap, sinks, slopes), of one dtype, and the only
-one over its caches: a graph that differs anywhere stays as it is. An indexer may choose which
-tokens it reads.
+The attention must be plain (no window, chunk, softcap, sinks, slopes), of one dtype, and the only
+one over its caches. A graph that differs anywhere stays as it is. An indexer may select the tokens
+that it reads.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Joined(Pattern):
-    """Two values side by side in the last dimension: a ``cat``, or a ``new_empty`` with two slices
-    that are copied into."""
+    """Two values concatenated in the last dimension: a ``cat``, or a ``new_empty`` with copies into
+    two slices."""
 
     left: Pattern
     right: Pattern
@@ -84,7 +84,7 @@ class _Joined(Pattern):
 
 
 def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
-    """The two tensors that are side by side in the last dimension of ``key``."""
+    """The two tensors that are concatenated in the last dimension of ``key``."""
     if calls(key, "cat"):
         (parts, *rest), dims = key.args, key.kwargs
         if (rest, dims) not in (([], {"dim": -1}), ([-1], {}), ([], {"dim": 3}), ([3], {})):
@@ -120,7 +120,7 @@ def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
 
 
 def _heads(source: Pattern) -> Pattern:
-    """``[T, H, D]`` of ``[1, H, T, D]``."""
+    """``[T, H, D]`` from ``[1, H, T, D]``."""
     return shared("transpose", args=(shared("squeeze", args=(source, 0)), 0, 1))
 
 
@@ -140,9 +140,9 @@ _ATTENTION = call(
 
 
 def cache_latents(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites the graph, and the specs of its calls in the context; returns the number of calls.
+    """Rewrite the graph, and the specs of its calls in the context; returns the number of calls.
 
-    Tokens stay those of the model, bits do not: products are summed in another order.
+    Tokens stay those of the model, but bits do not: sums have another order.
     """
     if not context.caches_latents:
         return 0
@@ -150,7 +150,7 @@ def cache_latents(gm: GraphModule, context: PassContext) -> int:
     written = written_nodes(graph)
     for node in list(graph.nodes):
         for bound in _ATTENTION.match(node, NOTHING):
-            # Not a rule: ``new_empty`` is written in place by the very copies that are matched.
+            # Not a rule: the matched copies themselves write ``new_empty`` in place.
             match = Match(graph, context, written, node, *bound)
             if _is_latent(match) and _is_served(match):
                 _replace(match)
@@ -160,12 +160,12 @@ def cache_latents(gm: GraphModule, context: PassContext) -> int:
 
 
 def _is_latent(m: Match) -> bool:
-    """Are these keys and values all of what the linear layer makes of the latents, and a rotated
-    key that heads share?"""
+    """Whether these keys and values are exactly the linear layer's results for the latents, and a
+    rotated key that heads share."""
     tensor, width = m.context.constant(m["weight"]), last_size(m["made"])
     if tensor is None or tensor.dim() != 2 or not tensor.is_contiguous() or width is None:
         return False
-    # A weight in another format has no rows to multiply queries with.
+    # A weight in another format has no rows with which queries could be multiplied.
     if is_stand_in(tensor) or m.context.weight_format(tensor) is not None:
         return False
     (k_begin, middle), (v_begin, end) = (_range(m[part]) for part in ("k", "v"))
@@ -190,7 +190,8 @@ def _range(part: Node) -> tuple[int, int]:
 
 
 def _is_served(m: Match) -> bool:
-    """Is the attention plain, alone over its caches, and are the latents fewer elements?"""
+    """Whether the attention is plain and the only one over its caches, and the latents have fewer
+    elements."""
     attention, store, call = m.root, m["store"], m.context.calls.get(m["k_cache"].name)
     users = {attention, store}
     if call is None or {*m["k_cache"].users} != users or {*m["v_cache"].users} != users:
@@ -215,7 +216,7 @@ def _is_served(m: Match) -> bool:
 
 def _fake(node: object) -> Tensor:
     tensor = tensor_of(node)
-    assert tensor is not None  # its shape was looked at
+    assert tensor is not None  # its shape was checked
     return tensor
 
 
@@ -260,9 +261,9 @@ def _replace(m: Match) -> None:
 
 
 def _weights(m: Match) -> list[Node]:
-    """Placeholders for W_k ``[H, N, R]`` and W_v ``[H, R, V]``, which are stored in W."""
+    """Placeholders for W_k ``[H, N, R]`` and W_v ``[H, R, V]``, which are views of W."""
     name, nope_dim = m["weight"].name, _range(m["k"])[1]
-    # Normal tensors even when a capture runs in inference mode: the parameter may be trained.
+    # Normal tensors even if a capture runs in inference mode, because the parameter may be trained.
     with torch.inference_mode(False):
         whole = m.context.constants[name].detach()
         per_head = whole.view(_sizes(m["made"])[1], -1, whole.shape[1])

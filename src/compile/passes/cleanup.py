@@ -1,5 +1,5 @@
-"""Removes calls that do nothing: conversions to the same dtype, API logging, dropout at rest. Turns
-outer products that are written as matmuls (rotary angles) into multiplications."""
+"""Remove calls that do nothing: conversions to the same dtype, API logging, inactive dropout.
+Convert outer products that are written as matmuls (rotary angles) to multiplications."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _is_outer_product(node: Node) -> bool:
 
 
 def cleanup(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of nodes removed. Results are unchanged bit for bit."""
+    """Rewrite; returns the number of nodes removed. Results are unchanged bit for bit."""
     graph, count = gm.graph, 0
     views: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):

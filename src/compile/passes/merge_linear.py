@@ -1,15 +1,15 @@
-"""Merges linear layers that read the same input (q, k, v; gate, up) into one matmul, through views
-that change nothing, too (a router, and the shared expert beside it).
+"""Merge linear layers that read the same input (q, k, v; gate, up) into one matmul, also through
+views that change nothing (a router, and the shared expert next to it).
 
 The weights are concatenated in storage once, and the original parameters become views of it::
 
     big      [ q rows ....... | k rows .. | v rows .. ]  x in_features
     q.data = big[0:a]   k.data = big[a:b]   v.data = big[b:c]
 
-So there is no second copy, state dicts and in-place weight updates keep working, and the graph
-gets one constant more.
+So there is no second copy, state dicts and in-place weight updates keep working, and the graph gets
+one more constant.
 
-Rows of zeros follow where a row of the result would not be whole 16-byte units: of a router, a
+Rows of zeros follow if a row of the result would not be whole 16-byte units: with a router, a
 shared expert and its gate, 1,281 or 1,537 outputs. TMA cannot store such rows, and kernels would
 read parts of them two bytes at a time. The columns of those zeros are never read.
 """
@@ -42,9 +42,9 @@ from ..weights import is_stand_in, stand_in
 
 _UNIT_BYTES = 16
 _PADDED_TO = 16
-"""Padding fills outputs up to a multiple of this. Units of 16 bytes would need less, but Triton
-specialises strides on multiples of 16. Some matmuls of a CPU (:mod:`.matmul.cpu.invariant`) would
-otherwise pad outputs to 16 in every call."""
+"""Outputs are padded to a multiple of this. 16-byte units would need less, but Triton specialises
+strides on multiples of 16. Without it some CPU matmuls (:mod:`.matmul.cpu.invariant`) would pad
+outputs to 16 in every call."""
 
 
 def _storage(tensor: Tensor) -> int:
@@ -52,11 +52,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def consecutive_views(tensors: Sequence[Tensor], num_padding: int = 0) -> Tensor | None:
-    """One tensor that spans ``tensors`` and so many rows after them, if they are back to back in
-    one storage that has those rows, else None.
+    """One tensor that spans ``tensors`` and that many rows after them, if they are back to back in
+    one storage that has those rows; else None.
 
-    Whatever is stored in the rows after: ours are zeros, but of a checkpoint's fused tensor they
-    may be another parameter's.
+    The contents of the rows after them are not checked: the rows of this pass are zeros, but those
+    of a checkpoint's fused tensor may belong to another parameter.
     """
     first = tensors[0]
     offset = first.storage_offset()
@@ -75,12 +75,13 @@ def consecutive_views(tensors: Sequence[Tensor], num_padding: int = 0) -> Tensor
 
 
 def merge_storage(parameters: Sequence[Tensor], num_padding: int = 0) -> Tensor:
-    """Lay ``parameters`` back to back along dim 0, with so many rows of zeros after them, and make
+    """Store ``parameters`` back to back along dim 0, followed by that many rows of zeros, and make
     each a view; returns the whole.
 
-    Parameters merged before (an earlier capture of the same model) are left where they are.
+    Parameters that were merged before (an earlier capture of the same model) stay in place.
     """
-    # Normal tensors even when a capture runs in inference mode: the parameters may be trained.
+    # Normal tensors even if a capture runs in inference mode, because the parameters may be
+    # trained.
     with torch.inference_mode(False), torch.no_grad():
         whole = consecutive_views(parameters, num_padding)
         if whole is not None:
@@ -98,7 +99,8 @@ def merge_storage(parameters: Sequence[Tensor], num_padding: int = 0) -> Tensor:
 
 
 def _movable(context: PassContext, users: Counter[int]) -> set[str]:
-    """Placeholders of parameters used once in the graph and sharing storage with no other."""
+    """Placeholders of parameters that are used once in the graph and share storage with no
+    other."""
     owners: Counter[int] = Counter()
     for tensor in {id(t): t for t in context.module.parameters()}.values():
         owners[tensor.data_ptr()] += 1
@@ -113,10 +115,10 @@ def _movable(context: PassContext, users: Counter[int]) -> set[str]:
 
 
 def merge_linear(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of linear calls that were merged away.
+    """Rewrite; returns the number of linear calls that were merged away.
 
-    Skips weights that are tied, used elsewhere, of another dtype, width, quantised format or order
-    of inputs, and groups in which some have a bias and some have none.
+    Skips weights that are tied, used elsewhere, or of another dtype, width, quantised format or
+    order of inputs; and groups in which only some layers have a bias.
     """
     graph = gm.graph
     users: Counter[int] = Counter()
@@ -149,8 +151,8 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
 
 
 def _same_rows(source: Node, written: set[Node]) -> Node:
-    """What ``source`` is, before calls that change neither its shape nor its values. What is
-    written in place may be another then."""
+    """The value of ``source`` before calls that change neither its shape nor its values. A value
+    that is written in place may differ then."""
     while calls(source, "view", "reshape", "contiguous"):
         before = source.args[0]
         if shape_of(before) != shape_of(source) or dtype_of(before) != dtype_of(source):
@@ -162,10 +164,11 @@ def _same_rows(source: Node, written: set[Node]) -> Node:
 
 
 def _joined(by_source: dict[Node, list[Node]]) -> Iterator[list[Node]]:
-    """Of linear layers that read the same rows through one view or another, which to merge.
+    """Of linear layers that read the same rows through different views, those to merge.
 
-    Those of one view that a gated activation may follow stay by themselves, as it joins its matmul
-    only where that has no other result. To merge more of them saves one launch, and costs one.
+    Layers of one view that a gated activation may follow are merged separately: the activation is
+    fused with its matmul only if that has no other result. Merging more of them saves one launch,
+    but costs one.
     """
     others: list[Node] = []
     for nodes in by_source.values():
@@ -177,7 +180,7 @@ def _joined(by_source: dict[Node, list[Node]]) -> Iterator[list[Node]]:
 
 
 def _may_have_gate(nodes: list[Node]) -> bool:
-    """Are they gate and up, or one layer that is both?"""
+    """Whether they are gate and up, or one layer that is both."""
     if len(nodes) == 1:
         return calls(only_user(nodes[0]), "chunk", "split")
     return len(nodes) == 2 and shape_of(nodes[0]) == shape_of(nodes[1])
@@ -218,12 +221,12 @@ def _merge_group(
 
 
 def _num_padding(context: PassContext, nodes: list[Node], weights: Sequence[Tensor]) -> int:
-    """How many rows of zeros to put after ``weights`` of ``nodes``."""
+    """The number of zero rows to put after ``weights`` of ``nodes``."""
     num_outputs = sum(weight.shape[0] for weight in weights)
     if num_outputs * weights[0].element_size() % _UNIT_BYTES == 0:
         return 0
-    # What is held quantised is arranged by its format; gate and up alone are known by the halves of
-    # their result, which is not stored where their activation joins the matmul.
+    # The format determines the layout of quantised weights. Gate and up are identified by the
+    # halves of their result, which is not stored if their activation is fused with the matmul.
     if context.weight_format(weights[0]) is not None or _may_have_gate(nodes):
         return 0
     return -num_outputs % _PADDED_TO
@@ -232,7 +235,8 @@ def _num_padding(context: PassContext, nodes: list[Node], weights: Sequence[Tens
 def _merged_placeholder(
     gm: GraphModule, context: PassContext, parts: list[Node], num_padding: int
 ) -> Node:
-    """A constant of the rows of ``parts``, in their place, with so many rows of zeros after."""
+    """A constant that replaces those of ``parts`` with all their rows, followed by that many rows
+    of zeros."""
     tensors = [context.constants[part.name] for part in parts]
     if is_stand_in(tensors[0]):
         num_outputs = sum(tensor.shape[0] for tensor in tensors) + num_padding

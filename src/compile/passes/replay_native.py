@@ -1,4 +1,4 @@
-"""Gathers native calls, and the views between them, into stretches that are replayed."""
+"""Gather native calls, and the views between them, into stretches that are replayed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CALLS = (
 )
 _VIEWS = ("contiguous", "reshape", "split", "squeeze", "transpose", "unsqueeze", "view")
 _FEWEST_CALLS = 4
-"""Fewer are not worth the list of their arguments."""
+"""Fewer calls do not justify the list of their arguments."""
 
 
 def replay_native(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of calls in stretches. Run it last."""
+    """Rewrite; returns the number of calls in stretches. Run it last."""
     count = 0
     for number, nodes in enumerate(list(_stretches(gm.graph))):
         _replace(gm.graph, nodes, f"stretch_{number}")
@@ -54,7 +54,8 @@ def _is_native(node: Node) -> bool:
 
 
 def _is_view(node: Node, before: list[Node]) -> bool:
-    """Does it look at a result of the stretch? Whether a method copies is seen when it runs."""
+    """Whether it is a view of a result of the stretch. Whether a method copies is detected when it
+    runs."""
     if not node.all_input_nodes or node.all_input_nodes[0] not in before:
         return False
     if node.op == "call_method":
@@ -69,7 +70,7 @@ def _replace(graph: Graph, nodes: list[Node], name: str) -> None:
             place for node in nodes for place in node.all_input_nodes if place not in inside
         )
     )
-    # Its width tells how many tokens there are.
+    # Its width gives the number of tokens.
     inputs.sort(key=lambda node: not _is_step(node))
     inputs.sort(key=lambda node: node is not nodes[0].args[0])
     results = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -93,7 +94,7 @@ def _replace(graph: Graph, nodes: list[Node], name: str) -> None:
 
 
 def _is_step(node: Node) -> bool:
-    """Is it a tensor that each step brings? Constants and caches hold floating numbers or bytes."""
+    """Whether it is a tensor of the step. Constants and caches contain floats or bytes."""
     value = example(node)
     if not isinstance(value, Tensor):
         return False

@@ -1,5 +1,5 @@
-"""Hands heads of queries and keys to the delta rule as they are, not repeated for the heads of
-values that share them.
+"""Pass heads of queries and keys to the delta rule directly, not repeated for the value heads that
+share them.
 
 ::
 
@@ -9,8 +9,8 @@ values that share them.
     query ─► squeeze ─┐
     key ───► squeeze ─┴─► delta_rule
 
-which finds a value's head of keys by itself, and computes once for all heads of values what follows
-from queries and keys alone.
+The delta rule itself finds the key head of each value head. It computes what depends only on
+queries and keys once for all value heads that share them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..fx.rules import Match, Pattern, Rest, Rule, call, op, values
 
 
 def _repeated(name: str) -> Pattern:
-    """``[T, H, K]``: the heads of ``[1, T, Hk, K]``, each several times in succession."""
+    """``[T, H, K]``: the heads of ``[1, T, Hk, K]``, each repeated several times in succession."""
     repeat = call("repeat_interleave", args=values(name, "times"), dim=(2, -2), is_shared=True)
     return call("squeeze", args=(repeat, 0), is_shared=True)
 
@@ -35,8 +35,8 @@ def _are_heads(m: Match) -> bool:
 
 
 def share_heads(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of recurrences that read shared heads. Results are unchanged
-    bit for bit."""
+    """Rewrite; returns the number of recurrences that read shared heads. Results are unchanged bit
+    for bit."""
 
     def replacement(m: Match) -> dict[Node, Node]:
         shared = [m.graph.call_method("squeeze", (m[name], 0)) for name in ("query", "key")]

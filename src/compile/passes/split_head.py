@@ -1,15 +1,16 @@
-"""Cuts a graph at its head: what computes logits from hidden states becomes a function of its own.
+"""Cut a graph at its LM head: the nodes that compute logits from hidden states become a separate
+function.
 
 ::
 
     hidden [1, T, H] ─► keep_rows(·, logits_to_keep) ─► linear, softcap, ... ─► logits [1, S, V]
            └─► a second result of the graph             └──── the head ────┘
 
-So the head can run over any rows later, by the very calls that the graph makes: what it gives for a
-row is the same to the bit wherever those calls are batch-invariant.
+So the head can run over any rows later, with exactly the calls of the graph. The result for a row
+is the same to the bit if those calls are batch-invariant.
 
-``expose_hidden`` comes after all passes and before regions are compiled, as a call of ours that no
-region takes in; ``extract_head`` comes last.
+``expose_hidden`` runs after all passes and before regions are compiled, and inserts a call that no
+region includes. ``extract_head`` runs last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUM_KEPT = ("size", "logits_to_keep", 0)
 
 
 def keep_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``[1, S, H]`` of ``[1, T, H]``: where the head begins."""
+    """``[1, S, H]`` from ``[1, T, H]``: the begin of the head."""
     return hidden[:, rows, :]
 
 
@@ -36,7 +37,7 @@ def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bo
     """Make the graph return (logits, hidden states), if the place is found.
 
     Args:
-        sources: of the placeholders that are no constants, as in :class:`.dynamo.Traced`.
+        sources: of the placeholders that are not constants, see :class:`.dynamo.Traced`.
     """
     graph = gm.graph
     kept = [n for n in graph.nodes if sources.get(n.name) == _KEPT_ROWS and n.op == "placeholder"]
@@ -57,10 +58,10 @@ def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bo
 
 
 class Head:
-    """From hidden states to logits.
+    """The function from hidden states to logits.
 
     Args:
-        function: of the graph. sources: where its arguments come from, the rows' being None.
+        function: of the graph. sources: of its arguments; None for the rows.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ def extract_head(gm: GraphModule, sources: Sequence[tuple[Any, ...]]) -> Head | 
     """The head of a graph with exposed hidden states; None if it reads more of a step than those.
 
     Args:
-        sources: of all placeholders, as in :meth:`.dynamo.Traced.arguments`.
+        sources: of all placeholders, see :meth:`.dynamo.Traced.arguments`.
     """
     nodes = list(gm.graph.nodes)
     places = dict(zip((n for n in nodes if n.op == "placeholder"), sources, strict=True))

@@ -1,6 +1,6 @@
-"""Writes products with a constant matrix ``[N, K]`` as ``linear``: ``x @ weight.T`` and the like.
+"""Write matmuls with a constant matrix ``[N, K]``, such as ``x @ weight.T``, as ``linear``.
 
-So they are merged, quantised, packed and multiplied as any linear layer is.
+They are then merged, quantised, packed and multiplied like any linear layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..fx.products import Product, constant_nodes, product_of, transposed_matrix
 
 
 def write_as_linear(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of products."""
+    """Rewrite; returns the number of matmuls."""
     graph, count = gm.graph, 0
     constants = constant_nodes(graph, context.constants)
     for node in list(graph.nodes):
@@ -29,7 +29,7 @@ def write_as_linear(gm: GraphModule, context: PassContext) -> int:
 
 
 def _matrix(product: Product, context: PassContext) -> Node | None:
-    """The weight, if the product is what ``linear`` computes with it."""
+    """The weight, if ``linear`` computes this matmul with it."""
     _, weight, addend, form = product
     if form.num_batch or form.num_summed != 1 or form.x_squeezed or form.weight_squeezed:
         return None

@@ -1,4 +1,4 @@
-"""Writes complex numbers as pairs of real ones, where a rotary embedding is spelt with them.
+"""Write complex numbers as pairs of real ones, where a rotary embedding is written with them.
 
 ::
 
@@ -7,9 +7,9 @@
     z * t                                       a * c - b * s, a * s + b * c
     view_as_real(..)                            stack(.., -1)
 
-Inductor makes no code for complex numbers, and no rule matches them. Here each product and
-sum is rounded by itself. torch's own kernel for a CPU contracts them in what is left over from its
-vectors: of one head of 8 elements, the last row's when the number of rows is odd.
+Inductor generates no code for complex numbers, and no rule matches them. Here each multiplication
+and addition is rounded separately. torch's own CPU kernel contracts them in the elements that do
+not fill its vectors: for one head of 8 elements, in the last row if the number of rows is odd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..fx.nodes import calls, dtype_of, erase_unused, shape_of, tensor_of, writt
 from ..fx.pass_context import PassContext
 from ..fx.recorder import Recorder, recording
 
-# They move complex numbers without changing them, by arguments that suit each part of the pairs.
+# These move complex numbers without changing them, with arguments that are valid for each part of
+# the pairs.
 _MOVES = frozenset({"unsqueeze", "squeeze", "expand", "transpose", "permute", "reshape", "getitem"})
 
 
@@ -35,10 +36,10 @@ class _Pair(NamedTuple):
 
 
 def write_as_real(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of calls with complex results that are gone.
+    """Rewrite; returns the number of calls with complex results that were removed.
 
-    Values are those of torch up to contracted products and the signs of zeros. Complex numbers
-    stay where anything makes or reads one that is not listed above.
+    Values equal those of torch up to contracted multiplications and the signs of zeros. Complex
+    numbers stay if a call that is not listed above creates or reads any of them.
     """
     graph = gm.graph
     nodes = _rewritable(graph)
@@ -55,8 +56,8 @@ def write_as_real(gm: GraphModule, _context: PassContext) -> int:
 
 
 def _rewritable(graph: Graph) -> list[Node]:
-    """The complex nodes, in order, that are made, moved, multiplied and read in known ways, as are
-    all that they are made of and all that is made of them."""
+    """The complex nodes, in order, that known calls create, move, multiply and read, and for which
+    this also holds for all their sources and users."""
     nodes = [node for node in graph.nodes if _is_complex(node)]
     written = written_nodes(graph) if nodes else set()
     kept = {
@@ -86,7 +87,7 @@ def _is_closed(node: Node, kept: set[Node], written: set[Node]) -> bool:
 
 
 def _part_read(user: Node) -> str | None:
-    """What ``user`` takes of its complex argument: "both" side by side, "real" or "imag"."""
+    """The parts of its complex argument that ``user`` reads: "both" as a pair, "real" or "imag"."""
     if calls(user, "getattr"):
         return str(user.args[1]) if user.args[1] in ("real", "imag") else None
     names = {"view_as_real": "both", "real": "real", "imag": "imag"}
@@ -95,7 +96,7 @@ def _part_read(user: Node) -> str | None:
 
 
 def _is_known(node: Node) -> bool:
-    """Is it one of the calls that are rewritten, with arguments that are understood?"""
+    """Whether it is one of the calls that are rewritten, with supported arguments."""
     if dtype_of(node) != torch.complex64 or node.kwargs:
         return False
     if calls(node, "view_as_complex"):
@@ -112,7 +113,7 @@ def _is_known(node: Node) -> bool:
         before, after = tensor_of(source), tensor_of(node)
         return before is not None and after is not None and before.device == after.device
     if calls(node, "getitem"):
-        return len(node.all_input_nodes) == 1  # not rows by number
+        return len(node.all_input_nodes) == 1  # not rows by index
     return calls(node, *_MOVES)
 
 
@@ -123,7 +124,7 @@ def _is_factor(value: object) -> bool:
 
 
 class _Writer:
-    """Puts real calls in front of one complex node, whose sources are pairs already."""
+    """Inserts real calls before one complex node, whose sources are pairs already."""
 
     def __init__(self, graph: Graph, node: Node, results: Recorder) -> None:
         self._graph, self._node, self._results = graph, node, results
@@ -163,7 +164,7 @@ class _Writer:
 
     def _polar(self, absolute: Node, angle: Node) -> _Pair:
         # On a CPU torch's cosine of a strided tensor may differ in the last bit from that of a
-        # contiguous one, which is what polar computes.
+        # contiguous one, which polar computes.
         angle = self._call("contiguous", angle)
         pair = _Pair(self._call("cos", angle), self._call("sin", angle))
         if calls(absolute, "ones_like"):

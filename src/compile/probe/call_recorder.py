@@ -1,10 +1,10 @@
-"""Records the attention, recurrent and index calls of a pass, and refuses those that no kernel
+"""Record the attention, recurrent and index calls of a pass, and refuse those that no kernel
 computes.
 
-Of attention the shapes, scale, softcap, sinks, the window or chunk, read off the mask closure that
-reaches this very call, and the slopes of a bias. Of recurrences their kinds, the shapes of their
-states and their settings. Of indexers the attention calls that each chooses for, and the shape of
-its keys.
+For attention it records the shapes, scale, softcap, sinks, the window or chunk (derived from the
+mask closure that reaches exactly this call), and the slopes of a bias. For recurrences it records
+their kinds, the shapes of their states and their settings. For indexers it records the attention
+calls that each selects for, and the shape of its keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
 
 # Tensor arguments whose meaning is known; any other would be dropped silently.
 _KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi", "logits_to_keep", "indices"})
-# Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
+# Number arguments whose meaning is known. Flags (bool), strings and None do not affect values.
 _KNOWN_NUMBER_KWARGS = frozenset(
     {
         *("scaling", "dropout", "softcap", "sliding_window", "own_window"),
@@ -36,14 +36,14 @@ _KNOWN_NUMBER_KWARGS = frozenset(
 )
 # Tensors that a recurrence over packed texts may ignore; any other would be dropped silently.
 _RECURRENT_TENSORS = frozenset({"position_ids", "position_embeddings", "cache_position"})
-# Numbers of which a call's own arguments say what they are. Flags and texts carry no numerics.
+# Numbers that the call's own arguments also determine. Flags and texts do not affect values.
 _RECURRENT_NUMBERS = frozenset({"layer_idx"})
 _ALL = slice(None)
-# A mask with a dimension of heads, as an indexer has it: of the only head.
+# A mask with a dimension of heads, as used by an indexer: that of the only head.
 _OF_A_HEAD = (_ALL, 0, _ALL, _ALL)
 Refuse = Callable[[str], UnsupportedModelError]
 Caller = tuple[nn.Module, int]
-"""The module that makes a call, and how many it has made before in the pass."""
+"""The module that makes a call, and the number of its earlier calls in the pass."""
 
 
 class RecurrentRecorder:
@@ -56,13 +56,13 @@ class RecurrentRecorder:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """In the block, the recorder tracks which part of the model makes a call."""
+        """Within the context, the recorder tracks which part of the model makes a call."""
         with Scope() as scope:
             self._running = scope.running(module.modules())
             yield
 
     def recurrence(self, call: RecurrentCall) -> Tensor:
-        """Records the call; a stand-in for its result."""
+        """Record the call; returns a stand-in for its result."""
         for name, argument in call.others.items():
             self._check_argument(call, name, argument)
         for tensor in per_token(call):
@@ -91,7 +91,7 @@ class RecurrentRecorder:
             raise self._refuse(f"its {call.kind} takes {what}, which is not known here")
 
     def check_again(self, again: RecurrentRecorder) -> None:
-        """Refuses calls of another pass, perhaps of fewer layers, that differ."""
+        """Refuse different calls in another pass, perhaps of fewer layers."""
         for caller, spec in again.specs.items():
             before = self.specs.get(caller)
             if before is None or replace(spec, call=before.call) != before:
@@ -99,7 +99,7 @@ class RecurrentRecorder:
 
 
 def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
-    """The spec of a call; None if the tensors are not of the shapes that the op takes."""
+    """The spec of a call; None if the tensors do not have the shapes that the op takes."""
     shapes = [() if tensor is None else tuple(tensor.shape) for tensor in call.tensors]
     dims = [len(shape) for shape in shapes]
     state: tuple[int, ...]
@@ -143,8 +143,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class MaskMarker(Tensor):
-    """A mask that a model hands to its attention, known again as a mask of booleans too, and as the
-    part of it that an indexer is given."""
+    """A mask that a model passes to its attention. It is also identified as a boolean mask, and as
+    the part that an indexer gets."""
 
     whole: MaskMarker | None = None
 
@@ -153,7 +153,7 @@ class MaskMarker(Tensor):
 
     def __getitem__(self, at: Any) -> Tensor:
         part = super().__getitem__(at)
-        # A tensor in it is of another type, and cannot be compared.
+        # A tensor in it has another type, and cannot be compared.
         has_types = isinstance(at, tuple) and [*map(type, at)] == [slice, int, slice, slice]
         if isinstance(part, MaskMarker) and has_types and at == _OF_A_HEAD:
             part.whole = self
@@ -163,7 +163,7 @@ class MaskMarker(Tensor):
 class IndexRecorder:
     """The indexers of a pass of ``num_tokens`` tokens.
 
-    An indexer chooses for the attention call after it; later calls may see the same positions.
+    An indexer selects for the attention call after it; later calls may see the same positions.
 
     Attributes:
         modules: each with the number of its attention call.
@@ -176,7 +176,7 @@ class IndexRecorder:
         self.modules: dict[nn.Module, int] = {}
 
     def choose(self, module: nn.Module, call: IndexCall) -> Tensor:
-        """Records the call; a stand-in for its result."""
+        """Record the call; returns a stand-in for its result."""
         if self._next is not None:
             raise self._refuse("two indexers choose for one attention call")
         if module in self.modules:
@@ -192,7 +192,7 @@ class IndexRecorder:
         return chosen
 
     def attend(self, number: int, indices: Tensor | None) -> dict[str, Any]:
-        """What an attention call has of indexers, as fields of its spec."""
+        """The properties of an attention call that come from indexers, as fields of its spec."""
         following, self._next = self._next, None
         of_key: dict[str, Any] = {}
         if following is not None:
@@ -209,8 +209,8 @@ class IndexRecorder:
         raise self._refuse("its attention takes the tensor 'indices', which is no indexer's choice")
 
     def mask(self) -> Any:
-        """What the indexer of the next attention call adds to its scores, as a whole mask; None if
-        it has none."""
+        """The whole mask that the indexer of the next attention call adds to its scores; None if it
+        has none."""
         if self._next is None:
             return None
         mask = self._next[1].mask
@@ -221,7 +221,7 @@ class IndexRecorder:
 
 
 class CallRecorder:
-    """The attention and mask functions of a pass, and their calls; its recurrent and index
+    """The attention and mask functions of a pass, and their calls. Its recurrent and index
     functions are those of ``recurrent`` and ``indexers``."""
 
     def __init__(self, architecture: str, num_tokens: int) -> None:
@@ -232,7 +232,7 @@ class CallRecorder:
         self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
         self.specs: list[AttentionSpec] = []
-        self.num_keys = 0  # calls one after the other over the same keys count once
+        self.num_keys = 0  # consecutive calls over the same keys count once
         self._key: Tensor | None = None  # of the last call
 
     @property
@@ -245,7 +245,7 @@ class CallRecorder:
 
     def mask(self, *_: Any, mask_function: MaskFunction, **kwargs: Any) -> Tensor:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
-        # One number in memory: thousands of tokens have no room for their square.
+        # One element in memory: a mask for thousands of tokens would not fit.
         marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
         marker = marker.expand(1, 1, int(q_length), int(kv_length)).as_subclass(MaskMarker)
         self.masks.append((marker, mask_function))
@@ -324,7 +324,7 @@ class CallRecorder:
         self, module: nn.Module, mask: Tensor | None, num_heads: int, kwargs: dict[str, Any]
     ) -> MaskPattern:
         if mask is None:
-            # As transformers' own sdpa function decides.
+            # As in transformers' own sdpa function.
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             if not causal or kwargs.get("sliding_window"):

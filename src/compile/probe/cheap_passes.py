@@ -1,12 +1,13 @@
-"""Makes the probe's forward passes cheap, leaving out what cannot make tokens depend on others.
+"""Make the probe's forward passes cheap, by omitting what cannot make tokens depend on others.
 
-- Of layers that are alike in classes, attributes and the shapes of their weights, and whose
-  attention calls are alike, one is run: they are the same code at the same sizes.
-- A matmul with a weight sees one row at a time. A sum of few inputs, of the same shape and at the
-  price of an addition, takes its place. Its factors are the weight's, in every pass the same.
-- The head is left out: passes return its input.
+- Of layers with equal classes, attributes and shapes of weights, and with equal attention calls,
+  one runs: they are the same code at the same sizes.
+- A matmul with a weight processes each row separately. A sum of few inputs replaces it, with the
+  same shape and the cost of an addition. Its factors come from the weight and are the same in every
+  pass.
+- The LM head is omitted: passes return its input.
 
-A model that does not bear this is run as it is.
+A model that cannot run in this way runs unchanged.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from ..model.layers import find_layers, layer_forms
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 
-# A multiplication within a matmul takes this part of the time in which an element is written.
+# Within a matmul, a multiplication takes 1/32 of the time to write an element.
 _MULTIPLICATIONS_PER_ELEMENT = 32
-# So many elements of a matrix tell it from others of its shape.
+# This many elements of a matrix identify it among others of its shape.
 _NUM_KNOWN_BY = 16
 
 
 @contextmanager
 def cheap_passes(probe_pass: ProbePass, specs: Sequence[AttentionSpec]) -> Iterator[PassCost]:
-    """In the block, passes of the model are cheap where it bears that."""
+    """Within the context, passes of the model are cheap, if the model supports it."""
     module = probe_pass.loaded.module
     with Scope() as scope:
         scope.enter_context(_skipped(twins(module, specs)))
@@ -55,7 +56,7 @@ def cheap_passes(probe_pass: ProbePass, specs: Sequence[AttentionSpec]) -> Itera
 
 
 def _cost(probe_pass: ProbePass) -> PassCost:
-    """Counted in two passes of different lengths, so that the cost of weights alone drops out."""
+    """Counted in two passes of different lengths, so that the cost of weights alone cancels out."""
     counts, base = [], probe_pass.base
     for repeats in (1, 2):
         with probe_pass.stand_in(), _Counting() as counting:
@@ -66,7 +67,7 @@ def _cost(probe_pass: ProbePass) -> PassCost:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts operations, and the elements they write."""
+    """Counts operations, and the elements that they write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +98,13 @@ def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 
 class _CheapMatmuls(TorchFunctionMode):
-    """Each output of a matmul with a weight is a sum of few inputs of its row, with factors that
-    are the weight's own, so that projections of one input differ.
+    """Replaces each output of a matmul with a weight by a sum of few inputs of its row. The factors
+    come from the weight, so that projections of one input differ.
 
-    A weight of the module is known again by its address. Others are made anew in each pass (routers
-    multiply with a float32 copy of theirs), wherever there is room: such a one is known again by
-    its values. By its address it would have other factors in every pass, and its model would be
-    taken for one whose results depend on the pass.
+    A weight of the module is identified by its address. Other weights are created in each pass, at
+    varying addresses (routers multiply with a float32 copy of theirs). These are identified by
+    their values: identified by address, they would have other factors in every pass, and the
+    results of the model would seem to depend on the pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -145,14 +146,14 @@ class _CheapMatmuls(TorchFunctionMode):
     def _identity(self, weight: Tensor) -> object:
         if weight.untyped_storage().data_ptr() in self._own:
             return weight.data_ptr()
-        # A few elements, each of another row and column. As text, in which NaN is like NaN.
+        # A few elements, each of another row and column. As text, in which NaN equals NaN.
         matrix = weight if weight.dim() == 2 else weight[0]
         few = matrix.diagonal()[:_NUM_KNOWN_BY].tolist()
         return f"{tuple(weight.shape)} {few}"
 
 
 def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, nn.Module]:
-    """Each layer that is like an earlier one, and the first of its like."""
+    """Each layer that equals an earlier one, and the first one that it equals."""
     found = find_layers(module, len(specs))
     firsts: list[tuple[Any, nn.Module]] = []
     later: dict[nn.Module, nn.Module] = {}
@@ -169,7 +170,7 @@ def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, 
 
 @contextmanager
 def _skipped(firsts: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
-    """In the block, layers with a twin return their input, in the form of the twin's
+    """Within the context, layers with a twin return their input, in the form of the twin's
     output."""
     returned: dict[nn.Module, Any] = {}
 

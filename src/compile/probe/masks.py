@@ -1,9 +1,9 @@
-"""Reads the attention pattern (causal, sliding window, chunks) off a mask closure of transformers,
-and the slopes off an ALiBi bias.
+"""Derive the attention pattern (causal, sliding window, chunks) from a mask closure of
+transformers, and the slopes from an ALiBi bias.
 
 Mask builders pass a closure ``mask_function(batch_idx, head_idx, q_idx, kv_idx) -> bool`` to the
-mask interface. It is evaluated here at chosen index tensors and compared with the patterns that
-the kernels compute: causal, and causal within a sliding window or within chunks.
+mask interface. This module evaluates it at chosen index tensors and compares it with the patterns
+that the kernels compute: causal, and causal within a sliding window or within chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# No supported context reaches this far, so a window larger than it is no window.
+# No supported context is this long, so a larger window has no effect.
 _FAR = 1 << 24
 
 
@@ -27,8 +27,8 @@ def _evaluate(mask_function: MaskFunction, head: int, q_index: Tensor, kv_index:
 
 
 class MaskPattern(NamedTuple):
-    """What a causal mask shows of the past: a window of positions or the query's own chunk of them,
-    or all where both are 0."""
+    """The past positions that a causal mask shows: a window of positions, or the query's own chunk;
+    all if both are 0."""
 
     window: int = 0
     chunk: int = 0
@@ -38,8 +38,8 @@ def pattern_of_mask(mask_function: MaskFunction, num_heads: int) -> MaskPattern 
     """The pattern of a mask closure.
 
     Returns:
-        None if it is another (bidirectional, packed, per head, ...), or if the closure cannot be
-        evaluated at positions beyond the probe's own.
+        None if it has another pattern (bidirectional, packed, per head, ...), or if the closure
+        cannot be evaluated at positions beyond the probe's own.
     """
     try:
         size = _first_query_without(mask_function)
@@ -77,7 +77,7 @@ def _first_query_without(mask_function: MaskFunction) -> int:
 
 
 def _sample_points(size: int) -> tuple[Tensor, Tensor]:
-    """(query, key) positions that tell the patterns apart: dense near the diagonal and near the
+    """(query, key) positions that distinguish the patterns: dense near the diagonal and near the
     edges of a window or chunk, for queries in many residue classes, and scattered elsewhere."""
     step = max(size, 97)
     queries = torch.cat(
@@ -99,7 +99,7 @@ def alibi_slopes(bias: Tensor, num_heads: int, num_tokens: int) -> tuple[float, 
     """The slopes of a bias ``[1, Hq, 1 or T, T]`` on scores that grows linearly with the position
     of the key; None if it does not.
 
-    It may differ by a constant a query and head: a softmax does not see that.
+    It may differ by a constant per query and head, which does not change a softmax.
     """
     if bias.dim() != 4 or bias.shape[:2] != (1, num_heads) or bias.shape[3] != num_tokens:
         return None

@@ -1,24 +1,24 @@
-"""Finds the attention calls of a model, its recurrences and indexers, on stand-ins for them.
+"""Find the attention calls, recurrences and indexers of a model, by running it with stand-ins for
+them.
 
-No KV cache and no graph. On eight tokens, with the whole model:
+The passes use no KV cache and no graph. On eight tokens, with the whole model:
 
-1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk,
-   read off the mask closure that reaches this very call, and the slopes of a bias; every recurrence
-   in order; and which indexer chose what a call sees (:mod:`.call_recorder`);
+1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk
+   (derived from the mask closure that reaches exactly this call), and the slopes of a bias; every
+   recurrence in order; and which indexer selected the positions of a call (:mod:`.call_recorder`);
 2. *poison*: with attention, recurrences and indexers that mix no tokens, NaN in one token's
    embedding must reach no other token's logits. So nothing else mixes tokens: no recurrence or
-   convolution but those known here (:mod:`..model.recurrent`), no token shift, no attention that
-   bypasses the interface.
-   NaN shows however small the weights are;
+   convolution except the known ones (:mod:`..model.recurrent`), no token shift, no attention that
+   bypasses the interface. NaN shows however small the weights are;
 3. *permute*: the packed tokens in another order must give the same queries, keys, values and
-   logits in that order, so explicit position ids are followed;
-4. *cache*: only where modules make several calls: transformers' cache must keep the keys of each.
+   logits in that order, so explicit position ids are used;
+4. *cache*: only if modules make several calls: transformers' cache must keep the keys of each.
 
-Then on as many tokens, and at positions as far, as it takes to pass the numbers in the config at
-which a model could begin to behave otherwise (:mod:`.reach_probe`).
+Then the probe uses as many tokens, and positions as far, as needed to pass the integers of the
+config at which a model could begin to behave differently (:mod:`.reach_probe`).
 
-Each refusal names the architecture and the reason: a wrong guess here would be silently wrong
-tokens later.
+Each refusal names the architecture and the reason: a wrong assumption here would silently give
+wrong tokens later.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find the spec of each attention call of the model, or refuse the model.
 
-    Sets ``pagespec_call``, the call's number, on each attention module, on those that make several
-    calls a pass ``pagespec_calls``, the numbers of all, on each indexer ``pagespec_index_call``,
-    the number of the call that it chooses for, and ``loaded.recurrent``; changes nothing else.
+    Sets ``pagespec_call``, the call's number, on each attention module; ``pagespec_calls``, the
+    numbers of all its calls, on modules that make several per pass; ``pagespec_index_call``, the
+    number of the call that it selects for, on each indexer; and ``loaded.recurrent``. Changes
+    nothing else.
 
     Returns:
-        One spec an attention call, in order of execution.
+        One spec per attention call, in order of execution.
 
     Raises:
-        UnsupportedModelError: something the kernels would not compute exactly.
-        InvalidInputError: a weight with NaN or infinity in it.
+        UnsupportedModelError: the kernels would not compute something exactly.
+        InvalidInputError: a weight contains NaN or infinity.
     """
     return probe_with_reach(loaded)[0]
 
 
 def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
-    """:func:`probe_model`, and the lengths and positions at which it looked."""
+    """:func:`probe_model`, and the lengths and positions that it tested."""
     _check_statically(loaded)
     with expanded_linears(loaded):
         return _probe(loaded)
@@ -139,22 +140,22 @@ def _check_statically(loaded: LoadedModel) -> None:
 
 def _check_calls(loaded: LoadedModel, recorder: CallRecorder) -> None:
     expected = loaded.config.get_text_config(decoder=True).num_hidden_layers
-    # Of layers, or of calls where a few modules are run over and over. Where there are recurrences,
-    # a layer may have one, attention, both or neither: that nothing else mixes tokens is found out
-    # below.
+    # The number of layers, or of calls if a few modules run repeatedly. With recurrences, a layer
+    # may have one, attention, both or neither; a later pass verifies that nothing else mixes
+    # tokens.
     is_known = expected in (len(recorder.specs), len(recorder.calls()))
     if not is_known and not recorder.recurrent.specs:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
-    # Some configs give the cache a window that the masks do not have: decode steps of `generate`
-    # then no longer see all tokens that its first step saw.
+    # Some configs give the cache a window that the masks do not have. Then decode steps of
+    # `generate` do not see all tokens that its first step saw.
     cache = DynamicCache(config=loaded.config.get_text_config(decoder=True))
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     for layer, spec in zip(layers, recorder.specs, strict=False):
         held = getattr(layer, "sliding_window", None)
         shown = spec.window or spec.chunk
-        # One that holds the longest context forgets nothing.
+        # A cache that holds the longest context drops nothing.
         if isinstance(held, int) and held != shown and held < loaded.max_position_embeddings:
             raise recorder.refuse(
                 f"its cache holds {held} tokens of a layer, and its mask shows "
@@ -163,8 +164,8 @@ def _check_calls(loaded: LoadedModel, recorder: CallRecorder) -> None:
 
 
 def _check_kept_keys(recorder: CallRecorder, probe_pass: ProbePass, ids: Tensor) -> None:
-    """Run 4. Where a call's keys are not kept, the decode steps of `generate` see those of another
-    call, which a pass over the whole text does not."""
+    """Run 4. If a call's keys are not kept, the decode steps of `generate` see those of another
+    call, but a pass over the whole text does not."""
     with probe_pass.stand_in():
         kept = probe_pass.num_kept(ids)
     if kept is not None and kept < recorder.num_keys:
@@ -174,7 +175,7 @@ def _check_kept_keys(recorder: CallRecorder, probe_pass: ProbePass, ids: Tensor)
 
 
 def _check_token_independence(probe_pass: ProbePass) -> None:
-    """Runs 2 and 3 of the module's description, and the plain one."""
+    """Runs 2 and 3 of the module's description, and the plain run."""
     loaded = probe_pass.loaded
     ids, positions = probe_pass.base
     poisoned = len(ids) // 2 - 1
@@ -201,8 +202,8 @@ def _check_token_independence(probe_pass: ProbePass) -> None:
 
 
 def _check_weights(loaded: LoadedModel) -> None:
-    """Names the first weight with NaN or infinity in it. That is read only where a result is not
-    finite: reading all weights takes as long as a pass."""
+    """Raise an error that names the first weight with NaN or infinity. Weights are only checked if
+    a result is not finite: reading all weights takes as long as a pass."""
     for name, weight in loaded.module.named_parameters():
         if is_stand_in(weight):  # its quantised weight was checked when it was read
             continue

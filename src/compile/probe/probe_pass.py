@@ -1,7 +1,7 @@
-"""Forward passes of an untouched model with stand-in attention: no KV cache, no mask, no graph.
+"""Forward passes of an unmodified model with stand-in attention: no KV cache, no mask, no graph.
 
-The stand-in mixes no tokens, so a pass of thousands of them costs no more than its matmuls, and
-whatever still reaches another token got there outside attention.
+The stand-in mixes no tokens, so a pass of thousands of tokens costs only its matmuls. Whatever
+still reaches another token does so outside attention.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ProbePass:
         return UnsupportedModelError(f"{self.loaded.architecture}: {reason}")
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """``[len(rows), V]``, by the functions of the thread."""
+        """``[len(rows), V]``, computed with the functions of the thread."""
         with self._failures_named(ids):
             logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
         if logits.dim() != 3 or logits.shape[:2] != (1, len(rows)):
@@ -60,7 +60,8 @@ class ProbePass:
         return result
 
     def num_kept(self, ids: Tensor) -> int | None:
-        """The attention calls whose keys transformers' cache has after a pass, if there is one."""
+        """The attention calls whose keys transformers' cache contains after a pass, if there is a
+        cache."""
         with self._failures_named(ids):
             return self._forward.num_kept(ids.unsqueeze(0))
 
@@ -78,15 +79,15 @@ class ProbePass:
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
-        """In the block, attention is :func:`local_attention`, a recurrence is
-        :func:`local_recurrence`, an indexer chooses nothing, and :meth:`results` can be called."""
+        """Within the context, attention is :func:`local_attention`, a recurrence is
+        :func:`local_recurrence`, an indexer selects nothing, and :meth:`results` can be called."""
         functions = Functions(self._attention, self._recurrence, self._choose)
         with attention_implementation(self.loaded.module, functions):
             yield
 
     def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """The logits, and queries, keys and values of every attention call, and the
-        tensors per token of every recurrence and indexer; dim 0 is the token."""
+        """The logits; queries, keys and values of every attention call; and the tensors per token
+        of every recurrence and indexer. Dim 0 is the token."""
         self._seen.clear()
         logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
         return [logits, *self._seen]
@@ -112,14 +113,15 @@ class ProbePass:
 
 
 def all_same(results: list[Tensor], expected: list[Tensor]) -> bool:
-    """Are these results of the same tokens, equal but for rounding?"""
+    """Whether these results, of the same tokens, are equal up to rounding."""
     return len(results) == len(expected) and all(
         a.shape == b.shape and _same(a, b) for a, b in zip(results, expected, strict=True)
     )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, relative to the largest element; loosely for half precision."""
+    """Whether they are equal up to rounding, relative to the largest element; loosely for half
+    precision."""
     if not bool(a.isfinite().all()):
         return False
     bound = 1e-4 if a.dtype == torch.float32 else 2e-2

@@ -1,21 +1,22 @@
-"""Checks that the results of a token depend on its id and its position alone, and not on the
-number, the order or the positions of the tokens in the pass.
+"""Check that the results of a token depend only on its id and position, and not on the number, the
+order or the positions of the tokens in the pass.
 
-Models switch at thresholds: keys are compressed once 128 tokens are there, queries are scaled by
-the index of a token in the pass from 8,192 on, frequencies change after the original context. So
-passes have the lengths and the positions around each integer of the config that could be one
-(:mod:`.thresholds`):
+Models change their behaviour at thresholds: keys are compressed from 128 tokens on, queries are
+scaled by the index of a token in the pass from 8,192 on, frequencies change after the original
+context. So passes have the lengths and the positions around each integer of the config that could
+be a threshold (:mod:`.thresholds`):
 
-1. *lengths*: a pass of L tokens repeats the eight of a short pass, and each must give the queries,
-   keys, values and logits that it has there;
-2. *far positions*: tokens at t - 1, t and t + 1 must leave the others alone, and be themselves the
-   same whether or not still farther ones are beside them;
-3. *calls*: scales, masks and all else of attention calls must be in the longest pass what they are
-   in a short one.
+1. *lengths*: a pass of L tokens repeats the eight of a short pass, and each token must give the
+   queries, keys, values and logits that it has there;
+2. *far positions*: tokens at t - 1, t and t + 1 must not change the others, and must themselves be
+   the same with and without tokens that are still farther away;
+3. *calls*: scales, masks and all other properties of attention calls must be the same in the
+longest
+   pass as in a short one.
 
-That takes dozens of passes, some of thousands of tokens, so they leave out operations that cannot
-make a token depend on another (:mod:`.cheap_passes`). The passes of
-:mod:`.probe`, on few tokens, leave nothing out.
+That takes dozens of passes, some with thousands of tokens, so they omit operations that cannot make
+a token depend on another (:mod:`.cheap_passes`). The passes of :mod:`.probe`, with few tokens, omit
+nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ logger = logging.getLogger("pagespec")
 def check_reach(
     probe_pass: ProbePass, specs: Sequence[AttentionSpec], check_calls: Callable[[Tensor], None]
 ) -> ReachPlan:
-    """Refuses a model whose tokens depend on anything but their own id and position, and returns
-    what was tried to find that.
+    """Refuse a model whose tokens depend on anything but their own id and position. Returns what
+    was tested.
 
     Args:
-        specs: as the probe recorded them; ``pagespec_call`` is set on the attention modules.
-        check_calls: records the attention calls of a pass and refuses others than those of
+        specs: as recorded by the probe; ``pagespec_call`` is set on the attention modules.
+        check_calls: records the attention calls of a pass and refuses calls that differ from
             ``specs``; called with the ids of consecutive tokens.
     """
     loaded, ids = probe_pass.loaded, probe_pass.base[0]
@@ -55,14 +56,14 @@ def check_reach(
         with probe_pass.stand_in():
             longest = _check_lengths(probe_pass, plan)
             _check_positions(probe_pass, plan.thresholds)
-        # At consecutive positions, which no mask takes for those of several texts.
+        # At consecutive positions, so that masks treat them as one text.
         longest = min(longest, loaded.max_position_embeddings)
         check_calls(ids.repeat(-(-longest // len(ids)))[:longest])
     return plan
 
 
 def _check_lengths(probe_pass: ProbePass, plan: ReachPlan) -> int:
-    """Returns the length of the longest pass that memory had room for."""
+    """Return the length of the longest pass that fits into memory."""
     ids, positions = probe_pass.base
     expected = probe_pass.results(ids, positions)
     num_tokens, architecture = len(ids), probe_pass.loaded.architecture
@@ -100,7 +101,7 @@ def _check_positions(probe_pass: ProbePass, thresholds: Sequence[Threshold]) -> 
             groups.append((far, t))
 
     def with_far(*groups: list[int]) -> list[Tensor]:
-        """Of the base's tokens and, after them, of some at far positions."""
+        """The results for the base's tokens followed by some tokens at far positions."""
         far = torch.tensor([p for group in groups for p in group], device=ids.device)
         at = torch.tensor([i for group in groups for i in range(len(group))], device=ids.device)
         return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]))
@@ -118,7 +119,7 @@ def _check_positions(probe_pass: ProbePass, thresholds: Sequence[Threshold]) -> 
         if not all_same([x[: len(ids)] for x in results], expected):
             raise refusal(far, threshold)
         alone.append([x[len(ids) :] for x in results])
-    # The far tokens themselves, each group beside all others and the farthest of all.
+    # The far tokens themselves: each group together with all others and the farthest of all.
     together = with_far(*(far for far, _ in groups))
     begin = len(ids)
     for (far, threshold), results in zip(groups, alone, strict=True):

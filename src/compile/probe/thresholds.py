@@ -1,14 +1,14 @@
-"""Integers of a model's config at which its behaviour could change, and the passes that try them.
+"""Integers of a model's config at which its behaviour could change, and the passes that test them.
 
-A window, a compression rate, a floor, a chunk size or an original context length is a number of
-tokens or a position that the config names. Which of its integers are that is not guessed from
-their names: each that a context can reach is tried, at t - 1, t and t + 1, and so is each that the
-tokens of a pass can, which serves many contexts at once. A large model cannot afford them all.
-Integers that are also the size of a weight or of attention heads, as most of them are, come after
-the others. They are not left out: a window of 128 and a head size of 128 are the same number.
+A window, a compression rate, a lower bound, a chunk size or an original context length is a number
+of tokens or a position in the config. Names do not decide which integers are thresholds. Each
+integer that a context can reach is tested, at t - 1, t and t + 1, and also each that the number of
+tokens of a pass can reach, which serves many contexts at once. A large model cannot afford all
+tests. Integers that are also the size of a weight or of attention heads, as most are, come after
+the others. They are not omitted: a window of 128 and a head size of 128 are the same integer.
 
-What the passes may cost is counted in elements computed, never in seconds: which models are refused
-must not depend on how busy the machine is.
+The cost of passes is measured in elements computed, never in seconds: the load of the machine must
+not decide which models are refused.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from ..model.loaded import LoadedModel
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""
 _MIN_BUDGET = 1 << 27
-"""Elements that these passes may write together: about 0.1 s of a CPU's one thread. Of large
-models half as many as they have parameters: the time of a pass of eight tokens over all weights."""
+"""Elements that these passes may write in total: about 0.1 s of one CPU thread. For large models
+half of their number of parameters: the time of a pass of eight tokens over all weights."""
 _GPU_FACTOR = 16
 _OPERATION_COST = 1 << 13
-"""What an operation costs besides, as elements written in the same time."""
+"""Additional cost of an operation, in elements written in the same time."""
 _FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """An integer of the config that a context of the model, or the tokens of a pass, can reach.
+    """An integer of the config that a context of the model, or the number of tokens of a pass, can
+    reach.
 
     Attributes:
         value: a number of tokens, or a position; at least 2.
-        fields: the config's fields that hold it, as "rope_parameters.factor".
-        is_size: it is also the size of a weight or of attention heads.
+        fields: the config's fields that contain it, for example "rope_parameters.factor".
+        is_size: whether it is also the size of a weight or of attention heads.
     """
 
     value: int
@@ -50,7 +51,7 @@ class Threshold:
 
 
 class PassCost(NamedTuple):
-    """What a pass costs: operations, and elements that they write per token."""
+    """The cost of a pass: operations, and elements that they write per token."""
 
     num_operations: int
     elements_per_token: int
@@ -61,8 +62,9 @@ class ReachPlan:
     """The passes of a probe around the thresholds of a model.
 
     Attributes:
-        lengths: (tokens of a pass, the threshold it is for), ascending.
-        beyond: thresholds that no pass is long enough for; far positions are tried of them too.
+        lengths: (number of tokens of a pass, the threshold that it tests), ascending.
+        beyond: thresholds for which no pass is long enough; they are also tested with far
+            positions.
     """
 
     thresholds: tuple[Threshold, ...]
@@ -75,12 +77,12 @@ class ReachPlan:
 
 
 def thresholds_of(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> list[Threshold]:
-    """Those within the longest context before those beyond it; of each, those that are no sizes
-    first; of these, ascending."""
+    """Thresholds within the longest context before those beyond it; within each, those that are no
+    sizes first; then ascending."""
     fields: dict[int, list[str]] = {}
     text_config = loaded.config.get_text_config(decoder=True)
     for config in (text_config, loaded.config):
-        # Not of the configs of other parts: a vision tower, say.
+        # Without the configs of other parts, for example of a vision tower.
         own = {k: v for k, v in config.to_dict().items() if k not in config.sub_configs}
         for name, number in _integers(own):
             if name not in fields.setdefault(number, []):
@@ -115,20 +117,21 @@ def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def budget_of(loaded: LoadedModel) -> int:
-    """Elements that all passes of a model may write together."""
+    """Elements that all passes of a model may write in total."""
     num_parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     budget = max(_MIN_BUDGET, num_parameters // 2)
     return budget * _GPU_FACTOR if loaded.device.type == "cuda" else budget
 
 
 def plan_reach(thresholds: Sequence[Threshold], cost: PassCost, budget: int) -> ReachPlan:
-    """Choose the lengths of passes that may be run: all of a small model's, those of a large model
-    that are affordable. ``thresholds`` are as :func:`thresholds_of` orders them."""
-    # One token is a length of its own to some models: the step of a decode.
+    """Choose the lengths of passes to run: all of a small model's, and the affordable ones of a
+    large model. ``thresholds`` have the order of :func:`thresholds_of`."""
+    # Some models treat one token specially, as the step of a decode.
     lengths: dict[int, Threshold | None] = {1: None}
     beyond: list[Threshold] = []
     left = budget
-    # Most changes show just above a threshold and ever after; so that comes first for all of them.
+    # Most changes appear just above a threshold and persist, so that length comes first for all of
+    # them.
     for offsets in ((1,), (0, -1)):
         for threshold in thresholds:
             for length in (threshold.value + offset for offset in offsets):
