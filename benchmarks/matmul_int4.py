@@ -44,7 +44,7 @@ SHAPES = {
     "down": (4096, 12288, False),
 }
 KINDS = {"int4 g128": (4, 128), "int4 g32": (4, 32), "int8 g32": (8, 32)}
-"""Bits, and inputs that share a scale."""
+"""Number of bits, and inputs that share a scale."""
 TILES = [
     (16, 32, 256, 4, 4),
     (16, 32, 512, 4, 4),

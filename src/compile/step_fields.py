@@ -20,7 +20,7 @@ TORCH_DTYPES: Final[dict[type, torch.dtype]] = {
     np.float32: torch.float32,
 }
 TABLES: Final = ("block_tables", "state_tables")
-"""Inputs of the graph that are no fields: tables, which are sent as they grow."""
+"""Inputs of the graph that are not fields: tables, of which only changes are sent."""
 
 Per = Literal["token", "row", "bound", "sample", "step"]
 Counts = dict[Per, int]
@@ -42,14 +42,14 @@ LAST: Final = "last"
 
 
 Form = Literal["decode", "mixed", "host"]
-"""The forms of a step: on a GPU of decode rows alone, or of any rows; on a CPU."""
+"""The forms of a step: on a GPU with only decode rows, or with any rows; on a CPU."""
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
 GPU: Final[tuple[Form, ...]] = ("decode", "mixed")
 MIXED_HOST: Final[tuple[Form, ...]] = ("mixed", "host")
 
 
 Source = Callable[[Any], Any]
-"""Of the arrays of a plan, as :class:`.runner.layout.PlanArrays` has them."""
+"""A function of a plan's arrays, :class:`.runner.layout.PlanArrays`."""
 
 
 @dataclass(frozen=True, slots=True)

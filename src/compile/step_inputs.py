@@ -12,8 +12,8 @@ from torch import Tensor
 from .step_fields import FIELDS, LAST, TORCH_DTYPES, Counts, Field, counts_of, graph_inputs
 
 KVCaches = Sequence[tuple[Tensor, ...]]
-"""Of each attention call: (keys, values), or of a latent one (keys,); behind these the index keys
-of one with an indexer."""
+"""Per attention call: (keys, values), or (keys,) if it is latent; followed by the index keys if it
+has an indexer."""
 
 
 class RecurrentStates(NamedTuple):
@@ -30,9 +30,9 @@ class RecurrentStates(NamedTuple):
 
 
 NO_STATES = RecurrentStates((), 0)
-"""Of a model without recurrent calls."""
+"""For a model without recurrent calls."""
 MIN_SIZE = 2
-"""Smallest T, B, S and M the captured graph is valid for; smaller steps are padded to it."""
+"""Smallest T, B, S and M for which the captured graph is valid; smaller steps are padded to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class StepOutputs(NamedTuple):
 
 STATE_TABLES = "state_tables"
 INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name not in (STATE_TABLES, "more"))
-"""Of the inputs that every model has."""
+"""The inputs that every model has."""
 # Distinct, so that no size of the example step is confused with another.
 EXAMPLE_SIZES = {"T": 11, "B": 5, "R": 8, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
 # For models with recurrent calls: columns of a state table, slots, tokens per interval.

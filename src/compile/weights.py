@@ -39,7 +39,7 @@ def is_stand_in(tensor: Tensor) -> bool:
 
 
 Pack = Callable[[Any], Sequence[Tensor]]
-"""The parts that a kernel reads, of a quantised weight whose inputs are in order."""
+"""Returns the parts that a kernel reads, from a quantised weight whose inputs are in order."""
 
 
 class Cut(NamedTuple):

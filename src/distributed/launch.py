@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Imports, and weights from a slow disk.
 _IMPORT_TIMEOUT_S, _BUILD_TIMEOUT_S = 300.0, 3600.0
 _NUM_SLOTS = 4
-"""Steps in flight: one more is written only after the thread has taken the last."""
+"""Steps in flight: one more is written only after the thread has taken the last one."""
 
 
 def build_distributed(

@@ -16,13 +16,13 @@ from typing import Any
 from ..errors import EngineError, PagespecError
 
 MAX_STARTS = 3
-"""Failed starts of a replica in a row, after which the others continue without it."""
+"""Consecutive failed starts of a replica after which the others continue without it."""
 _SUSPECT_LOSSES = 2
-"""Lost replicas of a chunk, after which the chunk runs alone in a replica."""
+"""Lost replicas of a chunk after which the chunk runs alone in a replica."""
 _WAIT_S = 5.0
 
 Work = Callable[[Sequence[Any]], Sequence[Any]]
-"""Items in, as many results out."""
+"""Maps items to results, one for each."""
 
 
 class _Replica:

@@ -20,12 +20,12 @@ from ..errors import EngineError, InvalidInputError, PagespecError, UnsupportedM
 from .channel import Channel, State
 
 _STALL_S = 20.0
-"""Seconds without progress in a step, after which a rank counts as hanging."""
+"""Seconds without progress in a step after which a rank counts as hanging."""
 _LAST_WORDS_S = 2.0
-"""Seconds for the error of a rank after its connections have closed."""
+"""Seconds to wait for the error of a rank after its connections have closed."""
 _POLL_S, _MAX_POLL_S = 0.02, 1.0
 _MAX_TEXT = 400
-"""Characters of a part of an error: all fit into a cell, escaped."""
+"""Characters of a part of an error, so that all parts fit into a cell after escaping."""
 _ERRORS: dict[str, type[PagespecError]] = {
     "InvalidInputError": InvalidInputError,
     "UnsupportedModelError": UnsupportedModelError,

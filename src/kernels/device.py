@@ -54,7 +54,7 @@ def _gpu(index: int) -> Gpu:
 
 MKL_ROW_UNIT = 4
 """Rows of a batch-invariant matmul on a CPU are padded to a multiple of this: MKL has one order of
-summation for all of those."""
+summation for all such numbers."""
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -80,7 +80,8 @@ def vector_strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 TUNED_SMS = 132
-"""Multiprocessors of the cards that tiles and numbers of programs were tuned on (H100 and H200)."""
+"""Multiprocessors of the GPUs for which tiles and numbers of programs were tuned (H100 and
+H200)."""
 
 
 @cache

@@ -22,7 +22,7 @@ from torch import Tensor
 
 LARGEST = 448.0
 DECODED_UNIT = 256.0
-"""What a number that :func:`decode` returns has to be multiplied by."""
+"""Factor by which a result of :func:`decode` must be multiplied."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # The sign and the seven bits below the highest exponent bit of a float16.
 _FLOAT16_BITS = -(1 << 15) | 0x3F80

@@ -13,7 +13,8 @@ from ..errors import UnsupportedModelError
 from .device import MKL_ROW_UNIT
 
 MANY_ELEMENTS = 1 << 22
-"""A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best."""
+"""A weight with this many elements does not stay in the processor's cache, and oneDNN reads it
+best."""
 
 # A weight with this many elements is multiplied in microseconds.
 _FEW_ELEMENTS = 1 << 14

@@ -21,7 +21,7 @@ from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS, 
 from .pinned import IntArray
 
 CHUNK_ROWS = 256
-"""Prompt positions whose logits exist at a time."""
+"""Prompt positions whose logits exist at the same time."""
 _NONE = np.empty((LOGPROB_FIELDS, 0), np.int32)
 _SAMPLED_TOKEN = -1
 

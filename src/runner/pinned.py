@@ -12,7 +12,7 @@ from torch import Tensor
 
 IntArray = NDArray[np.int32]
 ALIGNMENT = 4
-"""Words: 16 bytes, which Triton specializes kernels on."""
+"""int32 words per alignment unit: 16 bytes, on which Triton specialises kernels."""
 
 
 def to_device(array: IntArray, device: torch.device) -> Tensor:

@@ -1,10 +1,10 @@
-"""Moves rows to experts and back by two kernels of ours: the copy of each token's row for every one
-of its experts, and the weighted sum over them.
+"""Move rows to experts and back with two kernels: the copy of each token's row for every one of its
+experts, and the weighted sum over them.
 
-transformers multiplies the experts' rows by the weights in the order of the experts, brings the
-products back into the order of the tokens by indexing, and sums them. Compiled, that is one kernel
-that reads rows one number at a time (docs/notes/experts.md);
-:func:`.expert_rows.combine_experts` reads them whole, and the weights where the router left them.
+transformers multiplies the experts' rows by the weights in the order of the experts, permutes the
+results into the order of the tokens by indexing, and sums them. Compiled, that is one kernel that
+reads rows one element at a time (docs/notes/experts.md). :func:`.expert_rows.combine_experts` reads
+whole rows, and reads the weights where the router stored them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _part(number: int, name: str) -> Pattern:
 
 _BY_EXPERT = call("getitem", args=(Value("weights"), _part(_ORDER, "order")))
 _WEIGHTED = product(Value("rows"), call("unsqueeze", args=(_BY_EXPERT,), dim=(-1, 1)), "product")
-# Weights by the order and products by its inverse: each row has its own weight again.
+# Weights in sorted order, and weighted rows in the inverse order: each row has its own weight.
 _BY_TOKEN = call("getitem", args=(_WEIGHTED, _part(_INVERSE, "inverse")))
 _VIEW = call("view", "reshape", args=(_BY_TOKEN, Rest()), name="view")
 _SUM = call("sum", args=(_VIEW,), dim=(1, -2), name="sum")
@@ -62,7 +62,7 @@ def _is_sum_over_experts(m: Match) -> bool:
         return False
     if width is None or width != last_size(m["product"]):
         return False
-    # A conversion of the sum is part of it only from float32: others would be rounded twice.
+    # A conversion of the sum belongs to it only from float32. Other sums would be rounded twice.
     if m.root is not m["sum"] and dtype_of(m["sum"]) != torch.float32:
         return False
     return all(dtype_of(m[name]) in _DTYPES for name in ("rows", "weights", "sum", "root"))
@@ -98,7 +98,7 @@ _TOKENS = call("floordiv", "floor_divide", args=(_CHOICES, Value("top_k")), is_s
 
 
 def _are_summed_rows(m: Match) -> bool:
-    """Are they a matrix's rows, and is there a sum over what becomes of the copies?"""
+    """Whether they are a matrix's rows, and there is a sum over the results for the copies."""
     readers = m["inverse"].users
     sums = [node for node in readers if calls_function(node, expert_rows.combine_experts)]
     if not any(node.args[3] == m["top_k"] for node in sums):
@@ -117,9 +117,9 @@ _SPREAD = Rule(
 
 
 def combine_experts(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites what :func:`.fuse_expert_sort.fuse_expert_sort` has left, and returns the number of
-    sums replaced. Their results are those of eager torch up to the order of additions, but for
-    tokens of padding, which no expert gets; copies become one call only beside a sum."""
+    """Rewrite the result of :func:`.fuse_expert_sort.fuse_expert_sort`; returns the number of sums
+    replaced. Results equal those of eager torch up to the order of additions, except for padding
+    tokens, which no expert gets. Copies become one call only if the sum is replaced as well."""
     count = _COMBINE(gm, context)
     _SPREAD(gm, context)
     return count

@@ -1,7 +1,7 @@
-"""Fuses ``silu(gate) * up`` and ``gelu(gate, approximate="tanh") * up`` into one call each.
+"""Fuse ``silu(gate) * up`` and ``gelu(gate, approximate="tanh") * up`` into one call each.
 
-Results are unchanged bit for bit on a CPU. Gate and up may be slices of a merged product, which the
-kernel reads where they lie.
+Results are unchanged bit for bit on a CPU. Gate and up may be slices of a merged matmul's result,
+which the kernel reads in place.
 """
 
 from __future__ import annotations

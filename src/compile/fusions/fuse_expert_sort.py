@@ -1,9 +1,10 @@
-"""Fuses the sort of a mixture of experts' rows into one call.
+"""Fuse the sort of a mixture of experts' rows into one call.
 
 transformers writes it as a sort of the chosen experts' ids, a histogram of the sorted ids, its
-running sum, and an inverse of the permutation by an assignment: eight kernels for what
-:func:`.sort_by_expert.sort_by_expert` does in one. Masks that zero rows of no expert before and
-after grouped matmuls go as well: our matmul reads no such row and gives zeros for them.
+running sum, and an inverse of the permutation by an assignment. These are eight kernels for what
+:func:`.sort_by_expert.sort_by_expert` does in one. Masks that zero rows without an expert before
+and after grouped matmuls are removed as well: the grouped matmul does not read such rows and gives
+zeros for them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class _Sort:
     """Nodes of one sort.
 
     Attributes:
-        ids: what ``node`` sorts, to ``sorted_ids`` by ``order``. converted, counts, offs: the
-            sorted ids as ``histc`` takes them, rows of each expert, and where they end.
+        ids: the input of the sort ``node``, which gives ``sorted_ids`` by ``order``. converted,
+            counts, offs: the sorted ids as input of ``histc``, the number of rows per expert, and
+            the end of each expert's rows.
     """
 
     node: Node
@@ -48,8 +50,8 @@ class _Sort:
 
 
 def fuse_expert_sort(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of sorts replaced. Which row of an expert comes first may
-    differ from the library's sort, which is not stable; no result depends on it."""
+    """Rewrite; returns the number of sorts replaced. The order of rows within an expert may differ
+    from the library's sort, which is not stable; no result depends on it."""
     sorts = list(_sorts(gm.graph))
     for sort in sorts:
         _drop_masks(gm.graph, sort)
@@ -75,7 +77,7 @@ def _sorts(graph: Graph) -> Iterator[_Sort]:
 
 
 def _histograms(sorted_ids: Node) -> Iterator[tuple[Node, Node, int]]:
-    """The converted ids, the numbers of rows of each expert, and how many experts there are."""
+    """The converted ids, the number of rows per expert, and the number of experts."""
     for converted in sorted_ids.users:
         if not calls(converted, "int", "float"):
             continue
@@ -95,8 +97,8 @@ def _is_running_sum(node: Node) -> bool:
 
 
 def _drop_masks(graph: Graph, sort: _Sort) -> None:
-    """Remove ``masked_fill`` of rows of no expert from what the grouped matmuls of ``sort`` read
-    and give."""
+    """Remove ``masked_fill`` of rows without an expert from the inputs and results of the grouped
+    matmuls of ``sort``."""
     for beyond in list(sort.sorted_ids.users):
         if not calls(beyond, "ge") or beyond.args[1] != sort.num_experts:
             continue
@@ -118,7 +120,7 @@ def _drop_masks(graph: Graph, sort: _Sort) -> None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads ``node``, itself or converted."""
+    """The nodes that read ``node`` directly or after a conversion."""
     for user in node.users:
         if calls(user, "to"):
             yield from _readers(user)
@@ -127,7 +129,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _is_of(node: Node, sort: _Sort) -> bool:
-    """Is ``node`` a grouped matmul of the rows that ``sort`` sorts?"""
+    """Whether ``node`` is a grouped matmul of the rows that ``sort`` sorts."""
     operands = grouped_operands(node)
     return operands is not None and operands[2] is sort.offs
 
@@ -151,7 +153,7 @@ def _replace(graph: Graph, sort: _Sort) -> None:
         old.replace_all_uses_with(new)
     erase_unused(graph, (inverse, sort.offs, sort.counts, sort.converted))
     erase_unused(graph, (sort.sorted_ids, sort.order, sort.node))
-    # Ids without a reader but those that bound them.
+    # Ids that are read only by the nodes that clamp them.
     if all(calls(user, "clamp_") and not user.users for user in sorted_ids.users):
         erase_unused(graph, list(sorted_ids.users))
         erase_unused(graph, (sorted_ids,))

@@ -1,12 +1,12 @@
-"""Fuses RMSNorm and the product with the silu of a gate after it into one call.
+"""Fuse RMSNorm and its multiplication by the silu of a gate into one call.
 
 ::
 
     rms_norm(x) ───────────────────► mul ─► (cast)
     gate ─► (view, cast) ─► silu ────┘
 
-The product is rounded once, as the graph rounds it; silu is computed in float32. It comes after
-``fuse_norm``, which makes the first.
+The result is rounded once, as in the graph; silu is computed in float32. Runs after ``fuse_norm``,
+which creates the norm's call.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..fx.rules import (
 )
 
 _NORM = call(fused.rms_norm, args=values("x", "weight", "eps", "form"), name="norm")
-# Of heads that were copied to lie evenly spaced, the gate is what was copied.
+# For heads that were copied to be evenly spaced, the gate is the source of the copy.
 _COPIED = call("reshape", "view", args=(Value("heads"), Rest()), name="gate", is_shared=True)
 _GATE = one_of(_COPIED, Value("gate"))
-# In another dtype the silu is rounded before the product: ``fuse_activation`` does that.
+# In another dtype the silu is rounded before the multiplication: ``fuse_activation`` matches that.
 _WIDE = one_of(Cast(_GATE, is_shared=True), _GATE)
 _ACTIVATED = call("silu", args=(_WIDE,), name="activated", inplace=(MISSING, False))
 _PRODUCT = product(_NORM, _ACTIVATED)

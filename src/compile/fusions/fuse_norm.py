@@ -1,7 +1,7 @@
-"""RMSNorm becomes one call, with the addition of the residual before it if there is one.
+"""Replace RMSNorm by one call, including the addition of the residual before it, if there is one.
 
-Results are unchanged bit for bit on a CPU. ``fuse_rope_store`` has taken the norms of queries and
-keys before.
+Results are unchanged bit for bit on a CPU. ``fuse_rope_store`` has already matched the norms of
+queries and keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..fx.rules import (
 
 
 def rms_norm(source: Pattern, p: str = "") -> Pattern:
-    """RMSNorm over the last dimension, as Hugging Face's models spell it.
+    """RMSNorm over the last dimension, as written in Hugging Face's models.
 
     ::
 
@@ -41,7 +41,8 @@ def rms_norm(source: Pattern, p: str = "") -> Pattern:
         wide:     (weight * y).to(dtype)
         plus_one: (y * (1.0 + weight.float())).to(dtype)
 
-    Binds ``x``, which ``source`` matches, ``weight``, ``eps`` and ``normed``, each after ``p``.
+    Binds ``x``, which ``source`` matches, ``weight``, ``eps`` and ``normed``, with the prefix
+    ``p``.
     """
     square = call("pow", args=(Value(p + "wide"), 2), is_shared=True)
     mean = call("mean", args=(square,), is_shared=True, dim=(-1,), keepdim=(True,))
@@ -95,7 +96,7 @@ _ADD_RMS_NORM = Rule(
         same_dtype("added", "sum"),
         lambda m: m["sum"].op == "call_function",
     ),
-    # The weight is a placeholder, so all is there where the sum is.
+    # The weight is a placeholder, so all inputs exist where the sum is.
     at="sum",
 )
 _RMS_NORM = Rule(
@@ -105,5 +106,5 @@ _RMS_NORM = Rule(
 
 
 def fuse_norm(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of norms replaced."""
+    """Rewrite; returns the number of norms replaced."""
     return _ADD_RMS_NORM(gm, context) + _RMS_NORM(gm, context)

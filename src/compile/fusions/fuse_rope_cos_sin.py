@@ -1,4 +1,4 @@
-"""Fuses the cosines and sines of rotary embeddings into one call.
+"""Fuse the cosines and sines of rotary embeddings into one call.
 
 ::
 
@@ -31,7 +31,7 @@ _HALF = Named("half", one_of(_COLUMNS, _PRODUCT))
 
 
 def _are_vectors(m: Match) -> bool:
-    """Are they ``[1, H, 1]`` and ``[1, 1, T]``, or ``[H]`` and ``[1, T, 1]``?"""
+    """Whether they are ``[1, H, 1]`` and ``[1, 1, T]``, or ``[H]`` and ``[1, T, 1]``."""
     sizes, places = (shape_of(m[name]) or () for name in ("frequencies", "positions"))
     is_one_row = places[::2] == ("1", "1")
     if m.get("columns"):
@@ -41,7 +41,7 @@ def _are_vectors(m: Match) -> bool:
 
 
 def _table(angles: Node, name: str) -> tuple[Node, float] | None:
-    """The table and its factor, if one function of the angles is one."""
+    """The table and its factor, if a single node computes this function of the angles."""
     found = [user for user in angles.users if calls(user, name) and user.args == (angles,)]
     if len(found) != 1:
         return None
@@ -56,7 +56,8 @@ def _table(angles: Node, name: str) -> tuple[Node, float] | None:
 
 
 def _are_tables(m: Match) -> bool:
-    """Are cosines and sines scaled and rounded alike, and is nothing on the way to them written?"""
+    """Whether cosines and sines are scaled and rounded in the same way, and no node between is
+    written in place."""
     cos, sin = (_table(m.root, name) for name in ("cos", "sin"))
     if cos is None or sin is None or cos[1] != sin[1] or dtype_of(cos[0]) != dtype_of(sin[0]):
         return False

@@ -1,13 +1,14 @@
-"""Fuses norm and RoPE of latent attention into the calls that store latents and absorb queries.
+"""Fuse norm and RoPE of latent attention into the calls that store latents and absorb queries.
 
-What ``cache_latents`` has left, of neighbours rotated as ``write_as_real`` writes it::
+The input is the result of ``cache_latents``, with adjacent elements rotated as in
+``write_as_real``::
 
     latent [1, T, R] ── RMSNorm ──┐
     rope [1, 1, T, P] ── rotate ──┴► store_latent       becomes norm_rope_store_latent
     query [1, H, T, N + P]: [N, rotated P] ► latent_query    becomes rope_latent_query
 
-A model that rotates in halves keeps its calls. On a CPU bits are unchanged, on a GPU those of eager
-torch; Inductor may contract products and sums of the rotation.
+A model that rotates in halves keeps its calls. On a CPU bits are unchanged. On a GPU they are those
+of eager torch; Inductor may contract multiplications and additions of the rotation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _maybe_cast(source: Pattern) -> Pattern:
 
 
 def _rotated(source: Pattern) -> Pattern:
-    """``source [1, H, T, P]`` with its neighbours rotated, by ``cos`` and ``sin [1, T, P / 2]``."""
+    """``source [1, H, T, P]`` with adjacent elements rotated, by ``cos`` and ``sin [1, T, P /
+    2]``."""
     wide = _maybe_cast(Named("turned", source))
     pairs = shared("reshape", "view", args=(wide, Rest()), name="pairs")
     a = shared("getitem", args=(pairs, (Ellipsis, 0)), name="a")
@@ -119,5 +121,5 @@ _ABSORB = Rule(
 
 
 def fuse_rope_latent(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of calls."""
+    """Rewrite; returns the number of calls."""
     return _STORE(gm, context) + _ABSORB(gm, context)

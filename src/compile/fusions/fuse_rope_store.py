@@ -1,4 +1,4 @@
-"""Fuses norm, RoPE and KV store, from the q, k, v projections to the cache, into one call.
+"""Fuse norm, RoPE and KV store, from the q, k, v projections to the cache, into one call.
 
 ::
 
@@ -65,7 +65,8 @@ def _rotated(source: Pattern, p: str) -> Pattern:
 
 
 def _is_rotation(p: str) -> Guard:
-    """The halves are halves, and cos and sin ``[1, T, width of table]`` are one for all heads."""
+    """Whether the halves are halves, and cos and sin ``[1, T, width of table]`` are the same for
+    all heads."""
 
     def holds(m: Match) -> bool:
         x, cos, sin = m[p + "turned"], m["cos"], m["sin"]
@@ -101,7 +102,7 @@ def _is_beginning(p: str) -> Guard:
 
 def _heads(p: str) -> Pattern:
     """An operand of attention ``[T, H, D]`` from its projection ``source`` on: ``[1, T, H, D]`` if
-    it is a transpose's, else ``[1, H, T, D]``. All of D or its beginning is rotated."""
+    it is transposed, else ``[1, H, T, D]``. All of D or its first elements are rotated."""
 
     def of_tokens(inner: Pattern) -> Pattern:
         name = p + "transposed"
@@ -120,7 +121,8 @@ def _heads(p: str) -> Pattern:
 
 
 def _is_one_call(m: Match) -> bool:
-    """Can one call serve queries and keys, at the store, before the first attention over it?"""
+    """Whether one call can serve queries and keys, at the store, before the first attention over
+    it."""
     store, attention = m.root, m["attention"]
     readers = [node for node in m["k_cache"].users if calls_op(node, "paged_attention")]
     own = [node for node in readers if node.args[1:3] == attention.args[1:3]]
@@ -180,8 +182,8 @@ fuse_rope_store = Rule(
 
 
 def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
-    """Fuses ``norm_rope_store`` and the attention after it, where the backend has such a call;
-    returns the number of attentions joined. Results and caches are unchanged, as it promises."""
+    """Fuse ``norm_rope_store`` and the attention after it, if the backend has such a call; returns
+    the number of attention calls fused. The backend guarantees unchanged results and caches."""
     function = None if context.attention is None else context.attention.fused_rope_attention
     if function is None:
         return 0
@@ -189,9 +191,9 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
     rope = call(fused.norm_rope_store, args=(Value("inputs"), *caches, Value("slots")), name="rope")
 
     def is_free(m: Match) -> bool:
-        """What the store writes is read by this attention first: it is written later now."""
+        """The written values are first read by this attention: they are now written later."""
         params: Any = m.root.args[7:]
-        if AttentionParams(*params).indices is not None:  # another kernel's
+        if AttentionParams(*params).indices is not None:  # served by another kernel
             return False
         users = (*m["k_cache"].users, *m["v_cache"].users)
         return not any(m["rope"] < user < m.root for user in users)

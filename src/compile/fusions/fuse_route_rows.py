@@ -1,4 +1,4 @@
-"""Fuses a router, the sort by the experts it chose and the copy of the tokens' rows to them into a
+"""Fuse a router, the sort by the selected experts and the copy of the tokens' rows to them into a
 call that is one launch for few tokens.
 
 ::
@@ -7,8 +7,8 @@ call that is one launch for few tokens.
                    └─► ids ─► sort_by_expert(·) ─┬─► offs
                                                  └─► inverse ─► spread_rows(tokens, ·)
 
-It comes after ``combine_experts``, which makes the last of the three. Results are unchanged, as
-:func:`.route_rows.route_rows` promises.
+Runs after ``combine_experts``, which creates the last of the three. :func:`.route_rows.route_rows`
+guarantees unchanged results.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _TO_EXPERTS = call(operator.getitem, args=(_SORT, _INVERSE), name="inverse", is_
 
 
 def _parts(node: Node) -> dict[Any, Node]:
-    """The results of ``node`` that are read, by number; none if one is taken twice."""
+    """The results of ``node`` that are read, by number; none if one is read twice."""
     parts = {user.args[1]: user for user in node.users if calls(user, "getitem")}
     return parts if len(parts) == len(node.users) else {}
 
 
 def _is_chain(m: Match) -> bool:
-    """Are all other readers of router and sort readers of results that the fused call returns?"""
+    """Whether all other readers of router and sort read results that the fused call returns."""
     logits, rows, tokens = tensor_of(m["logits"]), tensor_of(m["tokens"]), m["tokens"]
     if logits is None or rows is None or (logits.dim(), rows.dim()) != (2, 2):
         return False
@@ -59,8 +59,8 @@ def _is_chain(m: Match) -> bool:
 
 
 def _is_early_view(tokens: Node, router: Node) -> bool:
-    """Whether ``tokens`` is a view of what is there before the router, as that which DeepSeek-V2
-    takes of the rows anew for its experts."""
+    """Whether ``tokens`` is a view of a value that exists before the router, such as the second
+    view of the rows that DeepSeek-V2 takes for its experts."""
     return calls(tokens, *_VIEWS) and all(node < router for node in tokens.all_input_nodes)
 
 

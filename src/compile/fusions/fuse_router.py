@@ -1,13 +1,13 @@
-"""Fuses the router of a mixture of experts into one call, and the matmul of logits into another.
+"""Fuse the router of a mixture of experts into one call, and the matmul of its logits into another.
 
-Routers are of two kinds::
+There are two kinds of routers::
 
     softmax(logits) -> topk -> a division by the sum, if any     (Qwen3-MoE, Mixtral, DeepSeek-V2)
     topk(logits) -> softmax                                      (Granite, GPT-OSS)
 
-with what follows of a factor of 1 and a conversion. Other routers (sigmoid, groups of experts, a
-bias for the choice) stay as they are. ``fuse_wide_linear`` comes after ``fuse_router``, to which
-logits are any node.
+followed by a factor of 1 and a conversion, if any. Other routers (sigmoid, groups of experts, a
+selection bias) stay as they are. ``fuse_wide_linear`` runs after ``fuse_router``, for which logits
+may be any node.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse_router(gm: GraphModule, _context: PassContext) -> int:
-    """Rewrites, and returns the number of routers replaced. Weights are those of torch up to the
-    order of additions; of equal ones the lowest id comes first, which torch leaves open.
+    """Rewrite; returns the number of routers replaced. Weights equal those of torch up to the order
+    of additions. Of equal weights the lowest id comes first, which torch leaves open.
 
-    No rule: some routers divide the chosen weights in place.
+    Not a rule: some routers divide the selected weights in place.
     """
     graph, count = gm.graph, 0
     written = written_nodes(graph)
@@ -66,7 +66,7 @@ def fuse_router(gm: GraphModule, _context: PassContext) -> int:
 
 
 def _top_k(node: Node) -> int | None:
-    """How many ``node`` takes of the largest in the last dimension, sorted or not."""
+    """The number of largest elements in the last dimension that ``node`` selects, sorted or not."""
     if not calls(node, "topk") or not isinstance(node.args[0] if node.args else None, Node):
         return None
     given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True}
@@ -89,8 +89,8 @@ def _is_last(dim: object, source: object) -> bool:
 
 
 def _softmax_source(node: object, written: set[Node]) -> Node | None:
-    """The logits whose float32 softmax over the last dimension ``node`` is, if nothing else reads
-    that: what did would see probabilities other than the weights by a rounding."""
+    """The logits whose float32 softmax over the last dimension ``node`` is, if no other node reads
+    it: the probabilities would differ from the weights by a rounding."""
     if not calls(node, "softmax") or len(node.users) != 1 or dtype_of(node) != torch.float32:
         return None
     source = _softmax_operand(node)
@@ -98,7 +98,7 @@ def _softmax_source(node: object, written: set[Node]) -> Node | None:
 
 
 def _softmax_of_chosen(node: Node, written: set[Node]) -> Node | None:
-    """The softmax over the values that top-k ``node`` has chosen, if it alone reads them."""
+    """The softmax over the values that top-k ``node`` has selected, if only it reads them."""
     values = [user for user in node.users if user.args[1] == 0]
     softmax = only_user(values[0]) if len(values) == 1 else None
     if not calls(softmax, "softmax") or _softmax_operand(softmax) is not values[0]:
@@ -109,7 +109,7 @@ def _softmax_of_chosen(node: Node, written: set[Node]) -> Node | None:
 
 
 def _softmax_operand(node: Node) -> Node | None:
-    """What ``node``, a softmax, is over the last dimension of."""
+    """The operand of ``node``, a softmax over the last dimension."""
     given: dict[str, Any] = {"dim": None, "dtype": None}
     given |= dict(zip(_positional(node), node.args, strict=False)) | node.kwargs
     source, dim, dtype = given.pop("input", None), given.pop("dim"), given.pop("dtype")
@@ -120,13 +120,14 @@ def _softmax_operand(node: Node) -> Node | None:
 
 
 def _wide_source(source: object) -> Node | None:
-    """The logits of which ``source`` is all there is to see: it, or what it is the float32 of."""
+    """The logits that are only visible as ``source``: itself, or the value that it converts to
+    float32."""
     logits = cast_source(source) or source
     wide = dtype_of(source)
     if not isinstance(logits, Node) or dtype_of(logits) not in _DTYPES or wide not in _DTYPES:
         return None
     if logits is not source and wide != torch.float32:
-        return None  # rounded before
+        return None  # was rounded before
     return logits
 
 
@@ -137,7 +138,8 @@ def _positional(node: Node) -> tuple[str, ...]:
 
 
 def _replace(graph: Graph, node: Node, logits: Node, top_k: int, softmax: Node | None) -> None:
-    """The call for top-k ``node``, and for the ``softmax`` over what that has chosen, if any."""
+    """The call that replaces top-k ``node``, and the ``softmax`` over the selected values, if
+    any."""
     source = node.args[0]
     parts: dict[Any, list[Node]] = {0: [], 1: []}
     for user in node.users:
@@ -154,7 +156,7 @@ def _replace(graph: Graph, node: Node, logits: Node, top_k: int, softmax: Node |
         if calls(scaled, "mul") and scaled.args == (last, 1.0) and not scaled.kwargs:
             chain, last = (*chain, scaled), scaled
         converted = only_user(last)
-        # What is rounded already would be rounded twice.
+        # A value that is already rounded would be rounded twice.
         is_cast = cast_source(converted) is last and dtype_of(last) == torch.float32
         if converted is not None and is_cast and dtype_of(converted) in _DTYPES:
             chain, last = (*chain, converted), converted
@@ -175,7 +177,7 @@ def _replace(graph: Graph, node: Node, logits: Node, top_k: int, softmax: Node |
 
 
 def _division(values: Node) -> tuple[Node, Node] | None:
-    """(sum, quotient) if all that reads ``values`` is their division by their sum."""
+    """(sum, quotient) if the only reader of ``values`` is their division by their sum."""
     for total in values.users:
         if not calls(total, "sum") or total.args[:1] != (values,):
             continue
@@ -194,9 +196,9 @@ def _division(values: Node) -> tuple[Node, Node] | None:
 
 
 # linear(rows.to(float32), weight.to(float32)), as transformers computes a router's logits in
-# DeepSeek, GLM-4-MoE, Kimi Linear and others: on a GPU a conversion of the rows, one of the weight
-# in every step, and a matmul without the matrix unit. Results are float32 matmuls' up to the order
-# of additions.
+# DeepSeek, GLM-4-MoE, Kimi Linear and others. On a GPU this is a conversion of the rows, a
+# conversion of the weight in every step, and a matmul without the matrix unit. Results equal those
+# of float32 matmuls up to the order of additions.
 _ROWS = Cast(Value("rows"), "wide_rows", is_shared=True)
 _WEIGHT = Cast(Value("weight"), "wide_weight", is_shared=True)
 

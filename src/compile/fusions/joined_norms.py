@@ -1,9 +1,9 @@
-"""Norms joined with what computes their input or reads their result.
+"""Norms fused with the operation that computes their input or reads their result.
 
-``fuse_norm_linear`` joins a norm and the one matmul that reads it; ``fuse_all_reduce_norm`` an
-all-reduce, the residual and the norm of their sum, and ``fuse_row_parallel`` the matmul before
-those; ``fuse_combine_norm`` the sum over a token's experts and the norm after it. Bits are
-unchanged, as the joined calls promise.
+``fuse_norm_linear`` fuses a norm and the one matmul that reads it. ``fuse_all_reduce_norm`` fuses
+an all-reduce, the residual and the norm of their sum, and ``fuse_row_parallel`` also the matmul
+before them. ``fuse_combine_norm`` fuses the sum over a token's experts and the norm after it. The
+fused calls guarantee unchanged bits.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ _VIEWS = ("view", "reshape")
 
 _ADD_NORM = call(fused.add_rms_norm, args=(Rest("norm_args"),), name="norm", is_shared=True)
 NORM_OF_SUM = call(operator.getitem, args=(_ADD_NORM, 0))
-"""The first result of an ``add_rms_norm``, which one call alone reads."""
+"""The first result of an ``add_rms_norm`` that only one call reads."""
 
 
 def join_norm_of_sum(m: Match, function: Callable[..., Any], *more: Any) -> dict[Node, Node]:
-    """One call in place of the root and the ``add_rms_norm`` that it alone reads.
+    """One call that replaces the root and the ``add_rms_norm`` that only the root reads.
 
-    The call stands where the sum is: others may read the sum before the root. Weights are inputs.
+    The call is inserted at the sum, because other nodes may read the sum before the root. Weights
+    are inputs.
     """
     joined = m.call(function, *m["norm_args"], *more)
     return {m.root: m.call(operator.getitem, joined, 0), m["norm"]: joined}
@@ -57,7 +58,7 @@ _HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_m
 
 def _has_joined_norm(m: Match) -> bool:
     norm_weight, weight = map(m.context.constant, (m["norm_args"][2], m["weight"]))
-    # Both weights are read early, so nothing of a step may compute them.
+    # Both weights are read early, so no operation of a step may compute them.
     if norm_weight is None or weight is None:
         return False
     return gpu_linear.has_joined_norm(weight, _HAS_GATE[m.root.target])
@@ -74,7 +75,7 @@ fuse_norm_linear = Rule(
 
 
 def fuse_all_reduce_norm(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of norms joined. Run it after ``bind_collectives``.
+    """Rewrite; returns the number of norms fused. Run it after ``bind_collectives``.
 
     The second form is that of models with norms after their layers::
 
@@ -82,7 +83,7 @@ def fuse_all_reduce_norm(gm: GraphModule, context: PassContext) -> int:
                                                            └─► the sum, for the next residual
         all_reduce(partial) ─► rms_norm(·) ──────────────────► normed
 
-    Shapes alone decide, so that all ranks have the same collectives in the same order.
+    Only shapes decide, so that all ranks have the same collectives in the same order.
     """
     communicator = context.communicator
     if communicator is None:
@@ -99,7 +100,7 @@ def fuse_all_reduce_norm(gm: GraphModule, context: PassContext) -> int:
 
     total = call(communicator.all_reduce, args=values("partial"), name="sum")
     view = call(*_VIEWS, args=(total, Rest()), name="view")
-    # Other leading dimensions, as experts have them.
+    # Other leading dimensions, as for experts.
     of_rows = Where(
         view,
         lambda m: (
@@ -120,13 +121,13 @@ def fuse_all_reduce_norm(gm: GraphModule, context: PassContext) -> int:
         ),
         lambda m: m["residual"] is not m["x"],
     )
-    # The weight is read early, so nothing of a step may compute it.
+    # The weight is read early, so no operation of a step may compute it.
     pattern = one_of(added, call(fused.rms_norm, args=(x, *norm)))
     return Rule(pattern, replacement, guards=(is_constant("weight"),))(gm, context)
 
 
 def fuse_row_parallel(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of matmuls joined: of a few rows, ``linear`` then pushes its
+    """Rewrite; returns the number of matmuls fused. With few rows, ``linear`` then pushes its
     results to the other ranks itself. Run it after ``fuse_all_reduce_norm``::
 
         linear(x, weight) ─► all_reduce_norm(·, residual, ·)
@@ -165,7 +166,7 @@ _GATED = Where(product(_SIGMOID, Value("shared_rows"), "shared"), _has_factor_pe
 
 
 def _adds_shared(m: Match) -> bool:
-    """Nothing is broadcast, and nothing converted."""
+    """Whether nothing is broadcast or converted."""
     total = m["total"]
     if last_size(total) != last_size(m["combined"]):
         return False

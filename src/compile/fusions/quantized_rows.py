@@ -1,6 +1,6 @@
-"""Fuses the call that makes the rows of an FP8 matmul with the rounding of those rows.
+"""Fuse the call that computes the rows of an FP8 matmul with the quantisation of those rows.
 
-The rules come after ``lower_gpu``, which makes the matmuls. Results are unchanged bit for bit.
+The rules run after ``lower_gpu``, which creates the matmuls. Results are unchanged bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..fx.rules import Chain, Match, Rest, Rule, Value, call, values
 from ..lowering.lower_gpu import only_gate
 from .joined_norms import NORM_OF_SUM, join_norm_of_sum
 
-# By the call that makes the rows and the matmul that reads them.
+# By the call that computes the rows and the matmul that reads them.
 _JOINED: dict[tuple[Any, Any], Callable[..., Any]] = {
     (fused.rms_norm, dispatch_fp8.linear): dispatch_fp8.norm_linear,
     (fused.rms_norm, dispatch_fp8.mlp): dispatch_fp8.norm_linear,
@@ -68,13 +68,13 @@ _OF_SUM = Rule(
 
 
 def fuse_quantize(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of matmuls joined::
+    """Rewrite; returns the number of matmuls fused::
 
         linear(x, gate_up) ──► halves ──► act_mul "silu" ──► linear(·, weight), an mlp(x, ...)
         rms_norm or add_rms_norm ──► linear(·, weight) or mlp(·, ...)
         act_mul ──► linear(·, weight)
 
-    ``mlp`` may leave the activation to the first matmul's store.
+    ``mlp`` may apply the activation in the epilogue of the first matmul.
     """
     return sum(rule(gm, context) for rule in (_MLP, _OF_ROWS, _OF_SUM))
 
@@ -84,13 +84,13 @@ _RESHAPES = ("unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous")
 
 
 def fuse_attention_quantize(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of attentions that quantise; 0 if what the context chose has
+    """Rewrite; returns the number of attention calls that quantise; 0 if the selected backend has
     no such call::
 
         attention [T, Hq, Dv] ──► reshape [1, T, Hq * Dv] ──► dispatch_fp8.linear(·, weight)
 
-    Where a head has a multiple of 128 values, each group of channels that share a scale is of one
-    head, so the kernels of attention can round what they store.
+    If head sizes are multiples of 128, each group of channels that share a scale belongs to one
+    head, so attention kernels can quantise what they store.
     """
     attention = context.attention
     if attention is None or not attention.quantizing:
@@ -113,7 +113,7 @@ def fuse_attention_quantize(gm: GraphModule, context: PassContext) -> int:
 
 def _has_groups_of_a_head(m: Match) -> bool:
     """Whether the rows of the matmul are the tokens of attention, and each 128 channels of a row
-    are of one head."""
+    belong to one head."""
     outputs, results = shape_of(m["attention"]), shape_of(m.root)
     rows = example(m.root.args[0])  # type: ignore[arg-type]
     if outputs is None or results is None or not isinstance(rows, Tensor) or len(results) < 2:

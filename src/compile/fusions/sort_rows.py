@@ -1,10 +1,10 @@
-"""Gives the attention calls of a graph the order in which to take up the rows of a step.
+"""Pass the order in which to process the rows of a step to the attention calls of a graph.
 
 ::
 
     context_lens ──► longest_first ──► attention(..., order), every call of the graph
 
-It comes after all passes that make or join attention calls, where the backend has such an order.
+Runs after all passes that create or fuse attention calls, if the backend has such an order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..fx.pass_context import PassContext
 
 
 def sort_rows(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of calls that have an order now. Results are unchanged."""
+    """Rewrite; returns the number of calls that now have an order. Results are unchanged."""
     attention = context.attention
     if attention is None or attention.longest_first is None:
         return 0
@@ -40,7 +40,7 @@ def sort_rows(gm: GraphModule, context: PassContext) -> int:
 
 
 def _contexts_of(call: Node) -> Node:
-    """``context_lens`` of an attention call."""
+    """The argument ``context_lens`` of an attention call."""
     (kv,) = (argument for argument in call.args if isinstance(argument, PagedKV))
     lengths: Any = kv.context_lens
     return lengths

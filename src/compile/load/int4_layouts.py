@@ -142,4 +142,4 @@ PACKED = Int4Layout(
     "weight_g_idx",
     is_input_first=False,
 )
-"""Of compressed-tensors."""
+"""The layout of compressed-tensors."""

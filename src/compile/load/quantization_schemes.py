@@ -32,7 +32,7 @@ from .checkpoint import Checkpoint, check_float, form_of
 from .int4_layouts import AWQ, GPTQ, GPTQ_V2, PACKED
 
 Parts = Mapping[str, Tensor]
-"""The tensors of a layer, by the end of their names."""
+"""The tensors of a layer, by the suffix of their names."""
 
 
 @dataclass(frozen=True, slots=True)

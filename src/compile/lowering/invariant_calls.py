@@ -1,9 +1,9 @@
-"""Batch-invariant calls on a CPU, in place of matmuls and of activations whose bits depend on where
-an element lies.
+"""Batch-invariant calls on a CPU. They replace matmuls, and activations whose bits depend on the
+place of an element.
 
-``linear`` and experts become calls of :mod:`.matmul.cpu.invariant`, any other product with a
-constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of
-:mod:`.matmul.cpu.products`; weights are packed once, as far as the context has room for them.
+``linear`` and experts become calls of :mod:`.matmul.cpu.invariant`. Any other matmul with a
+constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) becomes a call of
+:mod:`.matmul.cpu.products`. Weights are packed once, as far as the context has memory for them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class InvariantCalls:
-    """Calls with the same bits for a row in any batch. A recipe is chosen once for all weights of
-    one shape, and kept."""
+    """Calls that compute the same bits for a row in any batch. One recipe is chosen for all weights
+    of a shape."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self._graph = graph
@@ -54,7 +54,7 @@ class InvariantCalls:
         self._recipes = Recipes(context.matmul_plan_dir, context.threads)
 
     def __call__(self, node: Node) -> _Call | None:
-        """The call in place of ``node``; None where it stays."""
+        """The call that replaces ``node``; None if it stays."""
         if is_linear(node):
             return self._linear(*linear_operands(node))
         grouped = grouped_operands(node)
@@ -70,16 +70,16 @@ class InvariantCalls:
             value: Any = example(latent)  # type: ignore[arg-type]
             heads = self.head_recipe(value)
             return node.target, (rows, latent, heads), {}  # type: ignore[return-value]
-        # What is the same in each step needs no such care.
+        # A value that is the same in each step needs no replacement.
         return None if node in self._constants else _activation(node)
 
     def attention_recipe(
         self, query: object, keys: object, values: object, v_dim: int
     ) -> AttentionRecipe:
-        """For the heads of a call of attention.
+        """The recipe for the heads of an attention call.
 
         Args:
-            keys, values: the caches; None where values lie within keys.
+            keys, values: the caches; None if values are part of the keys.
             v_dim: elements of such a value.
         """
         q, k, v = tensor_of(query), tensor_of(keys), tensor_of(values)
@@ -92,14 +92,15 @@ class InvariantCalls:
         return self._recipes.find(AttentionRecipe(), f"attention {sizes}", choose)
 
     def head_recipe(self, weight: Tensor) -> HeadMatmulRecipe:
-        """For weights ``[H, I, O]`` of this shape and layout."""
+        """The recipe for weights ``[H, I, O]`` of this shape and layout."""
         num_heads, num_inputs, num_outputs = map(int, weight.shape)
         sizes = num_heads, num_inputs, num_outputs, weight.dtype, weight.stride(1) == 1
         choose = partial(head_matmul.choose_recipe, *sizes, self._context.threads)
         return self._recipes.find(HeadMatmulRecipe(1), f"heads {sizes}", choose)
 
     def erase_unused(self) -> None:
-        """Erase views and copies of weights that nothing reads, as their packed copies are read."""
+        """Erase views and copies of weights that no node reads any more, because their packed
+        copies are read."""
         erase_unused(self._graph, [n for n in self._constants if n.op != "placeholder"])
 
     def _linear(self, x: Node, matrix: Node, bias: Node | None) -> _Call:
@@ -125,14 +126,14 @@ class InvariantCalls:
             given = self._packed_weights(
                 weight, lambda whole: [m.contiguous() for m in products.matrices_of(whole, form)]
             )
-        # The result is contiguous, which torch's may not be.
+        # The result is contiguous, while torch's may not be.
         for user in node.users:
             if user.op == "call_method" and user.target == "view":
                 user.target = "reshape"
         return products.product, (x, given, addend, recipe, form, sizes), {}
 
     def _value(self, weight: Node) -> Tensor | None:
-        """Of what is the same in each step."""
+        """The value of a node that is the same in each step."""
         return value_of(weight, self._context.constants) if weight in self._constants else None
 
     def _has_room(self, weight: Node, value: Tensor) -> bool:
@@ -169,11 +170,11 @@ class InvariantCalls:
         return self._packed[weight]
 
     def _recipe(self, matrix: Tensor, *, may_pack: bool = False) -> MatmulRecipe:
-        """For weights ``[N, K]`` of this shape and layout."""
+        """The recipe for weights ``[N, K]`` of this shape and layout."""
         num_outputs, num_inputs = map(int, matrix.shape)
         layouts = [matrix.stride(1) == 1]
         if may_pack:
-            layouts.insert(0, True)  # what is packed is a copy
+            layouts.insert(0, True)  # a packed weight is a copy
         for is_contiguous in layouts:
             recipe = self._recipes.choose(
                 num_outputs,
@@ -189,7 +190,7 @@ class InvariantCalls:
 
 def _activation(node: Node) -> _Call | None:
     name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-    # In float32 rsqrt has the same bits everywhere, and its input is one element per row.
+    # In float32 rsqrt has the same bits everywhere, and its input has one element per row.
     is_float32 = getattr(example(node), "dtype", None) == torch.float32
     is_in_place = bool(node.kwargs.get("inplace"))
     is_even = name == "rsqrt" and is_float32

@@ -1,16 +1,16 @@
-"""Lowers a graph to our CPU kernels, and computes once per step what its layers share.
+"""Lower a graph to CPU kernels, and compute once per step what its layers share.
 
-- ``paged_attention`` becomes an ``attend`` on a layout that is built once per step for each window,
-  (chunk, slopes), not once per layer;
-- ``index_topk`` becomes a call on such a layout, in any context an invariant one, and so does
-  attention over what it chose;
-- ``kv_store`` is called without going through the dispatcher;
-- matmuls, and the activations whose bits depend on where an element lies, become batch-invariant
-  calls if the context is transparent (:mod:`.invariant_calls`); if not, ``linear`` with a float32
-  constant weight becomes :func:`~.few_rows.linear_few_rows`;
-- matmuls whose weights are to be kept quantised become calls of :mod:`.cpu_quantized`
-  (:mod:`.quantize_linear`), in both cases;
-- in a native context, which has such weights, attention and what the fusing passes made become
+- ``paged_attention`` becomes an ``attend`` on a layout. A layout is built once per step for each
+  (window, chunk, slopes), not once per layer.
+- ``index_topk`` becomes a call on such a layout, a batch-invariant one in any context, and so does
+  attention over the selected positions.
+- ``kv_store`` is called directly, without the dispatcher.
+- Matmuls, and activations whose bits depend on the place of an element, become batch-invariant
+  calls if the context is transparent (:mod:`.invariant_calls`). If not, ``linear`` with a float32
+  constant weight becomes :func:`~.few_rows.linear_few_rows`.
+- In both cases, matmuls whose weights stay quantised become calls of :mod:`.matmul.cpu.quantized`
+  (:mod:`.quantize_linear`).
+- In a native context, which has such weights, attention and the results of the fusion passes become
   calls of :mod:`.native.calls`.
 """
 
@@ -39,7 +39,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def lower_cpu(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of calls replaced."""
+    """Rewrite; returns the number of calls replaced."""
     graph, count = gm.graph, 0
     layouts = _Layouts(graph)
     rewritten = InvariantCalls(graph, context) if context.transparent else _FastCalls(context)
@@ -104,7 +104,7 @@ class _Layouts:
     def get(
         self, query: Any, cache: Any, batch: Any, mask: tuple[Any, ...], is_invariant: bool
     ) -> Node:
-        """The node for a batch under (window, chunk, slopes), made at the insertion point."""
+        """The node for a batch under (window, chunk, slopes), created at the insertion point."""
         value = example(query) if isinstance(query, Node) else None
         dtype = None if is_invariant else getattr(value, "dtype", None)
         key = (*batch, *mask, is_invariant, dtype)
@@ -118,8 +118,8 @@ class _Layouts:
 
 
 def _attention_call(node: Node) -> tuple[Any, ...] | None:
-    """(query, keys, values or None, batch, :class:`.AttentionParams`, size of values that lie
-    within keys) of a call of attention."""
+    """(query, keys, values or None, batch, :class:`.AttentionParams`, size of values that are part
+    of the keys) of an attention call."""
     if node.target is mla.attention:
         args: Any = node.args
         query, kv, scale, rank, indices = args
@@ -136,9 +136,9 @@ _NATIVE: dict[object, Callable[..., Any]] = {
     fused.act_mul: native.act_mul,
     fused.norm_rope_store: native.norm_rope_store,
 }
-"""Native functions with the same arguments, by the call that a fusion made."""
+"""Native functions with the same arguments, by the fused call that they replace."""
 _NUM_NATIVE_ARGUMENTS = 11
-"""Of attention without chunks and slopes."""
+"""For attention without chunks and slopes."""
 
 
 def _has_native_call(node: Node) -> bool:
@@ -153,7 +153,7 @@ def _has_native_call(node: Node) -> bool:
 
 
 class _FastCalls:
-    """The quickest matmul, whose order of summation follows the number of rows."""
+    """The fastest matmuls, whose order of summation depends on the number of rows."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context

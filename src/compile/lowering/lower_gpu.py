@@ -1,15 +1,16 @@
-"""Lowers a graph to our GPU kernels, and chooses a kernel or cuBLAS for each matmul.
+"""Lower a graph to GPU kernels, and choose a kernel or cuBLAS for each matmul.
 
-- ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
-  at start-up; an indexer, and attention to what it chose, become Triton kernels of any;
-- ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
-  kernel of its own for few rows; a gated activation after it that nothing else reads joins it;
-- a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
+- ``kv_store`` and ``paged_attention`` become the functions of the attention backend selected at
+  startup. An indexer, and attention over its selection, become Triton kernels with any backend.
+- ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a separate kernel
+  for few rows. A gated activation that is its only reader is fused with it.
+- A matmul of such a weight with columns, from the left (Mamba's steps in time), is replaced in the
+  same way.
 - ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
-  (:mod:`...kernels.families` say where it is served), a gated activation after it included where
-  that has one;
-- a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
-  after it likewise.
+  (:mod:`...kernels.families` lists where it is available), including a gated activation after it if
+  that kernel supports one.
+- A matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, also with the gated
+  activation after it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def lower_gpu(gm: GraphModule, context: PassContext) -> int:
-    """Rewrites, and returns the number of calls replaced."""
+    """Rewrite; returns the number of calls replaced."""
     graph, count = gm.graph, 0
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
@@ -64,7 +65,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     }
     for node, (weight, _) in columns.items():
         matmuls[node] = _constants(weight, None, False, context)
-    old_offs: set[Node] = set()  # of matmuls of experts, by which an earlier one has gone
+    old_offs: set[Node] = set()  # of experts' matmuls that an earlier matmul has used
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -104,8 +105,8 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
 
 
 def _kernels(dtype: torch.dtype, plans: LinearPlans) -> KernelTable:
-    """By format, what multiplies rows of ``dtype`` with a weight that stays quantised; ``plans``
-    are of the matmuls with dequantised weights."""
+    """By format, the kernel that multiplies rows of ``dtype`` with a weight that stays quantised.
+    ``plans`` are those of the matmuls with dequantised weights."""
 
     def fp8(weight: Any) -> Kernel:
         return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight), pack=dispatch_fp8.pack)
@@ -142,7 +143,8 @@ def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
 
 
 def only_gate(node: Node) -> Node | None:
-    """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
+    """The ``act_mul(gate, up, "silu")`` that is the only reader of the two halves of ``node``, or
+    None."""
     halves = only_user(node)
     if not calls(halves, "split", "chunk") or (width := last_size(node)) is None:
         return None
@@ -156,7 +158,8 @@ def only_gate(node: Node) -> Node | None:
 
 
 def _put(node: Node, gated: Node | None, made: tuple[Any, Any, Any]) -> None:
-    """A call in place of ``node``, or of all from it to ``gated``, which nothing else reads."""
+    """A call that replaces ``node``, or everything from it to ``gated``, which no other node
+    reads."""
     with node.graph.inserting_before(node):
         call = node.graph.call_function(*made)
     last = gated or node

@@ -1,8 +1,8 @@
-"""Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` and
-:func:`.lower_gpu.lower_gpu` lower them: on a GPU by a table of kernels by format.
+"""Matmuls whose weights stay quantised, as lowered by :func:`.lower_cpu.lower_cpu` and
+:func:`.lower_gpu.lower_gpu`; on a GPU with a table of kernels by format.
 
-Then the float weights are given back, where there were any: a checkpoint's quantised layers have
-stand-ins from the beginning. Whatever reads such a parameter of the model reads NaN.
+Afterwards the float weights are freed, if there were any: a checkpoint's quantised layers have
+stand-ins from the beginning. Code that reads such a parameter of the model reads NaN.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Kernel(NamedTuple):
     """A kernel that multiplies rows with a quantised weight.
 
     Attributes:
-        function: of the rows, the weight's parts, the bias or None, and ``data``.
-        gated: the same, but ``silu(gate) * up`` of the result's halves; None where there is none.
-        pack: makes the parts of another weight of this shape, in the same form; None if only a
+        function: takes the rows, the weight's parts, the bias or None, and ``data``.
+        gated: the same, but returns ``silu(gate) * up`` of the result's halves; None if
+            unavailable.
+        pack: creates the parts for another weight of this shape, in the same form; None if only a
             start can.
     """
 
@@ -47,11 +48,12 @@ class Kernel(NamedTuple):
 
 
 KernelTable = Mapping[str, Callable[[QuantizedWeight], Kernel]]
-"""Makes the kernel of a quantised weight, by its format."""
+"""Creates the kernel of a quantised weight, by its format."""
 
 
 class _Packed(NamedTuple):
-    """A kernel with placeholders for its parts, and for an order of inputs other than their own."""
+    """A kernel with placeholders for its parts, and for an order of inputs if it is not their
+    own."""
 
     kernel: Kernel
     parts: list[Node]
@@ -59,11 +61,11 @@ class _Packed(NamedTuple):
 
 
 class QuantizedCalls:
-    """Calls in place of linear layers, for the weights in ``context.quantized``.
+    """Calls that replace linear layers, for the weights in ``context.quantized``.
 
-    With torch's operations, if the context is transparent and a trial with the first weight of its
-    shape finds that a row's bits follow the number of rows, a weight stays as it is, or is expanded
-    in every call.
+    With torch's operations, a trial with the first weight of a shape checks whether a row's bits
+    depend on the number of rows. If they do and the context is transparent, a weight stays as it
+    is, or is expanded in every call.
 
     Args:
         kernels: those of a GPU; None for a CPU.
@@ -82,7 +84,7 @@ class QuantizedCalls:
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
     def __call__(self, node: Node, *, has_gate: bool = False) -> _Call | None:
-        """The call in place of ``node``, or of it and the gate after it; None where there is
+        """The call that replaces ``node``, or ``node`` and the gate after it; None if there is
         none."""
         if not self._context.quantized or not is_linear(node):
             return None
@@ -107,7 +109,8 @@ class QuantizedCalls:
         return function, (x, *parts, bias, *data), {}
 
     def _in_order(self, x: Node, order: Node, node: Node) -> Node:
-        """The rows of ``node`` with their elements in this order, for all that reads them so."""
+        """The rows of ``node`` with their elements in this order, for all nodes that read them
+        so."""
         if (x, order) not in self._ordered:
             with node.graph.inserting_before(node):
                 gathered = node.graph.call_function(torch.index_select, (x, -1, order))
@@ -118,13 +121,13 @@ class QuantizedCalls:
         return self._ordered[x, order]
 
     def _query_starts(self, x: object) -> Node | None:
-        """What says how many of the rows are real, if they are the tokens of a step."""
+        """The tensor that gives the number of real rows, if they are the tokens of a step."""
         if self._tokens is None or (shape_of(x) or ())[-2:-1] != self._tokens[:1]:
             return None
         return self._tokens[1]
 
     def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
-        """What to call, with placeholders for what it reads in place of ``matrix``."""
+        """The kernel to call, with placeholders for its operands instead of ``matrix``."""
         held = self._context.quantized[id(weight)]
         order = None
         if held is not None and held.order is not None:
@@ -143,14 +146,14 @@ class QuantizedCalls:
         return _Packed(kernel, nodes, order)
 
     def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
-        """What stands for ``parts`` beside ``matrix``."""
+        """The placeholders of ``parts``, inserted at ``matrix``."""
         nodes = []
         for i, part in enumerate(parts):
             with matrix.graph.inserting_before(matrix):
                 node = matrix.graph.placeholder(f"{kind}_{i}_{matrix.name}")
             recorded = example(matrix)
             assert isinstance(recorded, Tensor)  # it stands for a weight
-            # Of FBGEMM's objects there is no record but the weight's.
+            # For FBGEMM's objects the only record is that of the weight.
             node.meta["example_value"] = (
                 fake_of(part, recorded) if isinstance(part, Tensor) else recorded
             )
@@ -160,7 +163,7 @@ class QuantizedCalls:
 
     def _kernel(self, weight: Tensor, held: QuantizedWeight | None, format: str) -> Kernel | None:
         if self._kernels is not None:
-            assert held is not None  # all other formats are refused at the door
+            assert held is not None  # all other formats were refused earlier
             return self._kernels[format](held)
         kernel: Kernel | None = None
         if self._context.is_native and isinstance(held, Int4Weight | Int8Weight):
@@ -178,7 +181,8 @@ class QuantizedCalls:
         return self._expanded(weight.shape, held) if held and is_stand_in(weight) else None
 
     def _is_trusted(self, kernel: Kernel, format: str, shape: torch.Size) -> bool:
-        """Whether a row's bits may follow the number of rows, or do not."""
+        """Whether the kernel may be used: in a transparent context, a row's bits must not depend on
+        the number of rows."""
         context, key = self._context, (format, shape)
         if context.transparent and key not in self._trials:
             self._trials[key] = cpu_quantized.is_row_invariant(
@@ -197,7 +201,7 @@ class QuantizedCalls:
         return Kernel(function, tuple(pack(held)), self._recipes[shape], pack=pack)
 
     def release_weights(self) -> None:
-        """Give back the memory of the weights that are in no call any more.
+        """Free the memory of the weights that no call uses any more.
 
         Raises:
             UnsupportedModelError: something other than a linear layer reads a stand-in.
@@ -210,7 +214,7 @@ class QuantizedCalls:
             if packed is not None and not matrix.users:
                 freed.add(_storage(context.constants.pop(matrix.name)))
                 matrix.graph.erase_node(matrix)
-        # Packed weights are in memory of their library's.
+        # Packed weights are in memory of their library.
         read = {
             name: tensor
             for name, tensor in context.constants.items()
@@ -239,7 +243,7 @@ class QuantizedCalls:
 
 
 def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
-    """A step's token count, as its shapes spell it, and ``query_starts``, whose last entry is the
+    """A step's token count, as its shapes express it, and ``query_starts``, whose last entry is the
     count without padding."""
     for node in graph.nodes:
         if calls_op(node, "paged_attention"):
@@ -249,7 +253,7 @@ def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
 
 
 def _fp8_parts(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """What :func:`.cpu_expanded.linear_fp8` reads."""
+    """The operands of :func:`.cpu_expanded.linear_fp8`."""
     return weight.values, weight.scales * e4m3.DECODED_UNIT
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from .current_step import Scope, current
 
 CACHE_NAMES = "cache", "past_key_values"
-"""What arguments for transformers' cache are called: since 5.24, and before."""
+"""Names of arguments for transformers' cache: since 5.24, and before."""
 
 
 class PackedForward:

@@ -82,8 +82,8 @@ _KNOWN: dict[str, tuple[Callable[[_Arguments], Any], str]] = {
         "use_associative_scan kwargs",
     ),
 }
-"""By the names of functions that models call: what computes the same from the arguments by name,
-for one text of packed tokens, and the names of parameters that such a function has."""
+"""By the names of functions that models call: a function that computes the same from the arguments
+by name, for one text of packed tokens; and the names of parameters that such a function has."""
 
 
 def _compute(

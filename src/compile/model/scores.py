@@ -94,7 +94,8 @@ class Scores:
 
 
 _Kind = Callable[[Node, Scores], Any]
-"""Of a node of this kind, the scores that it is made of, noting the rest; None of any other."""
+"""For a node of this kind, the scores that it is computed from; the rest is recorded. None for any
+other node."""
 
 
 def _walk_up(node: Any, scores: Scores, kinds: Sequence[_Kind]) -> Any:

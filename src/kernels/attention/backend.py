@@ -23,11 +23,11 @@ from .attention_spec import AttentionSpec, reference_only
 from .flash import Library
 
 Attend = Callable[[Tensor, PagedKV, AttentionParams], Tensor]
-"""``pagespec::paged_attention`` of a query, its other arguments bundled."""
+"""``pagespec::paged_attention`` of a query, with the other arguments bundled."""
 Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The signature of ``pagespec::kv_store``, all arguments by position."""
 FusedRopeAttention = Callable[[RopeInputs, Tensor, PagedKV, AttentionParams], Tensor]
-"""Norm, rotation, store to ``slot_mapping``, the second argument, and attention."""
+"""Norm, rotation, store to ``slot_mapping`` (the second argument), and attention."""
 
 REQUESTS = ("auto", "triton", "flash", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -40,7 +40,8 @@ from .online_softmax import (
 
 _HEADROOM = 14
 HEADROOM = tl.constexpr(_HEADROOM)
-"""Logarithm of the largest magnitude that operands are brought to; float16 reaches 2^15.99."""
+"""Base-2 logarithm of the largest magnitude that operands are scaled to; float16 reaches
+2^15.99."""
 # Scales with a smaller exponent no longer bring weights into range: the factor between two scales
 # must be a float32.
 SMALLEST_EXPONENT = tl.constexpr(-50)
@@ -54,7 +55,7 @@ CONVERT = tl.constexpr("""{
         cvt.rn.f16x2.e4m3x2 $0, lower;
         cvt.rn.f16x2.e4m3x2 $1, upper;
         }""")
-"""Assembly: of a word of four e4m3 elements the even ones and the odd ones, as pairs of float16."""
+"""PTX: the even and the odd elements of a word of four e4m3 elements, as pairs of float16."""
 
 
 @triton.constexpr_function

@@ -31,7 +31,7 @@ ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "softplus": F.softplus,
 }
-"""Functions whose vector code and whose code for the end of a range differ, in some dtype."""
+"""Functions whose vector code and code for the end of a range differ, in some dtype."""
 
 
 def elementwise(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

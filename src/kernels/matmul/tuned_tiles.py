@@ -20,7 +20,7 @@ def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
 
 GATED = frozenset({(3072, 1024), (12288, 4096)})
 """Shapes (N, K) that were measured with a gate: 2 N rows of weight, twice the shared memory. The
-others hold for matmuls without one only."""
+other shapes hold only for matmuls without a gate."""
 
 # By (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100. Each matmul was timed
 # among 256 MB of others, so that no weight was in the L2 cache; docs/notes/matmul.md. N is that of

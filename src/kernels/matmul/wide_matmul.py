@@ -25,7 +25,8 @@ from .matmul import Tile, load_tile
 from .tuned_tiles import _tile
 
 PART = 128
-"""Products that the matrix unit adds up by itself: of all tiles, as it is part of the order."""
+"""Summands that the matrix unit sums by itself. The same for all tiles, because it determines the
+order."""
 _ROW_UNIT = 8  # elements of 16 bytes: other rows may have other bits in another tile (tiles.py)
 
 

@@ -23,7 +23,7 @@ from ..fused.rounding import rounded, scaled, sigmoid
 from ..overlap import overlap
 
 MAX_TOP_K = 16
-"""Experts per token of these kernels, whose loops over them are unrolled."""
+"""Most experts per token of these kernels, whose loops over them are unrolled."""
 
 # Elements of a row per program and its warps, by the number of tokens: 16 bytes of bfloat16 per
 # thread, and for few tokens enough programs for all multiprocessors.
@@ -199,7 +199,7 @@ def _tile(num_tokens: int) -> tuple[int, int]:
 
 
 MAX_FEW_TOKENS = 64
-"""Tokens up to which there is one launch."""
+"""Most tokens for which there is one launch."""
 
 
 @triton.jit(

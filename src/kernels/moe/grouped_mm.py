@@ -22,11 +22,11 @@ from ..matmul.matmul import Tile, _fold, _silu_mul, supports_tma
 from ..matmul.tuned_tiles import _swapped, _tile
 
 LATE_TRIGGER_ROWS = 32
-"""Rows up to which a kernel lets the next one start only behind its own wait: those of four tokens
-with eight experts each (:func:`..device.triggers_dependents_late`)."""
+"""Most rows for which a kernel lets the next one start only after its own wait: those of four
+tokens with eight experts each (:func:`..device.triggers_dependents_late`)."""
 AHEAD_ROWS = 2
-"""The weights of the experts of so many rows are the most that is prefetched before the wait: an
-eighth of those of a step of one token and one of padding. More would slow the kernel before
+"""The most weights that are prefetched before the wait: those of the experts of this many rows, an
+eighth of those of a step of one token and one padding token. More would slow the preceding kernel
 (docs/notes/experts.md)."""
 
 

@@ -21,15 +21,15 @@ from ..jit.parallel_build import may_skip_launches
 from ..overlap import overlap
 
 MAX_EXPERTS = 1024
-"""Experts whose probabilities a warp holds in registers, 32 per thread."""
+"""Most experts: a warp holds their probabilities in registers, 32 per thread."""
 MAX_TOP_K = 16
-"""Experts per token; the rounds that find them are unrolled."""
+"""Most experts per token; the rounds that find them are unrolled."""
 
 Normalisation = Literal["all", "renormalised", "chosen"]
-"""What the weights are: the softmax over all experts (Qwen2-MoE, OLMoE), that divided by its sum
-over the chosen ones (Qwen3-MoE, Mixtral), or the softmax over the chosen ones' logits (Granite,
-GPT-OSS). The last two are one number and not one float: probabilities of unequal logits may be
-equal, or zero."""
+"""Definition of the weights: the softmax over all experts (Qwen2-MoE, OLMoE); that softmax divided
+by its sum over the selected experts (Qwen3-MoE, Mixtral); or the softmax over the logits of the
+selected experts (Granite, GPT-OSS). The last two are mathematically equal, but not as floats:
+probabilities of unequal logits may be equal, or zero."""
 
 
 @triton.jit

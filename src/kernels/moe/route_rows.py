@@ -23,8 +23,8 @@ from .route import Normalisation, route, top_experts
 from .sort_by_expert import sort_by_expert
 
 MAX_FEW_ROWS = 128
-"""Rows of experts, both tokens and experts per token padded to powers of two, up to which there is
-one launch: a program compares each of them with each."""
+"""Most rows of experts (both tokens and experts per token padded to powers of two) for which there
+is one launch: a program compares each row with each."""
 _BLOCK = 128  # elements of a row per program
 _EXPERTS = 128  # experts whose ends are counted at once
 _MAX_WARPS = 8

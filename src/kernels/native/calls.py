@@ -18,9 +18,9 @@ from .library import library
 GROUP = 32
 """Inputs of a weight that share a scale."""
 OUTPUT_UNIT = 16
-"""Outputs are packed by so many; the last ones are filled up."""
+"""Outputs are packed in groups of this many; the last group is padded."""
 DIM_UNIT = 16
-"""Heads that attention takes have a multiple of so many elements."""
+"""Head sizes of attention must be a multiple of this."""
 
 Format = Literal["int4", "int4_float32", "int8"]
 _FORMATS: dict[Format, int] = {"int4": 0, "int4_float32": 1, "int8": 2}

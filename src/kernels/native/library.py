@@ -54,7 +54,7 @@ ARGUMENTS = {
         *(_P, *(_L,) * 5, _P, _P, _P, _I),
     ),
 }
-"""Of the functions that :mod:`.calls` has."""
+"""Argument types of the functions that :mod:`.calls` uses."""
 _REPLAY = (_P, _L, _P, _L, _P)
 
 

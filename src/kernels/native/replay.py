@@ -25,7 +25,7 @@ from .calls import TableWidth, attention, recording
 from .library import ARGUMENTS, library
 
 _MOST_TOKENS = 64
-"""Longer steps compute so much that the calls do not matter."""
+"""Longer steps compute so much that the cost of calls does not matter."""
 _MOST_RECORDINGS = 64
 _MOST_ARGUMENTS = 30
 _TABLES_ARGUMENT = 5  # of attention

@@ -89,7 +89,8 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "silu": ("silu", {}),
     "swish": ("silu", {}),
 }
-"""What may follow a short convolution, under the names of Hugging Face's modules; 0 stays 0."""
+"""Functions that may follow a short convolution, by their names in Hugging Face's modules; all map
+0 to 0."""
 
 # Elements of a row's outputs computed at once, so that they stay in the processor's cache.
 _PIECE_ELEMENTS = 1 << 17

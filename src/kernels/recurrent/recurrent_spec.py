@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 CHUNK = 16
-"""Positions of a chunk. Chunks begin where an interval does; its last one may be shorter."""
+"""Positions of a chunk. Chunks begin where an interval begins; its last one may be shorter."""
 
 PREPARED_SIZE = 2 * CHUNK * CHUNK + 4 * CHUNK
-"""Floats that ``chunk_inner_kernel`` computes of a chunk and head: two matrices, four vectors."""
+"""Floats that ``chunk_inner_kernel`` computes per chunk and head: two matrices, four vectors."""
 
 # Elements of a state per program: 64 registers of each thread of four warps.
 _TILE_ELEMENTS = 8192

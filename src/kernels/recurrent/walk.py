@@ -18,8 +18,8 @@ from torch import Tensor
 
 Tokens = slice | Tensor
 Advance = Callable[[Tensor, Tokens], None]
-"""Moves ``states [R, ...]`` on, in place, by tokens that come time after time: R at a time, one for
-each row. They are a slice, or int64 ``[n]``."""
+"""Advances ``states [R, ...]`` in place by tokens in time order: R at a time, one per row. Tokens
+are a slice, or int64 ``[n]``."""
 
 # Largest state, in elements, for which rows are processed together. Delta rule, 16 rows of one
 # token, compared with one row at a time: 4,096 elements (H 4, K and V 32) take an eighth of the

@@ -18,14 +18,15 @@ from .draw_functions import allowed
 
 EDIT_FIELDS = 12
 """int32 fields of an edited row, each an array ``[rows]``: row of the logits, row of the history,
-tokens of the prompt, tokens in all, bits of the float32 repetition, presence and frequency penalty,
-row of the masks (-1: none; below it, -2 - row of the constrained ones), first and end of its bias,
-first and end of its bad words."""
+number of prompt tokens, number of tokens in total, bits of the float32 repetition, presence and
+frequency penalty, row of the masks (-1: none; below it, -2 - row of the constrained ones), first
+and end of its bias, first and end of its bad words."""
 
 _BLOCK = 1024
 _LIST_BLOCK = 128
 _PROMPT = 1 << 30
-"""The bit of a count that is set if the prompt has the token; below it is the output's count."""
+"""The bit of a count that is set if the prompt contains the token; the lower bits are the output's
+count."""
 
 
 class StagedEdits(NamedTuple):

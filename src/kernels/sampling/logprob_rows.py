@@ -20,14 +20,14 @@ from torch import Tensor
 from .sampler import GROUP
 
 MAX_TOP = 20
-"""Most of the likeliest tokens of a row."""
+"""Largest number of most likely tokens per row."""
 ROW_WORDS = 2 + 2 * MAX_TOP
 """int32 words of a row: bits of the token's float32 log-probability, its rank, then the ids of the
-likeliest tokens (-1: there is none), and the bits of theirs."""
+most likely tokens (-1: none), and the bits of their log-probabilities."""
 
 LOGPROB_FIELDS = 3
-"""int32 fields of a requested row, each an array ``[n]``: place, token (-1: the one sampled
-there), how many of the likeliest tokens."""
+"""int32 fields of a requested row, each an array ``[n]``: place, token (-1: the token sampled
+there), number of most likely tokens."""
 
 _NEG_INF = float("-inf")
 

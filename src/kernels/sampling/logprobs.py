@@ -22,7 +22,7 @@ from .sampler import GROUP
 
 _STRETCH = 4096
 _NOWHERE = tl.constexpr(1 << 22)
-"""Number of a group beyond all vocabularies, whose ids are still int32."""
+"""Index of a group beyond all vocabularies, whose ids are still int32."""
 # Fields begin at any word of the staged step, and rows of a chunk follow any number of others.
 _ANYWHERE = ["places", "tokens", "num_top", "rows"]
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from ..collectives.communicator import Communicator
 
 GROUP = 256
-"""Tokens of a group; part of what a seed means. A power of two."""
+"""Tokens per group, a power of two. It determines which tokens a seed gives."""
 
 _NEG_INF = float("-inf")
 _OF_TOKEN, _OF_GROUP = 0, 1
-"""Last words of the counter, which tell the noise of a token from that of a group."""
+"""Last words of the counter, which separate the noise of tokens from that of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ OF_REQUEST = {
     "top_p": torch.float32,
     "min_p": torch.float32,
 }
-"""Sampling parameters that choose a token, and the types in which a sampler has them."""
+"""Sampling parameters that select a token, and their dtypes in a sampler."""
 
 PER_ROW = {**OF_REQUEST, "seeds": torch.int64, "positions": torch.int64}
 _MAX_INT64 = (1 << 63) - 1

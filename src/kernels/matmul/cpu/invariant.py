@@ -88,12 +88,12 @@ class MatmulRecipe(NamedTuple):
 
 
 FALLBACK = MatmulRecipe("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
-"""One shape for all calls: right wherever a row's place in a tile does not matter."""
+"""One shape for all calls: correct if a row's place in a tile does not matter."""
 SERIAL = MatmulRecipe("mkl", MKL_ROW_UNIT, is_serial=True)
-"""Where threads share the outputs with other bits for each number of them."""
+"""For libraries whose threads share the outputs, with other bits for each number of threads."""
 SERIAL_FALLBACK = FALLBACK._replace(is_serial=True)
 FIXED_ORDER = MatmulRecipe("fixed_order", 1)
-"""The order of summation written out."""
+"""An explicit order of summation."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe) -> Tensor:
