@@ -2,16 +2,16 @@
 
     python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64] [--sweep]
 
-Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
-and the norm that stand after it: ours and our norm ("+ norm"), both in one launch ("joined"), that
-with flags and without at any number of rows, and torch's one-shot sum, its addition and
-``F.rms_norm``. The roofline is the bytes that each GPU must
-receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the bandwidth
-from GPU to GPU that this run copies with. The last columns say whether the result is the sum in
-float32 in rank order, at every element, and whether "joined" has the bits of two launches.
+The table compares pagespec's all-reduce with NCCL and with torch's symmetric-memory kernels, on
+bfloat16 rows. Further columns include the residual and the norm after it: pagespec's all-reduce and
+norm ("+ norm"); both in one launch ("joined"); that launch with and without flags at any number of
+rows; and torch's one-shot sum, its addition and ``F.rms_norm``. The roofline is the bytes that each
+GPU must receive, divided by the GPU-to-GPU bandwidth that this run measures. These bytes are (N -
+1) / N of the sum twice, or (N - 1) parts once, whichever is less. The last columns state whether
+every element is the float32 sum in rank order, and whether "joined" has the bits of two launches.
 
-``--sweep`` times ours cut into programs in other ways instead (``LaunchShape``). A norm by another
-number of warps has other bits.
+``--sweep`` instead times other divisions of pagespec's calls into programs (``LaunchShape``). A
+norm with another number of warps has other bits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Paged attention alone on a GPU: TFLOP/s of prefill, GB/s of KV of decode, in one table.
+"""Paged attention alone on a GPU: TFLOP/s of prefill and GB/s of KV in decode, in one table.
 
     python -m benchmarks.attention [--rows 1 64] [--contexts 1024 8192] [--block-size 16]
 
-Prefill of one prompt counts the products of visible (query, key) pairs, beside the matrix rate of
-the card, torch's SDPA (its FlashAttention and cuDNN; without pages: a layer's keys and values lie
-side by side) and flash-attn-4 where it is installed. Decode counts every byte of K and V once,
-beside the plain read of the card (:mod:`benchmarks.card`). Blocks of a row lie scattered. Each CUDA
-graph holds several calls, which share lengths and block tables as the layers of a model do, over
-caches that together are larger than the L2 cache; figures are medians of replays. Caches that do
-not fit the free memory are left out. "fp8" is the same over caches of e4m3 values.
+Prefill of one prompt counts the FLOPs of visible (query, key) pairs. Its columns compare with the
+GPU's matmul rate, with torch's SDPA (its FlashAttention and cuDNN; without pages, a layer's keys
+and values are contiguous), and with flash-attn-4 if it is installed. Decode counts every byte of K
+and V once, compared with the GPU's plain read (:mod:`benchmarks.card`). The blocks of a row are
+scattered. Each CUDA graph has several calls, which share lengths and block tables as the layers of
+a model do, over caches that together exceed the L2 cache. Figures are medians of replays. Caches
+that do not fit the free memory are skipped. "fp8" is the same over caches of e4m3 values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from pagespec.kernels.attention.backend import AttentionBackend, select_backend
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 
-_POOL_BYTES = 400 << 20  # several times the L2 of any card
-_LONG_CALL = 1 << 15  # positions of a prompt from which a call takes so long that few are timed
+_POOL_BYTES = 400 << 20  # several times the L2 cache of any GPU
+_LONG_CALL = 1 << 15  # prompts from this length on take so long that only few calls are timed
 PREFILL_CONTEXTS = (2048, 8192, 32_768, 131_072)
 DECODE_ROWS = (1, 8, 64, 256, 512)
 DECODE_CONTEXTS = (1024, 8192, 32_768, 131_072)
@@ -49,14 +49,13 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of random lengths around ``context``; one new token each, or all of them.
+    """Rows of random lengths around ``context``: each with one new token, or with all tokens new.
 
     Attributes:
         spread: lengths are uniform in ``context * (1 - spread)`` to ``context * (1 + spread)``.
-        is_fp8: whether the caches hold planes of e4m3 values.
+        is_fp8: whether the caches contain planes of e4m3 values.
 
-    Its other attributes are those of an attention call of a model, as
-    :class:`pagespec.kernels.attention.attention_spec.AttentionSpec` has them.
+    For its other attributes see :class:`pagespec.kernels.attention.attention_spec.AttentionSpec`.
     """
 
     name: str
@@ -89,14 +88,15 @@ class Case:
         return [round(self.context * f) for f in factors.tolist()]
 
     def kv_bytes(self) -> int:
-        """Scales among them."""
+        """Bytes of K and V, including scales."""
         size = self.head_dim * DTYPE.itemsize
         if self.is_fp8:
             size = self.head_dim + e4m3.SCALE_BYTES
         return sum(self.lengths()) * self.num_kv_heads * 2 * size
 
     def flops(self) -> int:
-        """Of a causal prefill: two products of ``2 * head_dim`` operations a visible pair."""
+        """FLOPs of a causal prefill: two matmuls with ``2 * head_dim`` operations per visible
+        pair."""
         pairs = 0
         for n in self.lengths():
             hidden = max(0, n - self.window) if self.window else 0
@@ -110,14 +110,14 @@ def inputs(
     """Arguments of ``paged_attention`` for each layer of a step.
 
     Args:
-        num_layers: None for as many as make the caches larger than the L2 cache, two at least.
+        num_layers: None for as many as exceed the L2 cache, at least two.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = case.lengths()
     needed = [math.ceil(n / block_size) for n in lengths]
     num_blocks = sum(needed)
     order = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
-    # Room for contexts twice as long, as an engine's tables have.
+    # Space for contexts twice as long, as in an engine's tables.
     tables = torch.full((len(lengths), 2 * max(needed)), num_blocks, dtype=torch.int32)
     for row, blocks in enumerate(order.split(needed)):
         tables[row, : len(blocks)] = blocks
@@ -154,8 +154,8 @@ def inputs(
 
 
 def small_form(case: Case, block_size: int) -> tuple:
-    """Arguments of a call that needs the kernels of ``case``, whose caches are small: the forms of
-    kernels follow rows and the width of the table, not contexts."""
+    """Arguments of a call that needs the kernels of ``case`` but has small caches: kernel variants
+    depend on rows and on the width of the table, not on contexts."""
     if case.is_prefill:
         return inputs(replace(case, context=64), block_size, num_layers=1)[0]
     small = replace(case, context=16, spread=0.0)
@@ -166,7 +166,7 @@ def small_form(case: Case, block_size: int) -> tuple:
 
 
 def backend_of(name: str, case: Case, block_size: int) -> AttentionBackend | str:
-    """The backend that serves ``case``, or why it does not."""
+    """The backend that supports ``case``, or the reason why it does not."""
     try:
         return select_backend(
             name,
@@ -180,7 +180,7 @@ def backend_of(name: str, case: Case, block_size: int) -> AttentionBackend | str
 
 
 def attention_seconds(backend: AttentionBackend, case: Case, layers: list[tuple]) -> float:
-    """Of one layer."""
+    """Seconds of one layer."""
 
     def call_of(layer: tuple) -> Callable[[], Tensor]:
         return lambda: backend.attend(*layer)
@@ -191,7 +191,8 @@ def attention_seconds(backend: AttentionBackend, case: Case, layers: list[tuple]
 
 
 def sdpa_seconds(case: Case, backend: SDPBackend) -> float | None:
-    """Of torch's attention over one prompt of ``case``; None if this backend cannot."""
+    """Seconds of torch's attention over one prompt of ``case``; None if this backend does not
+    support it."""
 
     def heads(count: int) -> Tensor:
         return torch.randn(1, count, case.context, case.head_dim, dtype=DTYPE, device="cuda")
@@ -226,7 +227,7 @@ class Table:
     """Prints the lines as they are measured.
 
     Attributes:
-        heads: of queries and of keys. notes: why a library was not timed, once each.
+        heads: of queries and of keys. notes: reasons why a library was not timed, once each.
     """
 
     def __init__(self, heads: tuple[int, int], head_dim: int, block_size: int) -> None:
@@ -243,7 +244,7 @@ class Table:
         return Case(name, num_rows, context, *self.heads, head_dim=self.head_dim)
 
     def compile(self, cases: list[Case]) -> None:
-        """The kernels of all cases, side by side."""
+        """Compile the kernels of all cases in parallel."""
         begin = time.monotonic()
         pin_triton_cache_dir()
         with compilers() as pool:
@@ -257,7 +258,7 @@ class Table:
         print(f"{report.num_compiled} kernels compiled in {took:.1f} s", flush=True)
 
     def seconds(self, name: str, case: Case) -> float | None:
-        """Of one layer by a backend of ours, or None if it does not serve ``case``."""
+        """Seconds of one layer with a pagespec backend, or None if it does not support ``case``."""
         backend = backend_of(name, case, self.block_size)
         if isinstance(backend, str):
             self.notes[backend] = None
@@ -296,7 +297,8 @@ class Table:
             torch.cuda.empty_cache()
 
     def show_decode(self, rows: list[int], contexts: list[int]) -> None:
-        """GB/s, and the share of the plain read; further lines of e4m3 caches and of a library."""
+        """Print GB/s and the fraction of the plain read; further lines for e4m3 caches and for a
+        library."""
         print(f"\n{'decode, GB/s':<20}" + "".join(f"{n:>17,}" for n in contexts))
         for num_rows in rows:
             labels = {"triton": f"{num_rows} rows", "fp8": "  fp8", "flash": "  by a library"}
@@ -308,7 +310,7 @@ class Table:
                     )
 
     def _decode_cell(self, name: str, num_rows: int, context: int) -> str:
-        """Empty if the caches do not fit, or no such library serves."""
+        """Empty if the caches do not fit, or no such library supports the case."""
         case = replace(self.decode_case(num_rows, context), is_fp8=name == "fp8")
         free, _ = torch.cuda.mem_get_info()
         if case.kv_bytes() > 0.9 * free:

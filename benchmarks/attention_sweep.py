@@ -1,17 +1,16 @@
-"""Tries the attention kernels' parameters on the GPU available, one by one and together.
+"""Try parameters of the attention kernels on this GPU, one by one and in combination.
 
     python -m benchmarks.attention_sweep [--only 0.8k 1.5k prefill ...] [--seconds 60] [--fp8]
     TRITON_INTERPRET=1 python -m benchmarks.attention_sweep --dry     # tiny shapes, on a CPU
 
-First all variants are compiled, side by side in other processes; then each is timed on each
-shape, as in :mod:`benchmarks.attention`. Beside them, in the same run: a plain read, and a read of
-the same blocks that computes nothing, by how many heads a program takes side by side. What that
-read cannot reach, no decode kernel will.
+First all variants are compiled in parallel in other processes. Then each is timed on each shape, as
+in :mod:`benchmarks.attention`. The same run also times a plain read, and a read of the same blocks
+without computation, for several numbers of heads per program. That read bounds every decode kernel.
 
-A variant whose outputs are not those of the present kernel to the last bit is marked. Those that
-change tiles or splits have other bits by design: to take one is to change the order of summation of
-all kernels (docs/transparency.md). Variants come in order of promise, and those that the time does
-not suffice for are named. ``--fp8`` is the same over caches of e4m3 values, without that read of
+A variant is marked if its outputs differ from the present kernel's in any bit. Variants with other
+tiles or splits have other bits by design: adopting one changes the order of summation of all
+kernels (docs/transparency.md). The most promising variants come first. Variants that the time does
+not suffice for are listed. ``--fp8`` is the same over caches of e4m3 values, without the read of
 blocks.
 """
 
@@ -73,7 +72,7 @@ _DRY = [
 ]
 _MANY = 1 << 30
 
-# Changes of the tiling. The first kind changes no bits, the last does.
+# Changes of the tiling. The first group changes no bits, the last one does.
 _SAME_BITS: dict[str, dict[str, Any]] = {
     "any registers": {"unsplit_registers": None},
     "8 warps": {"decode_warps": 8, "many_warps": 8},
@@ -88,7 +87,7 @@ _OTHER_BITS: dict[str, dict[str, Any]] = {
     "near 256": {"near_split": 256},
     "far 1,024": {"far_split": 1024},
 }
-_ALLOCATED_ROWS = 2048  # arrival counters: of "never unsplit", too
+_ALLOCATED_ROWS = 2048  # arrival counters, also for "never unsplit"
 
 
 @triton.jit
@@ -97,9 +96,9 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Reads what a decode program reads, SEGMENT positions of HEADS heads, and computes nothing.
+    """Read what a decode program reads, SEGMENT positions of HEADS heads, and compute nothing.
 
-    Grid: ``(HKV // HEADS * segments, rows)``; WORDS: 4 bytes each, of a head.
+    Grid: ``(HKV // HEADS * segments, rows)``; WORDS: 4-byte words per head.
     """
     GROUPS: tl.constexpr = HKV // HEADS
     row = tl.program_id(1)
@@ -122,7 +121,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
-    """Reads the blocks of a layer, ``heads`` heads a program."""
+    """Reads the blocks of a layer, with ``heads`` heads per program."""
     kv = layer[1]
     page, num_kv_heads, _ = kv.k_cache.shape[1:]
     k_words, v_words = (cache.view(torch.int32) for cache in kv[:2])
@@ -146,7 +145,8 @@ def attention_call(
 
 @dataclasses.dataclass
 class Outcome:
-    """What a variant came to on one shape. ``bits``: "" if they are those of the present kernel."""
+    """The result of a variant on one shape. ``bits``: "" if they equal those of the present
+    kernel."""
 
     name: str
     rate: float
@@ -155,7 +155,7 @@ class Outcome:
 
 
 class Sweep:
-    """One run: device, shapes, variants, and the moment it has to end."""
+    """One run: device, shapes, variants, and the time at which it must end."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.is_dry: bool = options.dry
@@ -163,7 +163,7 @@ class Sweep:
         self.repeats: int = 1 if self.is_dry else options.repeats
         self.block_size: int = options.block_size
         self.seconds: float = options.seconds
-        self.deadline = 0.0  # set when all is compiled
+        self.deadline = 0.0  # set after the compilation
         if self.is_dry:
             self.cases = _DRY
             attention.DTYPE = torch.float16  # the interpreter has no bfloat16
@@ -193,7 +193,8 @@ class Sweep:
         return torch.zeros(_ALLOCATED_ROWS * 8, dtype=torch.int32, device=self.device)
 
     def compile(self) -> None:
-        """All variants of all shapes: on small caches, as shapes of contexts make no new form."""
+        """Compile all variants of all shapes, on small caches: contexts do not create new kernel
+        variants."""
         if self.is_dry:
             return
         begin = time.monotonic()
@@ -216,7 +217,7 @@ class Sweep:
         print(f"{report.num_compiled} kernels compiled in {took:.1f} s", flush=True)
 
     def time_variants(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
-        """Those there is time for, the present one last once more."""
+        """Time as many as possible, and at the end the present one again."""
         counters = self.counters()
         expected = None
         variants = self.variants_of(case)
@@ -226,7 +227,7 @@ class Sweep:
                 continue
             try:
                 yield self._outcome(case, layers, name, tiling, counters, expected)
-            except Exception as error:  # one variant's: too much shared memory, perhaps
+            except Exception as error:  # of one variant, for example too much shared memory
                 print(f"{case.name}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
                 counters = self.counters()
             if expected is None:
@@ -257,7 +258,7 @@ class Sweep:
         return Outcome(name, work / seconds / 1e9, seconds, bits)
 
     def run_case(self, case: Case, read: float) -> None:
-        """Print the outcomes of a shape as they come, and once more, the quickest first."""
+        """Print the results of a shape as they come, and again at the end, fastest first."""
         num_layers = 1 if self.is_dry else None
         if case.is_prefill:
             num_layers = 1 if self.is_dry else 2

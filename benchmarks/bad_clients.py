@@ -1,9 +1,9 @@
-"""Crowds of bad clients, in a process of their own: ``benchmarks.crowd`` starts it.
+"""Crowds of bad clients, in a separate process that ``benchmarks.crowd`` starts.
 
     python -m benchmarks.bad_clients KIND PORT
 
-Reads lines from its standard input: "go" begins a crowd, "stop" aborts its connections. All that
-takes long to make is made before the first "go". The answer to each line is "done".
+Reads lines from standard input: "go" starts a crowd, "stop" aborts its connections. Data that takes
+long to create is created before the first "go". The answer to each line is "done".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 CHAT = "/v1/chat/completions"
 NUM_LEAVERS, NUM_READERS = 66, 50
 _MIB = 1 << 20
-_PAUSE_S = 1.0  # of bad clients, so that it is not their bandwidth that is measured
+_PAUSE_S = 1.0  # between requests of bad clients, so that their bandwidth is not what is measured
 _numbers = itertools.count()
 
 Client = Callable[[int], Coroutine[Any, Any, None]]

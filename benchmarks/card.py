@@ -1,12 +1,13 @@
-"""The rates of this GPU, from which rooflines are computed: how fast it reads memory, and how
-fast it multiplies matrices.
+"""The rates of this GPU, from which rooflines are computed: read bandwidth of its memory, and
+matmul rate.
 
     python -m benchmarks.card [--fresh]
 
-Measured once for each card, driver and torch, then kept in pagespec's cache folder. The read is
-:func:`benchmarks.plain_read.plain_read` of 2 GiB; the matrix rate is the best of ``torch.mm`` of
-square bfloat16 matrices of two sizes, of normal random numbers (zeros are quicker: they take less
-power). A machine without a GPU is measured too, in float32, so that trials on it run.
+The rates are measured once per GPU, driver and torch version, and stored in pagespec's cache
+folder. The read is :func:`benchmarks.plain_read.plain_read` of 2 GiB. The matmul rate is the best
+of ``torch.mm`` of square bfloat16 matrices of two sizes, with normally distributed values (zeros
+would be faster, because they take less power). A machine without a GPU is also measured, in
+float32, so that benchmarks can be tried on it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _MATRIX_SIZES = (4096, 8192)
 
 @dataclass(frozen=True)
 class CardRates:
-    """What was measured on one card.
+    """The measured rates of one GPU.
 
     Attributes:
-        name: as the driver gives it. driver: versions of driver and torch.
-        read_bandwidth: bytes per second. matrix_rate: operations a second, dense bfloat16.
+        name: as the driver reports it. driver: versions of driver and torch.
+        read_bandwidth: bytes per second. matrix_rate: operations per second, dense bfloat16.
     """
 
     name: str
@@ -55,10 +56,11 @@ class CardRates:
 
 
 def card_rates() -> CardRates:
-    """Of this machine's first GPU, found by a process of its own, which leaves nothing on it.
+    """The rates of this machine's first GPU, measured by a separate process, which leaves nothing
+    on the GPU.
 
     Raises:
-        RuntimeError: that process failed; it has said why on standard error.
+        RuntimeError: that process failed; it printed the reason to standard error.
     """
     command = [sys.executable, "-m", "benchmarks.card", "--json"]
     done = subprocess.run(
@@ -70,7 +72,7 @@ def card_rates() -> CardRates:
 
 
 def rates_of_this_process(is_fresh: bool = False) -> CardRates:
-    """Kept ones, or measured here and now on the current device; 4 GiB of it are needed."""
+    """Stored rates, or rates measured now on the current device, which needs 4 GiB of memory."""
     name, driver = _identity()
     file = _file_of(name, driver)
     kept = None if is_fresh else _read_kept(file)
@@ -95,7 +97,7 @@ def _read_kept(file: Path) -> CardRates | None:
 
 
 def _identity() -> tuple[str, str]:
-    """Name of the card, and the versions that its rates may change with."""
+    """Name of the GPU, and the versions that its rates may depend on."""
     import torch
 
     if not torch.cuda.is_available():
@@ -110,7 +112,7 @@ def _identity() -> tuple[str, str]:
 
 
 def _measure() -> tuple[float, float]:
-    """Bytes and operations a second."""
+    """Bytes and operations per second."""
     import torch
 
     if not torch.cuda.is_available():
@@ -129,7 +131,7 @@ def _measure() -> tuple[float, float]:
 
 
 def _measure_cpu() -> tuple[float, float]:
-    """Bytes and float32 operations a second, best of three."""
+    """Bytes and float32 operations per second, best of three."""
     import time
 
     import torch

@@ -1,17 +1,18 @@
-"""SmolLM2-135M on the CPU: up to 16 requests at once, pagespec beside Hugging Face `generate`.
+"""SmolLM2-135M on the CPU: up to 16 concurrent requests, pagespec compared with Hugging Face
+`generate`.
 
     python benchmarks/cpu.py [--engines graph graph-free inductor] [--repeat 3]
     python benchmarks/cpu.py --engines graph graph-gguf --requests 1 --without-peer --llama-cpp
 
-An engine is a compile mode; "-free" after it is ``transparent=False``, "-gguf" is
+An engine is a compile mode. The suffix "-free" means ``transparent=False``, and "-gguf" means
 ``quantization="gguf"``.
 
-Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
-process, one after the other, each warmed up once. Tokens a second count output tokens over the
-whole call, prompts included. Also printed: the roofline of a decode step, which has to read every
-weight once, over the read bandwidth measured here. llama.cpp (``pip install llama-cpp-python``)
-reads the same file with as many threads, a request at a time; its tokens may differ, as those of
-"-gguf" may: both round rows to 8 bits, each in its own way.
+Greedy, float32, end tokens ignored, the same prompts and output lengths for all. Peers run in the
+same process, one after the other, each after one warm-up. Tokens per second count output tokens
+over the whole call, including prefill. The roofline of a decode step is also printed: the bytes of
+all weights, read once, over the read bandwidth measured here. llama.cpp (``pip install
+llama-cpp-python``) reads the same file with as many threads, one request at a time. Its tokens may
+differ, as those of "-gguf" may: both round rows to 8 bits, in different ways.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of summing a tensor much larger than the caches; best of five."""
+    """Bytes per second of summing a tensor much larger than the caches; best of five."""
     tensor = torch.ones(64 * 1024 * 1024)
     best = float("inf")
     for _ in range(5):
@@ -60,8 +61,8 @@ def read_bandwidth() -> float:
 def timed(
     functions: dict[str, Callable[[], list[list[int]]]], repeat: int
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """Seconds and tokens of each, after a call that warms up. In turns, since the machine may be
-    slower at the end than it was at the beginning."""
+    """Seconds and tokens of each, after a warm-up call. The engines take turns, because the machine
+    may be slower at the end than at the beginning."""
     tokens = {name: function() for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):

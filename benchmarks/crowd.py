@@ -1,21 +1,21 @@
-"""What steady clients of a server feel of bad ones: the time to the first token, and the memory.
+"""The effect of bad clients on steady clients of a server: time to first token, and memory.
 
-A tiny random model is served by ``pagespec serve`` in a process of its own. Steady clients stream
-short chats in this process. Each kind of crowd (``bad_clients``) is a third process:
+``pagespec serve`` serves a tiny random model in a separate process. Steady clients stream short
+chats in this process. Each kind of crowd (``bad_clients``) is a third process:
 
-* leavers: of 200 clients 66 leave in the midst of answers, or before; "alone" all 200 stay;
-* texts: 8 MB of text each second from each of six clients, which leave;
+* leavers: of 200 clients 66 disconnect during an answer, or before it; "alone": all 200 stay;
+* texts: 8 MB of text per second from each of six clients, which disconnect;
 * schemas: twelve clients with schemas that are always new and take long to compile;
 * readers: 50 clients that never read their answers of 1,500 tokens;
-* reading: the same 50 answers, read as they come: what so many rows cost by themselves;
+* reading: the same 50 answers, read as they come: the cost of that many rows alone;
 * bodies: 11 MB of JSON, and bodies for paths that take none.
 
-Slices of two seconds (leavers: six) without a crowd and with it alternate, for all kinds in turn,
-so that other load of the machine is in all of them. Between them the server comes to rest. Prints,
-without and with each crowd: the median time to the first token, also in processor time of the
-server, which other load does not change; the ratios, and the lowest and the highest of a pair of
-slices; the longest answer of ``/health`` (the event loop's longest gap); processors used by each
-process; and the most memory of the server (RSS).
+Slices of two seconds (leavers: six) without and with a crowd alternate, for all kinds in turn, so
+that other load of the machine affects both. Between slices the server becomes idle. The script
+prints, without and with each crowd: the median time to first token, also in processor time of the
+server, which other load does not change; the ratios, and the lowest and the highest ratio of a pair
+of slices; the longest response time of ``/health`` (the event loop's longest gap); processors used
+per process; and the server's peak memory (RSS).
 
     python -m benchmarks.crowd --seconds 10
 """
@@ -44,7 +44,7 @@ from .bad_clients import KINDS, NUM_LEAVERS, chat, send
 _ROOT = Path(__file__).resolve().parents[1]
 _NUM_STEADY, _NUM_MANY = 8, 200
 _SLICE_S, _LONG_SLICE_S = 2.0, 6.0
-_BEFORE_S = 0.5  # from a crowd's beginning
+_BEFORE_S = 0.5  # after a crowd starts
 _REST_S, _MAX_REST_S, _IS_AT_REST = 0.3, 20.0, 0.15  # the last in processors
 _PROBE_S = 0.01
 _FIRST_TOKEN = re.compile(rb'"token_ids":\[\d')
@@ -84,7 +84,7 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
     async def rest(self) -> None:
-        """Wait until nothing is computed for a crowd that is gone."""
+        """Wait until the server computes nothing for a crowd that has left."""
         until = time.monotonic() + _MAX_REST_S
         while time.monotonic() < until:
             before = cpu_s(self.process.pid)
@@ -122,15 +122,15 @@ def cpu_s(pid: int) -> float:
 
 @dataclass
 class Slices:
-    """What was measured alone, or beside a crowd.
+    """Measurements alone, or with a crowd.
 
     Attributes:
-        first_token: of each answer, by slices: seconds, and seconds of the server's processor time
-            that passed meanwhile, in which other load of the machine is not.
-        health_s: of each ``/health``.
-        own_gap_s: longest that this process' own event loop was late.
-        cpus: processors used by the server, the crowd and this process, of each slice.
-        rss_mib: the server's, at most.
+        first_token: per slice, for each answer: seconds, and the server's processor time that
+            passed meanwhile, which excludes other load of the machine.
+        health_s: seconds of each ``/health``.
+        own_gap_s: longest delay of this process's own event loop.
+        cpus: processors used by the server, the crowd and this process, per slice.
+        rss_mib: the server's peak memory.
     """
 
     first_token: list[list[tuple[float, float]]] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Slices:
 
 
 class Row:
-    """One kind of crowd beside so many steady clients."""
+    """One kind of crowd, with this many steady clients."""
 
     def __init__(self, server: Server, kind: str) -> None:
         self._server, self._kind = server, kind
@@ -167,7 +167,7 @@ class Row:
         self._crowd.process.wait()
 
     async def measure(self) -> None:
-        """A slice alone, and one beside the crowd."""
+        """Measure a slice alone, and one with the crowd."""
         await self._server.rest()
         await self._slice(self._alone, self._num_alone)
         self._crowd.tell("go")

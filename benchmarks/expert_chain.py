@@ -3,11 +3,12 @@
     python -m benchmarks.expert_chain [--tokens 1 4 16 64] [--layers 8]
     TRITON_INTERPRET=1 python -m benchmarks.expert_chain --dry       # a tiny shape, on a CPU
 
-q, k, v and o, norm, router, experts, their sum, residual and norm, in layers with weights of their
-own, in one CUDA graph, as the engine runs them: one token is a step of two, the second of which is
-padding. The first line is the chain before any of it was changed; each other has one change more
-than the line before, up to "now"; after it are other settings. us per layer; the roofline is what
-reading the weights takes, with as many experts as that many tokens have on average.
+q, k, v and o, norm, router, experts, their sum, residual and norm, in layers with different
+weights, in one CUDA graph, as in the engine. One token is a step of two tokens, of which the second
+is padding. The first line is the chain before any change. Each further line has one more change
+than the line before, up to "now"; the lines after that are other settings. Times are us per layer.
+The roofline is the time to read the weights, with the number of experts that this many tokens have
+on average.
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ from pagespec.kernels.moe.expert_rows import combine_experts, spread_rows
 from pagespec.kernels.moe.route import route
 from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 
-_MIN_TOKENS = 2  # of a step
+_MIN_TOKENS = 2  # per step
 _MAX_CUSTOM_ROWS = 64
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which changes a chain has.
+    """The changes in a chain.
 
     Attributes:
-        knows_padding: padding goes to no expert. has_router_tile: programs of 8 rows of its weight.
-        joins_route: router, sort and copy are one launch. joins_norm: sum, residual and norm are.
-        late_rows, ahead_rows: of :mod:`.grouped_mm`. is_norm_late: whether the joined norm lets the
-            next kernel start after its own wait.
+        knows_padding: padding goes to no expert. has_router_tile: programs have 8 rows of the
+            router's weight.
+        joins_route: router, sort and copy are one launch. joins_norm: sum, residual and norm are
+            one launch.
+        late_rows, ahead_rows: see :mod:`.grouped_mm`. is_norm_late: whether the joined norm lets
+            the next kernel start after its own wait.
     """
 
     name: str
@@ -101,7 +104,7 @@ class Layer:
         self.norms = torch.ones(2, shape.hidden, dtype=shape.dtype, device=device)
 
     def num_bytes(self, num_experts: int) -> int:
-        """That a step reads whose tokens have this many experts."""
+        """Bytes that a step reads if its tokens have this many experts."""
         dense = self.qkv.numel() + self.o.numel() + self.router.numel()
         experts = (self.gate_up.numel() + self.down.numel()) // self.shape.num_experts
         return (dense + num_experts * experts) * self.qkv.itemsize
@@ -109,7 +112,7 @@ class Layer:
     def run(
         self, x: Tensor, hidden: Tensor, starts: Tensor, variant: Variant
     ) -> tuple[Tensor, Tensor]:
-        """The next layer's normed input and residual."""
+        """The next layer's normalised input and residual."""
         queries = linear(x, self.qkv, None, _MAX_CUSTOM_ROWS)[:, : self.width]
         attended = linear(queries, self.o, None, _MAX_CUSTOM_ROWS)
         x, hidden = add_rms_norm(attended, hidden, self.norms[0], _EPS, "rounded")
@@ -168,7 +171,8 @@ def chain(
 
 
 def show(layers: list[Layer], num_real: int, repeats: int, read_bandwidth: float) -> None:
-    """A line for each variant; bits of real tokens are compared with those of the first."""
+    """Print a line per variant; bits of real tokens are compared with those of the first
+    variant."""
     device, shape = layers[0].qkv.device, layers[0].shape
     num_tokens = max(num_real, _MIN_TOKENS)
     generator = torch.Generator(device).manual_seed(num_real)

@@ -1,18 +1,13 @@
-"""The router of one layer of Qwen3-30B-A3B and its rows to the experts and back, on a GPU.
+"""The router of one layer of Qwen3-30B-A3B, and its rows to the experts and back, on a GPU.
 
     python -m benchmarks.expert_rows [--tokens 1 64 256 8192]
     TRITON_INTERPRET=1 python -m benchmarks.expert_rows --dry       # a tiny shape, on a CPU
 
-Each beside its roofline, the bytes read and written at the read bandwidth, and beside torch's
-operations. Experts are drawn as in :mod:`benchmarks.experts`.
+Each is compared with its roofline (the bytes read and written at the GPU's read bandwidth) and with
+torch's operations. Experts are drawn as in :mod:`benchmarks.experts`.
 """
 
 from __future__ import annotations
-
-from benchmarks.gpu import require_gpu
-
-if __name__ == "__main__":
-    require_gpu(hint="; --dry runs on a CPU")  # before torch is imported
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -47,7 +42,7 @@ def torch_combine(
 def cases(
     shape: Shape, num_tokens: int, device: torch.device
 ) -> Iterator[tuple[str, int, Calls, Calls]]:
-    """Name, bytes read and written, our calls, and torch's."""
+    """Name, bytes read and written, pagespec's calls, and torch's."""
     top_k, dtype, size = shape.top_k, shape.dtype, shape.dtype.itemsize
     num_rows = num_tokens * top_k
 

@@ -1,13 +1,13 @@
-"""The experts of one layer at the shape of Qwen3-30B-A3B on a GPU, beside their roofline.
+"""The experts of one layer in the shape of Qwen3-30B-A3B on a GPU, compared with their roofline.
 
     python -m benchmarks.experts [--tokens 1 64 256 8192] [--sweep] [--seconds 60]
     TRITON_INTERPRET=1 python -m benchmarks.experts --dry       # a tiny shape, on a CPU
 
-128 experts, 8 per token, 2048 x 768, bfloat16; which eight is drawn evenly, anew for each of the
-calls of a graph. The roofline is the larger of two times: the bytes of the experts that have a
-token, with rows in and out, at the card's read bandwidth, and the operations at its matrix rate
-(:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits with
-those of the tile in use.
+128 experts, 8 per token, 2048 x 768, bfloat16. The eight experts are drawn uniformly, anew for each
+call of a graph. The roofline is the larger of two times: the bytes of the experts that have a
+token, with input and output rows, at the GPU's read bandwidth; and the operations at its matmul
+rate (:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits
+with those of the tile in use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pagespec.kernels.moe.grouped_mm import choose_grouped_tile, grouped_mm
 from pagespec.kernels.moe.sort_by_expert import sort_by_expert
 
 _GATED = "gate, up"  # with the activation
-_CALLS = 4  # of a graph, each with other experts: a small batch's fit the L2 cache
+_CALLS = 4  # per graph, each with other experts: a small batch's weights fit the L2 cache
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def matmuls(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of each."""
+        """(N, K) of each matmul."""
         return {_GATED: (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
 
 
@@ -67,7 +67,7 @@ _DRY = Shape(4, 2, 64, 48, torch.float16)  # the interpreter has no bfloat16
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of one step in the order of their experts. offs: where each expert's end."""
+    """Rows of one step in the order of their experts. offs: the end of each expert's rows."""
 
     ids: Tensor
     offs: Tensor
@@ -89,7 +89,7 @@ def draw_calls(shape: Shape, num_tokens: int, device: torch.device) -> list[Call
 def roofline_seconds(
     card: CardRates, num_rows: int, num_outs: int, k_size: int, num_touched: float
 ) -> tuple[float, bool]:
-    """The least time of a matmul, and whether it is that of its operations."""
+    """The least time of a matmul, and whether operations (not reads) determine it."""
     num_bytes = 2 * (num_touched * num_outs * k_size + num_rows * (num_outs + k_size))
     reading = num_bytes / card.read_bandwidth
     multiplying = 2 * num_rows * num_outs * k_size / card.matrix_rate
@@ -97,7 +97,7 @@ def roofline_seconds(
 
 
 def tiles_to_try(num_tokens: int, shape: Shape, has_gate: bool) -> Iterator[Tile]:
-    """In order of promise, for the rows that an expert gets on average; those that fit."""
+    """Tiles for the average number of rows per expert that fit, most promising first."""
     average = num_tokens * shape.top_k / shape.num_experts
     if average <= 32:
         rows = [16] if average <= 4 else [16, 32, 64]
@@ -131,7 +131,7 @@ class Layer:
     """Weights and rows of one layer's experts, and the times of their kernels.
 
     Attributes:
-        device: a GPU, or the CPU to see that all runs.
+        device: a GPU, or the CPU to check that everything runs.
     """
 
     def __init__(self, shape: Shape, device: torch.device, repeats: int) -> None:
@@ -161,7 +161,7 @@ class Layer:
         )
 
     def compile(self, tokens: list[int], is_sweep: bool) -> None:
-        """All that is timed, side by side."""
+        """Compile everything that is timed, in parallel."""
         for num_tokens in tokens:
             call = draw_calls(self.shape, num_tokens, self.device)[0]
             sort_by_expert(call.ids, self.shape.num_experts)
@@ -175,8 +175,8 @@ class Layer:
                     grouped_mm(x, weight, call.offs, has_gate=has_gate, tile=tile)
 
     def show(self, card: CardRates, num_tokens: int) -> None:
-        """The line of both matmuls, of the same with the activation apart, of torch's, which has it
-        apart, and of the sort."""
+        """Print the times of both matmuls, of the same with a separate activation, of torch's,
+        which have a separate activation, and of the sort."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
             x, has_gate = self.rows(num_tokens, name), name == _GATED
@@ -212,7 +212,7 @@ class Layer:
         )
 
     def sweep(self, card: CardRates, num_tokens: int, deadline: float) -> None:
-        """Each tile's line as it comes; those after ``deadline`` are left out and counted."""
+        """Print each tile's line as it comes; tiles after ``deadline`` are skipped and counted."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
             x, has_gate = self.rows(num_tokens, name), name == _GATED
@@ -232,7 +232,7 @@ class Layer:
                             for c in calls
                         ]
                     )
-                except Exception as error:  # one tile's: too much shared memory, perhaps
+                except Exception as error:  # of one tile, for example too much shared memory
                     lines.append((1.0, f"{tile}: {str(error).splitlines()[0][:80]}"))
                     continue
                 bits = "" if torch.equal(result, expected) else "OTHER BITS"
@@ -257,13 +257,13 @@ def describe(tile: Tile) -> str:
 def _apart(
     multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, offs: Tensor, has_gate: bool
 ) -> Tensor:
-    """The matmul, and the activation after it in a kernel of its own."""
+    """The matmul, and the activation after it in a separate kernel."""
     out = multiply(x, weight, offs=offs)
     return act_mul(*out.chunk(2, 1), "silu") if has_gate else out
 
 
 def library_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """What transformers does in place of :func:`sort_by_expert`."""
+    """The operations of transformers that :func:`sort_by_expert` replaces."""
     found, order = torch.sort(ids)
     counted = found.int() if ids.is_cuda else found.float()
     counts = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)

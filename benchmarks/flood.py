@@ -1,13 +1,14 @@
-"""A flood of one client, and the first token of another: before ("fcfs") and with fair shares.
+"""A flood of requests from one client, and the time to first token of another: with "fcfs" and with
+fair shares.
 
     python -m benchmarks.flood steps
     python -m benchmarks.flood http
     python -m benchmarks.flood gaps --model PATH
 
-``steps`` counts engine steps without a model. ``http`` serves a tiny random model in a process of
-its own and measures milliseconds, alone and in the flood. ``gaps`` measures the distances between
+``steps`` counts engine steps without a model. ``http`` serves a tiny random model in a separate
+process and measures milliseconds, alone and during the flood. ``gaps`` measures the time between
 the tokens of running answers while another prompt of 6,000 tokens is computed, with and without a
-bound on steps.
+limit on steps.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _request(name: str, owner: str) -> Request:
 def first_token_step(
     policy: str, depth: int, num_flood: int, num_before: int
 ) -> tuple[int, int, int]:
-    """Steps from a request's arrival to its first sampled token; preemptions; steps in all."""
+    """Steps from a request's arrival to its first sampled token; preemptions; total number of
+    steps."""
     scheduler = Scheduler(
         BlockManager(4096, 16),
         max_num_seqs=64,
@@ -126,7 +128,8 @@ async def _flooder(port: int, index: int) -> None:
 
 
 async def _beside(port: int, num_flood: int, num_times: int) -> list[tuple[float, int]]:
-    """Seconds to another user's first token, each with how many of the flood were not answered."""
+    """Seconds to another user's first token, each with the number of flood requests that were
+    unanswered then."""
     flood = [asyncio.create_task(_flooder(port, i)) for i in range(num_flood)]
     try:
         if flood:

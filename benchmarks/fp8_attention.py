@@ -1,11 +1,11 @@
 """Attention and the FP8 projection of its outputs on a GPU: outputs quantised by attention itself,
-beside a kernel of their own. Microseconds of a layer.
+compared with a separate kernel. Microseconds per layer.
 
     python -m benchmarks.fp8_attention [--rows 1 --rows 64 ...] [--context 1024] [--block-size 16]
 
 Qwen3-8B's shape: 32/8 heads of 128, a projection of 4,096 x 4,096. Decode of one token per row,
-over caches of bfloat16 and of e4m3, then prefill of one prompt. Layers have caches and weights of
-their own; they are one CUDA graph, and figures are medians of replays.
+over caches of bfloat16 and of e4m3, then prefill of one prompt. Layers have different caches and
+weights and are captured in one CUDA graph. Figures are medians of replays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BlockSize = Annotated[int, typer.Option()]
 
 
 def measure(case: Case, block_size: int) -> tuple[float, float]:
-    """(apart, joined), of a layer."""
+    """(separate, fused), per layer."""
     from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     backend = backend_of("triton", case, block_size)
@@ -65,7 +65,8 @@ def main(
     context: Context = 1024,
     block_size: BlockSize = 16,
 ) -> None:
-    """Times of attention and the projection after it, with outputs quantised apart and joined."""
+    """Print times of attention and the projection after it, with outputs quantised separately and
+    by attention."""
     print(torch.cuda.get_device_name())
     print(f"{'case':<24} {'apart us':>9} {'joined us':>9} {'less':>6}")
     cases = [Case(f"{n} rows of {context}", n, context, 32, 8) for n in rows]

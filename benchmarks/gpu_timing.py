@@ -1,4 +1,5 @@
-"""Seconds of calls on a GPU, by its own clock: medians of events, of calls captured or not."""
+"""Seconds of GPU calls by the GPU's own clock: medians of events, for captured calls or single
+runs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 
 def median_seconds(calls: list[Callable[[], object]], repeats: int) -> float:
-    """Of one call: all are captured in one graph, whose replays are timed with events."""
+    """Seconds per call. All are captured in one graph, whose replays are timed with events."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -21,7 +22,7 @@ def median_seconds(calls: list[Callable[[], object]], repeats: int) -> float:
 
 
 def median_of_runs(run: Callable[[], object], repeats: int, num_warm_up: int = 3) -> float:
-    """Seconds of one run, which is timed as it comes."""
+    """Seconds of one run, uncaptured."""
     times = []
     for repeat in range(repeats + num_warm_up):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,8 +1,8 @@
-"""Load on an OpenAI-compatible server: streams of requests for ``/v1/completions``, from processes
-of their own, which read only what they count.
+"""Load for an OpenAI-compatible server: streams of ``/v1/completions`` requests, from separate
+processes that read only what they count.
 
-Prompts are token ids, and each answer has as many tokens as were asked for; one that has others
-is an error. A chunk's time is that of the read which brought it, as soon as the event loop has it.
+Prompts are token ids. Each answer must have exactly the requested number of tokens. A chunk's time
+is that of the read that returned it, as soon as the event loop has it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from benchmarks.workload import LARGEST_TOKEN_ID, Workload
 
 HOST = "127.0.0.1"
 _EVENT_END, _TEXT, _DATA, _DONE = b"\n\n", b'"text":', b"data: ", b"data: [DONE]"
-# Between the processes' being ready and the first request.
+# Between the time when the processes are ready and the first request.
 _START_S = 0.2
-# Longest that a load may take beyond the time in which requests are begun.
+# The most seconds that a load may take beyond the time in which requests start.
 _REST_S = 120.0
-Request = tuple[list[int], int]  # the prompt, and the tokens asked for
+Request = tuple[list[int], int]  # the prompt, and the requested number of tokens
 
 
 class LoadError(RuntimeError):
-    """A request failed, or its answer is not the one that was asked for."""
+    """A request failed, or its answer is not the requested one."""
 
 
 class Load(Protocol):
-    """What the streams send, each its next request when the last is answered.
+    """The requests of the streams. Each stream sends its next request when the last is answered.
 
     Attributes:
-        seconds: in which requests are begun; those that run are then waited for.
+        seconds: time in which requests start; running requests are then waited for.
     """
 
     @property
@@ -65,7 +65,7 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Clients that never pause, with lengths uniform in the (low, high) given, ends included."""
+    """Clients without pauses. Lengths are uniform in the given (low, high), ends included."""
 
     num_streams: int
     seconds: float
@@ -86,8 +86,8 @@ class Answer:
     """Times in seconds after the load's start.
 
     Attributes:
-        began: when its connection was asked for.
-        ended: when all of it was there.
+        began: when its connection was opened.
+        ended: when all of it had arrived.
         arrivals: of each chunk with text; empty if it was not streamed.
     """
 
@@ -100,10 +100,10 @@ class Answer:
 
 @dataclass
 class Loaded:
-    """What a load was answered with.
+    """The answers to a load.
 
     Attributes:
-        client_share: of a core, what the busiest client process took.
+        client_share: fraction of a core that the busiest client process used.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -111,12 +111,12 @@ class Loaded:
 
     @property
     def seconds(self) -> float:
-        """From the start until the last answer was there."""
+        """From the start to the end of the last answer."""
         return max(answer.ended for answer in self.answers)
 
 
 class _Reply(asyncio.Protocol):
-    """One request and its answer, on a connection of their own."""
+    """One request and its answer, on its own connection."""
 
     def __init__(self, request: bytes, start: float) -> None:
         self._request, self._start = request, start
@@ -145,8 +145,7 @@ class _Reply(asyncio.Protocol):
             self.ended.set_result(time.monotonic() - self._start)
 
     def usage(self, is_streamed: bool) -> dict[str, Any]:
-        """Raises:
-        LoadError, ValueError, KeyError: the answer is an error, or was cut.
+        """Raises: LoadError, ValueError, KeyError: the answer is an error, or was truncated.
         """
         if is_streamed:
             before_last, last = self._last if len(self._last) == 2 else (b"", b"")
@@ -197,7 +196,7 @@ async def _streams(
                 return
             answers.append(await _answer(port, request, body, start))
 
-    # What is drawn before the start does not delay the first requests.
+    # Drawing before the start does not delay the first requests.
     drawn = [load.requests(stream) for stream in streams]
     firsts = [(next(requests), requests) for requests in drawn]
     await asyncio.sleep(max(0.0, start - time.monotonic()))
@@ -210,7 +209,7 @@ async def _streams(
 def _client(
     connection: Connection, port: int, load: Load, streams: range, body: dict[str, Any]
 ) -> None:
-    """A process of clients; sends its answers, or a text that says what failed."""
+    """A process of clients; sends its answers, or a description of the failure."""
     try:
         connection.send("ready")
         start = connection.recv()
@@ -225,8 +224,7 @@ def _client(
 
 
 def run_load(port: int, model: str, load: Load, num_processes: int, *, is_streamed: bool) -> Loaded:
-    """Raises:
-    LoadError: see there.
+    """Raises: LoadError: see that class.
     """
     body: dict[str, Any] = {
         "model": model,

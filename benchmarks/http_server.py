@@ -1,6 +1,7 @@
-"""``pagespec serve`` or ``vllm serve`` as a process of its own, started the way its users do.
+"""``pagespec serve`` or ``vllm serve`` in a separate process, started as its users start it.
 
-vLLM's folder (``--peer``) is what ``pip install --target`` makes: it is all of its ``PYTHONPATH``.
+vLLM's folder (``--peer``) is the result of ``pip install --target``, and becomes its whole
+``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pathlib import Path
 from benchmarks.http_load import HOST
 from benchmarks.peer import KEPT_BYTECODE
 
-MODEL = "model"  # what requests call it
-_GLANCE_S = 0.05  # between two looks whether a server is up
+MODEL = "model"  # the model's name in requests
+_GLANCE_S = 0.05  # between two checks whether a server is up
 _STOP_S = 20.0
 _LAST_LINES = 40
 _ASK_MACHINE = (
@@ -43,7 +44,7 @@ class Engine:
     """How a server is started.
 
     Attributes:
-        arguments: of Python, all but where to listen.
+        arguments: of Python, except host and port.
         environment: variables added to this process's own.
     """
 
@@ -52,7 +53,7 @@ class Engine:
     environment: dict[str, str]
 
     def machine(self) -> str:
-        """The GPU and torch as this engine's process finds them."""
+        """The GPU and torch as seen by this engine's process."""
         command = [sys.executable, "-c", _ASK_MACHINE]
         environment = {**os.environ, **self.environment}
         told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -61,10 +62,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that takes requests.
+    """A server that accepts requests.
 
     Attributes:
-        start_s: from the start of its process until it did.
+        start_s: from the start of its process until it accepted requests.
     """
 
     port: int
@@ -113,14 +114,14 @@ def vllm_engine(
 
 @contextmanager
 def running(engine: Engine, limit_s: float, log: Path) -> Iterator[Server]:
-    """Starts a server, waits until it takes requests, and ends it with all its processes.
+    """Start a server, wait until it accepts requests, and end it with all its processes.
 
     Args:
-        limit_s: longest that it may take to start.
-        log: where what it prints is written to.
+        limit_s: the most seconds for its start.
+        log: file for its output.
 
     Raises:
-        ServerError: see there.
+        ServerError: see that class.
     """
     port = _free_port()
     listening = ["--host", HOST, "--port", str(port)]
@@ -129,7 +130,7 @@ def running(engine: Engine, limit_s: float, log: Path) -> Iterator[Server]:
         process = subprocess.Popen(
             [sys.executable, *engine.arguments, *listening],
             env={**os.environ, "PYTHONUNBUFFERED": "1", **engine.environment},
-            # Python would import from the working directory first.
+            # Otherwise Python would import from the working directory first.
             cwd=elsewhere if engine.name == "vLLM" else None,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -160,7 +161,8 @@ def running(engine: Engine, limit_s: float, log: Path) -> Iterator[Server]:
 
 
 def _free_port() -> int:
-    """Below those that the system gives to clients, of whom one could take it before it is used."""
+    """Below the ports that the system assigns to clients, one of which could take it before it is
+    used."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server((HOST, port)):
@@ -181,10 +183,11 @@ def _failed(engine: Engine, how: str, log: Path) -> str:
 
 
 def write_tokenizer(folder: Path, num_tokens: int) -> None:
-    """A tokenizer in which every token is a word of its own, so that each has a text to send.
+    """A tokenizer in which every token is a separate word, so that each has text to send.
 
-    Random weights choose tokens with equal chances, and most of a real tokenizer's are parts of
-    characters or are beyond its vocabulary: some chunks would have no text, and not be sent.
+    Random weights choose all tokens with equal probability. Most tokens of a real tokenizer are
+    parts of characters or beyond its vocabulary: some chunks would have no text, and would not be
+    sent.
     """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -200,4 +203,4 @@ def _letters(number: int) -> str:
     while number:
         number, digit = divmod(number, 26)
         text += chr(ord("a") + digit)
-    return text.ljust(4, "a")  # the last letter of a longer one is none
+    return text.ljust(4, "a")  # the last letter of a longer word is none

@@ -1,5 +1,5 @@
-"""What is measured, handed to a process of its own: when it has ended, the GPU is free again, and
-the peer finds the card as pagespec found it."""
+"""A measurement that runs in a separate process. When that process has ended, the GPU is free
+again, and the peer finds it as pagespec found it."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ Profile = Annotated[
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to measure with it.
+    """One engine and the measurements to make with it.
 
     Attributes:
         kind: "throughput", "latency", "startup" or "tracing".
         model: a name of ``benchmarks.workload.MODELS``.
         workloads: names of ``benchmarks.workload.WORKLOADS``; for throughput and tracing.
-        num_prompt_tokens, num_output_tokens: of the one request of "latency" and "startup".
+        num_prompt_tokens, num_output_tokens: of the single request of "latency" and "startup".
         settings: keyword arguments of ``LLM``.
-        profile: file of the chrome trace, or None for no profile.
-        with_latency: for throughput: measure what "latency" measures with the same engine, too.
-        with_orders: for throughput: whether the first workload gives the same tokens in another
-            order of arrival.
+        profile: file of the Chrome trace, or None for no profile.
+        with_latency: for throughput: also measure what "latency" measures, with the same engine.
+        with_orders: for throughput: whether to check that the first workload gives the same tokens
+            in another order of arrival.
     """
 
     kind: str
@@ -91,12 +91,12 @@ class Job:
 
 
 def given(**settings: Any) -> dict[str, Any]:
-    """The settings that are not None: the engine's own defaults hold for the rest."""
+    """The settings that are not None; the engine's defaults apply to the others."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def require_peer(folder: Path | None, model: str, workloads: list[str] | None = None) -> None:
-    """Raises typer.BadParameter, before anything is measured, if the peer could not run."""
+    """Raise typer.BadParameter, before anything is measured, if the peer could not run."""
     if folder is not None:
         try:
             require_kit(folder, model, workloads)
@@ -107,16 +107,15 @@ def require_peer(folder: Path | None, model: str, workloads: list[str] | None = 
 def run_job(
     job: Job, environment: dict[str, str] | None = None, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Run ``job`` in a fresh process; its result, as ``benchmarks.worker`` wrote it.
+    """Run ``job`` in a new process; returns its result, as written by ``benchmarks.worker``.
 
     Args:
         environment: variables added to this process's own.
-        folder: the model's, or its file; None for one that holds nothing but its
-            ``config.json``.
+        folder: the model's folder or file; None creates one with only its ``config.json``.
 
     Raises:
-        typer.BadParameter: the model is unknown, and no folder given.
-        typer.Exit: the process failed; it has said why.
+        typer.BadParameter: the model is unknown, and no folder is given.
+        typer.Exit: the process failed; it printed the reason.
     """
     if folder is None and job.model not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, not {job.model}")

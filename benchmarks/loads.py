@@ -1,12 +1,12 @@
-"""Every load of one model on one engine, pagespec or vLLM, by the same calls of the same names.
+"""All workloads of one model on one engine, pagespec or vLLM, with the same calls.
 
     python -m benchmarks.loads pagespec --model 8b --load nano --load one --json ours.json
     PYTHONPATH=$SITE:. python -m benchmarks.loads vllm --model 8b --load nano --json theirs.json
     python -m benchmarks.loads table ours.json theirs.json
 
-A file is written anew after each load, so that what was measured outlives a process that is cut
-off. Both engines have random weights, bfloat16, no prefix cache, and 0.9 of the card's memory.
-``--model tiny --load tiny`` with pagespec proves on a CPU that this runs and nothing else.
+The file is rewritten after each workload, so that results survive a process that is killed. Both
+engines have random weights, bfloat16, no prefix cache, and 0.9 of the GPU's memory. ``--model tiny
+--load tiny`` with pagespec checks on a CPU only that the script runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.workload import (
 )
 
 MAX_NUM_SEQS = 512
-# Prompts of one length that are computed for one token each; all together so many tokens.
+# Prompts of one length, each computed for one output token; this many tokens in total.
 _PREFILL_LENGTHS = {"512": 512, "2k": 2048, "8k": 8192, "32k": 32_000}
 _NUM_PREFILL_TOKENS = 65_536
 _LOGPROBS = {"nano-logprobs0": 0, "nano-logprobs5": 5}
@@ -121,7 +121,7 @@ def vllm(
     tensor_parallel_size: TensorParallelSize = 1,
     batch_invariant: Annotated[bool, typer.Option(help="In its batch-invariant mode.")] = False,
 ) -> None:
-    """Measure vLLM, which has to be in PYTHONPATH."""
+    """Measure vLLM, which must be in PYTHONPATH."""
     runs = parsed(load)
     if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -199,10 +199,10 @@ def named(
 
 
 def parsed(loads: list[str]) -> dict[str, int]:
-    """Runs of each load.
+    """Number of runs per workload.
 
     Raises:
-        typer.BadParameter: a load is unknown, or its runs are no number from 1.
+        typer.BadParameter: a workload is unknown, or its number of runs is not an integer from 1.
     """
     runs = {}
     for text in loads:
@@ -230,7 +230,7 @@ def workload(name: str) -> Workload:
 
 
 def longest(runs: dict[str, int]) -> int:
-    """Tokens that the longest request may have; as in the peer's own scripts at least 4,096."""
+    """Most tokens of a request; at least 4,096, as in the peer's own scripts."""
     return max(LATENCY.max_model_len, *(workload(name).longest for name in runs))
 
 
@@ -245,7 +245,8 @@ def measure(
     path: Path,
     about: dict[str, Any],
 ) -> None:
-    """Run each load: seconds of its runs, for batch 1 those of its first token alone, too."""
+    """Run each workload; returns the seconds of its runs. For batch 1 also those of its first token
+    alone."""
     result: dict[str, Any] = {**about, "seconds": {}}
     print(about, flush=True)
 
@@ -283,7 +284,8 @@ def measure(
 
 @app.command()
 def table(files: Annotated[list[Path], typer.Argument(help="What was measured.")]) -> None:
-    """One table per model: medians (smallest to largest) and pagespec's ratio, above 1 if ahead."""
+    """Print one table per model: medians (smallest to largest) and pagespec's ratio, above 1 if it
+    is faster."""
     results = [json.loads(path.read_text()) for path in files if path.exists()]
     for model in dict.fromkeys(result["model"] for result in results):
         columns = [result for result in results if result["model"] == model]
@@ -322,8 +324,8 @@ def unit(name: str) -> str:
 
 
 def values(name: str, seconds: dict[str, list[float]]) -> list[float]:
-    """Of each run: tokens per second, of prompts where they are what was measured; of batch 1
-    milliseconds per token after the first."""
+    """Per run: tokens per second (of prompts if these are measured); for batch 1 milliseconds per
+    token after the first."""
     load = workload(name)
     runs = seconds.get(name, [])
     if name == ONE:

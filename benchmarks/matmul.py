@@ -67,7 +67,7 @@ def random_rows(num_rows: int, width: int) -> Tensor:
 
 
 def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
-    """A weight as the kernels take it."""
+    """A weight in the form that the kernels take."""
     from pagespec.kernels.matmul.quantized import dispatch_fp8
     from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
 
@@ -90,7 +90,7 @@ def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
 
 
 def measure_fp8(num_rows: int, num_outs: int, width: int) -> tuple[float, float]:
-    """Of the matmul, and of quantising its rows."""
+    """Times of the matmul, and of quantising its rows."""
     from pagespec.kernels.fused.quantize_rows import quantize_rows
     from pagespec.kernels.matmul.quantized import dispatch_fp8
 
@@ -104,7 +104,7 @@ def measure_fp8(num_rows: int, num_outs: int, width: int) -> tuple[float, float]
 
 
 def main(rows: Rows = [1, 8, 64, 256, 512, 8192]) -> None:  # noqa: B006 - typer copies it
-    """Times of linear layers, bfloat16 beside FP8."""
+    """Print times of linear layers, bfloat16 and FP8."""
     print(torch.cuda.get_device_name())
     print(
         f"{'weight':<9} {'rows':>5} {'bf16 us':>8} {'GB/s':>6} {'TFLOP/s':>8} "

@@ -1,12 +1,12 @@
-"""Linear layers of Qwen3-8B on a GPU, weights in 4 and 8 bits beside bfloat16.
+"""Linear layers of Qwen3-8B on a GPU, with 4-bit, 8-bit and bfloat16 weights.
 
     python -m benchmarks.matmul_int4 [--rows 1 --rows 8 ...] [--tiles]
 
-Microseconds, GB/s of the weight's bytes (scales included), and the roofline: the longer of reading
-those and multiplying, at the rates measured on an H200. Each matmul is one of several with weights
-of their own, 256 MiB or more together, so that none is stored in the L2 cache; they are one CUDA
-graph, and figures are medians of replays. "before" dequantises into memory in each call.
-``--tiles``: all tiles of a list, in place of the one that is chosen.
+Columns are microseconds, GB/s of the weight's bytes (scales included), and the roofline: the longer
+of reading the weight and multiplying, at rates measured on an H200. One CUDA graph has several
+matmuls with different weights, 256 MiB or more in total, so that no weight stays in the L2 cache.
+Figures are medians of replays. "before" dequantises into memory in each call. ``--tiles`` times all
+tiles of a list instead of the chosen one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Rows = Annotated[list[int], typer.Option("--rows", help="Repeatable.")]
 
 
 def median_us(calls: list[Callable[[], object]], repeats: int = 11) -> float:
-    """Microseconds of one of ``calls``, which one CUDA graph holds."""
+    """Microseconds of one of ``calls``, all captured in one CUDA graph."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def median_us(calls: list[Callable[[], object]], repeats: int = 11) -> float:
 
 
 def random_weight(num_outs: int, num_inputs: int, num_bits: int, group: int) -> PackedWeight:
-    """With zero points."""
+    """A random weight with zero points."""
     words = (num_outs, num_inputs * num_bits // 32)
     shape = (num_inputs // group, num_outs)
     scales = torch.rand(shape, device=_DEVICE) / 64
@@ -107,7 +107,7 @@ def copies(size: int) -> range:
 
 
 def tiles_of(x: Tensor, has_gate: bool) -> dict[str, Callable[..., object]]:
-    """All that fit the number of rows."""
+    """All tiles that fit the number of rows."""
     found: dict[str, Callable[..., object]] = {}
     for m, n, k, stages, warps in TILES:
         if m > max(16, 2 * len(x)) or (len(x) > 16 and m == 16):

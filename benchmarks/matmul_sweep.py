@@ -1,16 +1,16 @@
-"""Tries tiles of the matmul kernels for weights of models, or of a rank, on the GPU available.
+"""Try tiles of the matmul kernels on this GPU, for weights of models or of a rank.
 
     python -m benchmarks.matmul_sweep [--model 32b | 30b-a3b | ...] [--rows 2 16] [--seconds 60]
 
-For each weight and number of rows: the roofline (the weight once at 4.54 TB/s, or the operations at
-790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
-split-K, float32 sums; with a gate, the activation as a launch of its own), what the engine runs now
-("present"), and the quickest tiles of the Gluon and the Triton kernel. Microseconds; each call is
-timed among 256 MB or more of others, so that no weight is stored in the L2 cache, in a CUDA graph
-with dependent launch. Every tile keeps the order along K; one whose bits are not those of cuBLAS at
-512 rows is marked with "BITS".
+Columns, for each weight and number of rows: the roofline (the weight once at 4.54 TB/s, or the
+operations at 790 TFLOP/s, whichever takes longer; both measured on an H200); cuBLAS as in the
+engine (no split-K, float32 accumulators; with a gate, a separate launch for the activation); the
+engine's present choice ("present"); and the fastest tiles of the Gluon and the Triton kernel. Times
+are microseconds. Each call is timed among 256 MB or more of others, so that no weight stays in the
+L2 cache, in a CUDA graph with dependent launch. Every tile keeps the order along K. A tile whose
+bits differ from cuBLAS with 512 rows is marked "BITS".
 
-``--names`` tells what cuBLAS calls its kernels.
+``--names`` prints cuBLAS's names of its kernels.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _READ, _MATRIX = 4.54e12, 790e12
 _AMONG_BYTES = 256 << 20
 _SHARED_BYTES = 227 << 10
 _LEAST_STAGES, _MOST_STAGES = 3, 12
-# Rows of the weight a program (both halves of a gate), and programs that a multiprocessor holds.
+# Rows of the weight per program (both halves of a gate), and programs per multiprocessor.
 _FEW_ROWS = [
     *((8, n) for n in (1, 2)),
     *((16, n) for n in (1, 2, 3, 4)),
@@ -115,8 +115,8 @@ _MANY_ROWS_TRITON = (
 
 
 def prefetch_tiles(num_rows: int, num_outs: int, k_size: int, has_gate: bool) -> list[PrefetchTile]:
-    """Those worth a look: as many stages as fit where so many programs share a multiprocessor, of
-    the largest size and of half of it."""
+    """Tiles worth a test: as many stages as fit with this many programs per multiprocessor, of the
+    largest size and of half of it."""
     if num_rows <= 16:
         wanted = [(8 if num_rows <= 8 else 16, *cut) for cut in _FEW_ROWS]
     else:
@@ -143,10 +143,10 @@ def triton_tiles(num_rows: int, has_gate: bool) -> list[Tile]:
 
 
 class Sweep:
-    """Of one weight.
+    """The sweep of one weight.
 
     Args:
-        memory: bfloat16, that of its copies.
+        memory: bfloat16, for copies of the weight.
     """
 
     def __init__(self, memory: Tensor, num_outs: int, k_size: int, has_gate: bool) -> None:
@@ -191,7 +191,7 @@ class Sweep:
         return max(2 * size / _READ, 2 * size * num_rows / _MATRIX) * 1e6
 
     def times(self, num_rows: int) -> Iterator[tuple[float, str]]:
-        """Microseconds a call."""
+        """Microseconds per call."""
         x = self.x[:num_rows]
         for name, call in self.calls(num_rows).items():
             try:
@@ -218,7 +218,7 @@ def compile_all(memory: Tensor, weights: list[tuple[str, int, int, bool]], rows:
     pin_triton_cache_dir()
     with compilers() as pool:
         pool.start()
-        for _, *shape in weights:  # cuBLAS computes here, too
+        for _, *shape in weights:  # cuBLAS also computes here
             sweep = Sweep(memory, *shape)
             with parallel_build(memory.device) as report:
                 for num_rows in rows:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.mla [--kernels] [--engine] [--layers 6] [--caches latent expanded]
 
-The shape is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), with ``--v3`` DeepSeek-V3's
-attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches that together
-are larger than the L2 cache; the roofline of decode is each cached byte once at the plain read of
-the run. "expanded" is the same attention with every head's keys and values cached. An engine's step
-is that of a model of few dense layers with random weights, of DeepSeek-V3's code.
+The shape is that of DeepSeek-V2-Lite (16 heads, latents of 512 and 64), with ``--v3`` that of
+DeepSeek-V3's attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches
+that together exceed the L2 cache. The roofline of decode is one read of each cached byte at the
+run's plain read rate. "expanded" is the same attention with every head's keys and values cached. An
+engine's step is that of a model with a few dense layers and random weights, with DeepSeek-V3's
+code.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 6,
     "n_group": 1,
     "topk_group": 1,
-    "first_k_dense_replace": 64,  # dense layers: attention and the cache are what is measured
+    "first_k_dense_replace": 64,  # dense layers: only attention and the cache are measured
     "max_position_embeddings": 163840,
     "torch_dtype": "bfloat16",
     "bos_token_id": 100000,
@@ -70,7 +71,7 @@ CONFIG: dict[str, Any] = {
 
 
 def seconds_of(call: Callable[[], Any], repeats: int = 20, calls: int = 1) -> float:
-    """Median of a captured call's replays; of ``calls`` in it, one's."""
+    """Median seconds of a captured call's replays, per one of the ``calls`` in it."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -89,7 +90,7 @@ def seconds_of(call: Callable[[], Any], repeats: int = 20, calls: int = 1) -> fl
 
 
 class Rows:
-    """Rows of ``num_new`` queries at the end of ``context`` positions, blocks scattered."""
+    """Rows of ``num_new`` queries at the end of ``context`` positions, with scattered blocks."""
 
     def __init__(self, num_rows: int, context: int, num_new: int) -> None:
         blocks = -(-context // PAGE)
@@ -103,7 +104,7 @@ class Rows:
         self.pairs = num_rows * sum(range(context - num_new + 1, context + 1))
 
     def caches(self, *widths: int) -> list[tuple[Tensor, ...]]:
-        """As many sets as are larger than the L2 cache together."""
+        """As many sets as together exceed the L2 cache."""
         num_bytes = sum(widths) * 2 * self.num_blocks * PAGE
         count = min(16, max(1, _POOL_BYTES // num_bytes))
         shape = (self.num_blocks + 1, PAGE)
@@ -145,7 +146,7 @@ def expanded_seconds(rows: Rows, num_heads: int) -> float:
 
 
 def heads_seconds(num_tokens: int, num_heads: int) -> float:
-    """Queries into the latent space and values out of it."""
+    """Seconds to map queries into the latent space and values out of it."""
     weights = [
         torch.randn(num_heads, NOPE + VALUE, RANK, dtype=BF16, device="cuda") for _ in range(8)
     ]
@@ -193,7 +194,7 @@ def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
 
 @contextmanager
 def model_folder(num_layers: int) -> Iterator[str]:
-    """A folder that holds nothing but the ``config.json``."""
+    """A folder with only the ``config.json``."""
     with TemporaryDirectory(prefix="deepseek-v2-lite-") as folder:
         config = {**CONFIG, "num_hidden_layers": num_layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))

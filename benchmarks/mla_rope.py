@@ -1,9 +1,9 @@
-"""What DeepSeek-V2-Lite's layers do around latent attention, on a GPU: us per layer.
+"""The operations around latent attention in DeepSeek-V2-Lite's layers, on a GPU: us per layer.
 
     python -m benchmarks.mla_rope [--tokens 1 64 256 8192]
 
-Norm and rotation inside the kernels that store latents and absorb queries, two launches, beside the
-three that do the same without rotating.
+Compares two launches, in which the kernels that store latents and absorb queries also normalise and
+rotate, with the three launches that do the same without the rotation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sizes of a model that rooflines need: matrices, experts, KV cache and states.
 
-The modules are built by transformers on the meta device, so any architecture counts whose attention
-has the projections that Llama's or DeepSeek's has, whose experts are stacked in one tensor, and
-whose recurrences have a ``conv1d`` and an ``out_proj``.
+transformers builds the modules on the meta device, so any architecture is supported whose attention
+has the projections of Llama or DeepSeek, whose experts are stacked in one tensor, and whose
+recurrences have a ``conv1d`` and an ``out_proj``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _STATE_SIZES = ("mamba_d_state", "ssm_state_size", "linear_key_head_dim")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the arithmetic needs of a decoder; norms and convolutions' weights are left out.
+    """The sizes of a decoder that the arithmetic needs, without norms and weights of convolutions.
 
     Attributes:
-        num_layer_weights: elements of the matrices of all layers that every token meets.
+        num_layer_weights: elements of the matrices of all layers that every token uses.
         num_head_weights: elements of the LM head.
-        kv_bytes_per_token: of all layers; windows are not counted, but as if there were none.
-        pair_operations: multiplications and additions for one pair of positions, all layers.
-        num_expert_weights: elements of one expert of each layer, all layers together.
-        num_experts: of a layer, 0 for none. top_k: those of a token.
-        state_bytes: of one request, all recurrent layers.
+        kv_bytes_per_token: of all layers; windows are ignored.
+        pair_operations: multiplications and additions per pair of positions, all layers.
+        num_expert_weights: elements of one expert per layer, summed over layers.
+        num_experts: per layer, 0 for none. top_k: experts per token.
+        state_bytes: per request, all recurrent layers.
     """
 
     num_layer_weights: int
@@ -45,7 +45,7 @@ class ModelSize:
         kv_width = pair_operations = state_bytes = 0
         for module in modules:
             for name, weight in module.named_parameters(recurse=False):
-                if weight.ndim == 3 and not hasattr(module, "padding"):  # no convolution
+                if weight.ndim == 3 and not hasattr(module, "padding"):  # not a convolution
                     num_experts = len(weight)
                     expert_weights += weight.numel() // num_experts
                 elif weight.ndim == 2 and name == "weight" and not hasattr(module, "padding_idx"):
@@ -56,7 +56,7 @@ class ModelSize:
             elif hasattr(module, "conv1d") and hasattr(module, "out_proj"):
                 state_bytes += _state_bytes(module, config)
         head = config["vocab_size"] * config["hidden_size"]
-        # The head is a module of its own even where its weight is that of the embedding.
+        # The LM head is a separate module even if it shares the weight of the embedding.
         return cls(
             layer_weights - head,
             head,
@@ -74,8 +74,8 @@ class ModelSize:
         return self.num_layer_weights + self.top_k * self.num_expert_weights
 
     def num_weights_read(self, num_rows: int) -> float:
-        """Elements that a step of ``num_rows`` reads at least: of the experts those with a row,
-        as many as one expects if each row's are drawn evenly."""
+        """Elements that a step of ``num_rows`` must read. Of the experts it counts those with a
+        row: the expected number if each row's experts are drawn uniformly."""
         dense = self.num_layer_weights + self.num_head_weights
         if not self.num_experts:
             return dense
@@ -84,7 +84,7 @@ class ModelSize:
 
 
 def _meta_model(config: dict[str, Any]) -> Any:
-    # Seconds that loads and a peer's process can do without.
+    # Imported here, because loads and a peer's process do not need these seconds.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def _kv_width(attention: Any) -> int:
 
 
 def _pair_operations(attention: Any, config: dict[str, Any]) -> int:
-    """Of the products with keys and values as heads, which for a prompt are fewer than with
+    """For the matmuls with keys and values as heads, which for a prompt are fewer FLOPs than with
     latents."""
     values = keys = attention.o_proj.in_features
     if hasattr(attention, "kv_a_proj_with_mqa"):

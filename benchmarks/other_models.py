@@ -1,6 +1,6 @@
-"""Configs of models that share little with Qwen3: latent attention, and recurrent layers.
+"""Configs of models that differ strongly from Qwen3: latent attention, and recurrent layers.
 
-Every shape is that of the checkpoint named above it. Qwen3-Next is one of its first layers only:
+Every shape is that of the checkpoint named above it. Qwen3-Next has only some of its first layers:
 all 48 would take 159 GB.
 """
 
@@ -168,7 +168,7 @@ _GRANITE_4_H_TINY: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 100352,
 }
-# tiiuae/Falcon-H1-7B: attention and Mamba-2 beside each other in every layer.
+# tiiuae/Falcon-H1-7B: attention and Mamba-2 in parallel in every layer.
 _FALCON_H1_7B: dict[str, Any] = {
     "architectures": ["FalconH1ForCausalLM"],
     "model_type": "falcon_h1",

@@ -1,8 +1,8 @@
-"""vLLM, measured in processes of its own with the scripts of a folder (``--peer``).
+"""vLLM, measured in separate processes with the scripts of a folder (``--peer``).
 
-The kit's folder holds ``bench_vllm.py``, ``bench_more.py`` and ``site``, where vLLM is installed;
-without ``site`` it is installed there from the kit's two parts (``install.py``), which have to lie
-in the folder as well. Caches are kept in ``FOLDER/cache``, so that a second start is a warm one.
+The folder has ``bench_vllm.py``, ``bench_more.py`` and ``site``, where vLLM is installed. Without
+``site``, vLLM is installed there from the two parts of the kit (``install.py``), which must then be
+in the folder as well. Caches are in ``FOLDER/cache``, so that a second start is warm.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from benchmarks.workload import Workload, make_workload, model_folder
 PEER_MODELS = ("0.6b", "8b")
 _BLOCK_SIZE = 16  # vLLM's own default
 _TIMEOUT_S = 560
-_GLANCE_S = 0.02  # between two looks at what a process printed
-# In the first line that bench_vllm.py prints about something it measured.
+_GLANCE_S = 0.02  # between two checks of a process's output
+# In the first line that bench_vllm.py prints about a measurement.
 _FIRST_RUN = " run 0: "
-# Python's own default, whatever this process was told: modules that had to be compiled are not
-# compiled again by the next process.
+# Python's default, whatever the setting of this process: bytecode that one process compiles is not
+# compiled again by the next.
 KEPT_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
-# The headings under which bench_more.py prints its loads.
+# The headings under which bench_more.py prints its workloads.
 _MORE = {"32 requests": "nano32", "1,024 requests": "1024", "32 x 8,192 in, 256 out": "long"}
 _MORE_LINE = re.compile(
     r"^\[vllm (?P<tag>.+)\] (?P<inputs>\d+) in, (?P<outputs>\d+) out, (?P<seconds>[\d.]+) s, "
@@ -38,21 +38,21 @@ _MORE_LINE = re.compile(
 
 
 class PeerError(RuntimeError):
-    """The peer is not there, failed, or did something else than was asked for."""
+    """The peer is missing, failed, or did something other than requested."""
 
 
 @dataclass
 class PeerResult:
-    """What the peer's processes reported.
+    """The measurements reported by the peer's processes.
 
     Attributes:
-        version: vLLM's and torch's, where it told them.
+        version: vLLM's and torch's, if reported.
         seconds: of each repetition, by workload.
         total_s, one_token_s: of each repetition of the latency run.
-        kv_tokens: KV slots that fit at its default share of memory; None if it did not say.
-        start_s: seconds its engine took to start, a process each.
+        kv_tokens: KV slots that fit with its default share of memory; None if not reported.
+        start_s: seconds that its engine took to start, per process.
         first_result_s: seconds from the start of a process to the line with its first result, some
-            30 tokens after its first one; of :func:`measure_start` alone.
+            30 tokens after its first one; only from :func:`measure_start`.
     """
 
     version: str = "vLLM"
@@ -65,7 +65,7 @@ class PeerResult:
 
 
 def read_bench(line: str, into: PeerResult) -> None:
-    """Add what ``bench_vllm.py --json`` wrote for one run (one JSON line)."""
+    """Add the result of ``bench_vllm.py --json`` for one run (one JSON line)."""
     row: dict[str, Any] = json.loads(line)
     into.version = f"vLLM {row['version']}, torch {row['torch']}"
     into.start_s.append(row["engine_start_s"])
@@ -82,7 +82,7 @@ def read_more(text: str, workloads: dict[str, Workload], into: PeerResult) -> No
     """Add the lines that ``bench_more.py`` printed for ``workloads``, one or more for each.
 
     Raises:
-        PeerError: a workload is missing, or its token counts are not those of ours.
+        PeerError: a workload is missing, or its token counts differ from pagespec's.
     """
     found: dict[str, list[tuple[list[int], float]]] = {}
     for line in text.splitlines():
@@ -101,13 +101,13 @@ def read_more(text: str, workloads: dict[str, Workload], into: PeerResult) -> No
 
 
 def require_kit(folder: Path, model: str, names: list[str] | None = None) -> None:
-    """Notice before a long measurement that the peer cannot follow it.
+    """Check before a long measurement that the peer can run it.
 
     Args:
-        names: the workloads, of which it must know one.
+        names: the workloads; the peer must support at least one.
 
     Raises:
-        PeerError: it does not know the model or the workloads, or the kit is not in the folder.
+        PeerError: it does not support the model or the workloads, or the kit is not in the folder.
     """
     known = ("nano", *_MORE.values())
     if model not in PEER_MODELS:
@@ -123,11 +123,11 @@ def require_kit(folder: Path, model: str, names: list[str] | None = None) -> Non
 
 
 def measure_throughput(folder: Path, model: str, names: list[str], repeat: int) -> PeerResult:
-    """Run each of ``names`` that the peer knows ``repeat`` times. One process repeats "nano";
-    the others are run once per process, all together.
+    """Run each of ``names`` that the peer supports ``repeat`` times. One process repeats "nano";
+    the others run once per process, all together.
 
     Raises:
-        PeerError: see there.
+        PeerError: see that class.
     """
     result = PeerResult()
     if "nano" in names:
@@ -142,7 +142,7 @@ def measure_latency(
     """One request at a time.
 
     Raises:
-        PeerError: see there.
+        PeerError: see that class.
     """
     result = PeerResult()
     arguments = ["--mode", "latency", "--repeat", str(repeat)]
@@ -155,11 +155,11 @@ def measure_latency(
 def measure_comparison(
     folder: Path, model: str, names: list[str], repeat: int, is_batch_invariant: bool
 ) -> PeerResult:
-    """The load nano and batch 1 from one process, ``repeat`` times each; what else of ``names`` the
-    peer knows from another, once.
+    """Run nano and batch 1 in one process, ``repeat`` times each; and the other supported ``names``
+    in another process, once.
 
     Raises:
-        PeerError: see there.
+        PeerError: see that class.
     """
     result = PeerResult()
     arguments = ["--mode", "both", "--repeat", str(repeat)]
@@ -170,11 +170,11 @@ def measure_comparison(
 
 
 def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
-    """Start an engine with its caches in ``cache``, which makes a few tokens of a prompt of 128 and
-    ends.
+    """Start an engine with its caches in ``cache``, which generates a few tokens for a prompt of
+    128 and ends.
 
     Raises:
-        PeerError: see there.
+        PeerError: see that class.
     """
     result = PeerResult()
     arguments = ["--mode", "latency", "--repeat", "1", "--output-tokens", "2"]
@@ -186,7 +186,7 @@ def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
 
 
 def _run_others(folder: Path, model: str, names: list[str], repeat: int, into: PeerResult) -> None:
-    """What of ``names`` bench_more.py knows, in ``repeat`` processes."""
+    """Run those of ``names`` that bench_more.py supports, in ``repeat`` processes."""
     more = {name: make_workload(name) for name in names if name in _MORE.values()}
     if not more:
         return
@@ -198,7 +198,7 @@ def _run_others(folder: Path, model: str, names: list[str], repeat: int, into: P
 def _run_bench(
     folder: Path, model: str, arguments: list[str], into: PeerResult, cache: Path | None = None
 ) -> float | None:
-    """Returns seconds until the first result was printed."""
+    """Return the seconds until the first result was printed."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
         arguments = ["--model", model, *arguments, "--json", str(output)]
@@ -210,7 +210,7 @@ def _run_bench(
 def _run(
     folder: Path, script: str, arguments: list[str], cache: Path | None = None
 ) -> tuple[str, float | None]:
-    """Run a script of the kit; what it printed, and seconds until a line of a first run."""
+    """Run a script of the kit; returns its output, and the seconds until a line of a first run."""
     folder = folder.resolve()
     site = folder / "site"
     if not (site / "vllm").is_dir():
@@ -236,12 +236,12 @@ def checked(
         environment: variables added to this process's own.
 
     Returns:
-        What it printed, and the seconds from its start until ``mark`` was printed, if it was.
+        Its output, and the seconds from its start until ``mark`` was printed, if it was.
 
     Raises:
         PeerError: it failed or took too long; with the end of its output.
     """
-    # To files: a pipe that a grandchild keeps open would outlive the time limit.
+    # Output goes to files: a pipe that a grandchild keeps open would outlast the time limit.
     with tempfile.TemporaryFile() as output:
         begin = time.monotonic()
         process = subprocess.Popen(
@@ -255,7 +255,7 @@ def checked(
         status: int | str | None = None
         while status is None:
             status = process.poll()
-            # The process writes at the file's position, which this leaves where it is.
+            # The process writes at the file's position, which pread does not change.
             while part := os.pread(output.fileno(), 1 << 20, len(printed)):
                 printed += part
             now = time.monotonic() - begin

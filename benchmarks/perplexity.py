@@ -1,13 +1,13 @@
-"""Perplexity of SmolLM2-135M on the CPU: float32, bfloat16, FP8, and as GGUF files hold it.
+"""Perplexity of SmolLM2-135M on the CPU: float32, bfloat16, FP8, and GGUF formats.
 
     python benchmarks/perplexity.py [--tokens 20000] [--window 1024] [--formats float32 q4_1]
 
-The weights of all formats are those of its Q4_1 file: float32 is that file dequantised, and FP8,
-bfloat16 and Q8_0 are made from there. So a row says what its format adds.
+The weights of all formats come from its Q4_1 file: float32 is that file dequantised, and FP8,
+bfloat16 and Q8_0 are converted from float32. So a row shows what its format adds.
 
-The text is Python's own documentation, as ``help()`` shows it (``pydoc_data.topics``), in windows
-that know nothing of each other. Beside the perplexity: by how much log-probabilities differ from
-those in the first format.
+The text is Python's own documentation, as ``help()`` shows it (``pydoc_data.topics``), in
+independent windows. A further column has the difference of log-probabilities from those in the
+first format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from pagespec import LLM, embedded_model_path
 from pagespec.compile.load.source import find_source
 
-# ``LLM``'s settings, and what gives the model from the GGUF file and a folder for work.
+# Returns the model and ``LLM``'s settings for a format, from the GGUF file and a working folder.
 _Find = Callable[[Path, Path], str]
 
 
@@ -37,7 +37,7 @@ def _as_it_is(path: Path, _: Path) -> str:
 
 
 def _in_float32(path: Path, _: Path) -> str:
-    """The folder that the file is converted to; a .gguf file has no other quantization."""
+    """The folder of the file's conversion: a .gguf file supports no other quantization."""
     return find_source(path).files
 
 

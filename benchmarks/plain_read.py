@@ -1,4 +1,4 @@
-"""Reading memory and nothing else, as a Triton kernel: the rate that no kernel can exceed."""
+"""A Triton kernel that only reads memory. Its rate is the upper bound of all kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu_timing import median_seconds
 
 @triton.jit
 def _read_kernel(words, out, num_words, num_programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Reads all words, 4 bytes each; program i reads blocks i, i + num_programs, ..."""
+    """Read all words, 4 bytes each; program i reads blocks i, i + num_programs, ..."""
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -25,7 +25,7 @@ def _read_kernel(words, out, num_words, num_programs, BLOCK: tl.constexpr):  # t
 
 
 def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """GB/s of reading one stretch of memory, the best of three grids; 0 without repeats, which
+    """GB/s of reading one stretch of memory, the best of three grids; 0 without repeats, which only
     compiles the kernels."""
     words = torch.randint(0, 1 << 30, (num_bytes // 4,), dtype=torch.int32, device=device)
     best = 0.0
@@ -43,7 +43,7 @@ def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
 
 
 def _grids(device: torch.device) -> list[tuple[int, int]]:
-    """Programs, and words that each reads at once."""
+    """Numbers of programs, and of words that each reads at once."""
     if device.type != "cuda":
         return [(4, 64)]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -51,7 +51,7 @@ def _grids(device: torch.device) -> list[tuple[int, int]]:
 
 
 def seconds_of(calls: list[Callable[[], object]], repeats: int, device: torch.device) -> float:
-    """Of one call; on a CPU by the clock, to see that it runs."""
+    """Seconds per call; on a CPU by the clock, to check that it runs."""
     if device.type == "cuda":
         return median_seconds(calls, repeats)
     begin = time.perf_counter()

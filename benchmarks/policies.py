@@ -3,18 +3,19 @@
     python -m benchmarks.policies
     python -m benchmarks.policies --output benchmarks/results/policies.json
 
-The scheduler is the real one; time is a model's, so that the table needs no GPU and is the same on
-every machine. A step takes what Qwen3-0.6B takes on an H100, read from docs/notes/gpu-tables.md:
+The scheduler is the real one. Time comes from a model, so the table needs no GPU and is the same on
+every machine. A step takes as long as with Qwen3-0.6B on an H100, according to
+docs/notes/gpu-tables.md:
 
-* 0.70 ms whatever it computes (one request decodes at that),
+* 0.70 ms in any case (one request decodes in this time),
 * 2.4 us per row (256 rows: 7.12 ms, of them attention 5.94, less the 0.70 and its own attention),
 * 0.028 us per position read (attention of those 256 rows of some 820 positions each),
-* 3.8 us per prompt token (8,192 of them take 37.1 ms beside decodes that take 6.1).
+* 3.8 us per prompt token (8,192 of them take 37.1 ms in addition to decodes that take 6.1).
 
-Two of three requests are short questions of eight interactive clients (priority 0), the third is a
+Two of three requests are short questions of eight interactive clients (priority 0). The third is a
 long document of a batch job (priority 8). Under "fair" each client and the batch job is one owner.
 Arrivals are a Poisson process, or bursts: a Poisson process of groups that arrive at once. Latency
-is from arrival to the last token.
+is the time from arrival to the last token.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _NUM_CLIENTS = 8
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come; ``is_long``: a document of the batch job."""
+    """A future request; ``is_long``: a document of the batch job."""
 
     second: float
     prompt: list[int]
@@ -94,7 +95,7 @@ def poisson(rng: random.Random, num_requests: int, per_second: float) -> list[Ar
 
 
 def bursts(rng: random.Random, num_requests: int, per_second: float) -> list[Arrival]:
-    """Groups of 48 that arrive at once, as often as makes the same rate."""
+    """Groups of 48 that arrive at once, at the same average rate."""
     second, arrivals = 0.0, []
     while len(arrivals) < num_requests:
         second += rng.expovariate(per_second / _BURST)
@@ -103,7 +104,7 @@ def bursts(rng: random.Random, num_requests: int, per_second: float) -> list[Arr
 
 
 def seconds_of(plan: StepPlan) -> float:
-    """What the step would take on the card of the model."""
+    """The time of the step on the GPU of the model."""
     seconds = STEP_S + ROW_S * len(plan)
     for _, start, num_tokens, _ in plan.rows():
         seconds += READ_S * (start + num_tokens) + PROMPT_S * (num_tokens if num_tokens > 1 else 0)
@@ -111,7 +112,7 @@ def seconds_of(plan: StepPlan) -> float:
 
 
 def serve(arrivals: Sequence[Arrival], policy: str) -> tuple[list[Served], int]:
-    """When each request had its first and its last token, and the number of preemptions."""
+    """The times of each request's first and last token, and the number of preemptions."""
     scheduler = Scheduler(
         BlockManager(NUM_BLOCKS, BLOCK_SIZE),
         max_num_seqs=MAX_NUM_SEQS,

@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes: kernels, and the gaps between them.
+"""The time of a decode step by kernel, and the gaps between kernels.
 
-On a GPU only the device is traced, so that tracing the host does not slow it and open gaps that
-are not there otherwise. Without a GPU the outermost torch operations stand for kernels.
+On a GPU only the device is traced: tracing the host would slow it and open gaps that do not exist
+otherwise. Without a GPU the outermost torch operations take the place of kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_STEPS = 20
-_NUM_WARMUP_STEPS = 5  # traced and dropped: the tracer's own start is slow
+_NUM_WARMUP_STEPS = 5  # traced and dropped, because the tracer starts slowly
 _NUM_ROWS = 15
 _GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CPU_CATEGORIES = frozenset({"cpu_op"})
@@ -23,7 +23,7 @@ _CPU_CATEGORIES = frozenset({"cpu_op"})
 
 @dataclass(frozen=True, order=True)
 class Interval:
-    """Something that ran: microseconds, on the trace's own clock."""
+    """An event: microseconds, on the trace's own clock."""
 
     begin: float
     end: float
@@ -31,10 +31,11 @@ class Interval:
 
 
 def advances(intervals: Iterable[Interval]) -> Iterator[tuple[str, float]]:
-    """Of each interval, by begin: its name, and how many microseconds it ran past all before it.
+    """For each interval, by begin: its name, and by how many microseconds it ends after all
+    intervals before it.
 
-    A kernel that is launched early (dependent launch) waits for those before it, and its time on
-    the device says little: what it does alone comes after they have ended.
+    A kernel with dependent launch starts early and waits for those before it, so its time on the
+    device has little meaning. Its own work comes after they have ended.
     """
     reached = float("-inf")
     for interval in sorted(intervals):
@@ -43,12 +44,12 @@ def advances(intervals: Iterable[Interval]) -> Iterator[tuple[str, float]]:
 
 
 def busy_time(intervals: Iterable[Interval]) -> float:
-    """Microseconds in which at least one of ``intervals`` ran, on whatever stream."""
+    """Microseconds in which at least one of ``intervals`` ran, on any stream."""
     return sum(advance for _, advance in advances(intervals))
 
 
 def idle_fraction(intervals: Iterable[Interval]) -> float:
-    """Share of the time from the first begin to the last end in which nothing ran.
+    """Fraction of the time from the first begin to the last end in which nothing ran.
 
     Raises:
         ValueError: there are no intervals, or they take no time.
@@ -62,10 +63,10 @@ def idle_fraction(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Of ``num_steps`` decode steps.
+    """The profile of ``num_steps`` decode steps.
 
     Attributes:
-        wall_s: their time on the host's clock; from an idle device to an idle device.
+        wall_s: their time on the host's clock, from an idle device to an idle device.
     """
 
     intervals: list[Interval]
@@ -82,7 +83,8 @@ class StepProfile:
         }
 
     def by_name(self) -> list[tuple[str, float, float]]:
-        """(name, microseconds a step as :func:`advances` counts, calls a step), longest first."""
+        """(name, microseconds per step as counted by :func:`advances`, calls per step), longest
+        first."""
         times: dict[str, list[float]] = defaultdict(list)
         for name, advance in advances(self.intervals):
             times[name].append(advance)
@@ -113,8 +115,8 @@ class StepProfile:
 
 
 def read_trace(trace: Path, categories: frozenset[str]) -> list[Interval]:
-    """The intervals of a chrome trace that are of ``categories`` and, on the host, are not part
-    of another on the same thread."""
+    """The intervals of a Chrome trace with these ``categories``. On the host, those within another
+    interval on the same thread are omitted."""
     events = [
         event
         for event in json.loads(trace.read_text())["traceEvents"]
@@ -133,12 +135,12 @@ def read_trace(trace: Path, categories: frozenset[str]) -> list[Interval]:
 
 
 def profile_steps(llm: Any, generate: Callable[[], object], trace: Path) -> StepProfile:
-    """Run ``generate`` and trace ``NUM_STEPS`` engine steps of it, from when every running request
-    decodes.
+    """Run ``generate`` and trace ``NUM_STEPS`` engine steps of it, from the time when every running
+    request decodes.
 
     Args:
         llm: its engine's ``step`` is replaced meanwhile.
-        trace: file for the chrome trace.
+        trace: file for the Chrome trace.
 
     Raises:
         RuntimeError: ``generate`` ended before that many decode steps.

@@ -2,15 +2,15 @@
 
     python -m benchmarks.recurrent [--kernels] [--layers] [--repeats 10]
 
-Kernels: microseconds of one call, and GB/s of what it has to move (states read and written, inputs
-read, outputs written, each once) beside the plain read of the card. Each CUDA graph holds
-the calls of several layers over states that together are larger than the L2 cache; figures are
-medians of replays. Prompts are one row.
+Kernels: microseconds per call, and GB/s of the bytes that it must move (states read and written,
+inputs read, outputs written, each once), compared with the GPU's plain read. Each CUDA graph has
+the calls of several layers over states that together exceed the L2 cache. Figures are medians of
+replays. Prompts are one row.
 
 Layers: milliseconds of a decode step, and of a prompt, of four layers (three delta rules, one
-attention) with random weights, beside what the bytes take that a step has to read and write
-(weights of the experts that are hit on average, states, keys and values; no activations), and, for
-a prompt, its products at 760 TFLOP/s.
+attention) with random weights. They are compared with the time for the bytes that a step must read
+and write (weights of the experts that are used on average, states, keys and values; no
+activations), and, for a prompt, for its matmuls at 760 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 @dataclass(frozen=True)
 class Kernel:
-    """An op at the shape of a model.
+    """An op in the shape of a model.
 
     Attributes:
-        per_token: makes the inputs of T tokens. call: the op, given those, states and rows.
-        state: of one slot. state_dtype: its dtype.
-        num_state: elements of the state that a slot holds, if its tail is to be counted apart.
+        per_token: creates the inputs of T tokens. call: the op, which takes those, states and rows.
+        state: shape per slot. state_dtype: its dtype.
+        num_state: elements of the state in a slot, if its tail is counted separately.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Kernel:
     num_state: int = 0
 
     def decode_bytes(self) -> float:
-        """Of a slot, what a decode step has to read and write of it, on average."""
+        """Bytes of a slot that a decode step must read and write, on average."""
         num_bytes = math.prod(self.state) * self.state_dtype.itemsize
         if not self.num_state:
             return 2 * num_bytes
@@ -74,8 +74,8 @@ class Kernel:
 
 
 def in_chunks(slot_bytes: int, state_bytes: int) -> float:
-    """What a decode step moves of a slot, on average: the state is written at a chunk's end, and
-    before that half of the inputs in a slot are read and one is written."""
+    """Bytes of a slot that a decode step moves, on average: the state is written at a chunk's end;
+    before that, half of the inputs in a slot are read and one is written."""
     size = spec.CHUNK
     of_an_input = (slot_bytes - state_bytes) / size
     return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
@@ -152,8 +152,8 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on after a state, all over a chunk. Of a step
-    with prompts there are as many rows as requests may run: the others have no tokens."""
+    """All rows have ``num_tokens``. Decode rows continue from a state, at positions spread over a
+    chunk. A step with prompts has as many rows as requests may run: the others have no tokens."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
     contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)
     if num_tokens == 1:
@@ -168,7 +168,7 @@ def _rows(num_rows: int, num_tokens: int) -> Rows:
 
 
 def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tuple[float, int]:
-    """(seconds, bytes) of one call."""
+    """(seconds, bytes) per call."""
     total = num_rows * num_tokens
     inputs, rows = kernel.per_token(total), _rows(num_rows, num_tokens)
     state = torch.zeros(num_rows + 1, *kernel.state, dtype=kernel.state_dtype, device="cuda")
@@ -201,7 +201,8 @@ QWEN3_NEXT = qwen3_next(4)
 
 
 def roofline_ms(num_rows: int, num_tokens: int, read: float) -> float:
-    """Of a step of these four layers and the head, in which each row has ``num_tokens``."""
+    """Lower bound of a step of these four layers and the LM head, in which each row has
+    ``num_tokens``."""
     c, total = QWEN3_NEXT, num_rows * num_tokens
     hidden, expert = c["hidden_size"], 3 * c["hidden_size"] * c["moe_intermediate_size"]
     share = 1 - (1 - c["num_experts_per_tok"] / c["num_experts"]) ** total

@@ -1,9 +1,9 @@
-"""Host time of the scheduler: microseconds of schedule + commit a step, without a model.
+"""Host time of the scheduler: microseconds of schedule + commit per step, without a model.
 
     python benchmarks/scheduler.py
 
 Two tables: steady decodes (the state of an engine most of the time), and the admission of long
-prompts half of which is shared. The tokens a runner would return are constants here.
+prompts of which half is shared. A runner's tokens are constants here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _timed_step(scheduler: Scheduler, token: int) -> tuple[float, float]:
 
 
 def decodes(num_requests: int, num_steps: int = 400) -> tuple[float, float, float]:
-    """Median microseconds of schedule and of commit, and the mean of both together. Prompt
-    lengths are spread, so that every step has its share of block boundaries."""
+    """Median microseconds of schedule and of commit, and the mean of their sum. Prompt lengths are
+    spread, so that every step has its share of block boundaries."""
     rng = random.Random(0)
     scheduler = _scheduler(num_requests * 64, num_requests, max(8192, num_requests))
     for i in range(num_requests):

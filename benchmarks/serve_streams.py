@@ -1,9 +1,9 @@
-"""What a streamed chunk costs the server: many clients of one process, and no model.
+"""The server's cost of a streamed chunk: many clients of one process, and no model.
 
-A runner that samples at once, every ``--step-ms``, stands in for the model, so the host's work is
-all there is: the engine's thread, and the event loop that writes the streams. Clients are in
-another process and only count. Prints CPU microseconds a chunk of the event loop's thread and of
-the engine's, and the chunks and tokens in a second.
+A runner that samples at once, every ``--step-ms``, replaces the model. So only the host's work
+remains: the engine's thread, and the event loop that writes the streams. Clients are in another
+process and only count. The script prints CPU microseconds per chunk of the event loop's thread and
+of the engine's, and chunks and tokens per second.
 
     python -m benchmarks.serve_streams --endpoint chat --streams 256
 """

@@ -1,20 +1,20 @@
-"""The HTTP server beside offline ``generate``, and beside ``vllm serve``: rates and latencies.
+"""The HTTP server compared with offline ``generate`` and with ``vllm serve``: rates and latencies.
 
     python -m benchmarks.serving --model 0.6b [--repeat 3] [--seconds 20] [--peer SITE]
         [--peer-only] [--json out.json]
 
-Random weights at their real shape. Offline, one process calls ``generate`` with the workload. Then
-a server is started as users start it, and clients of other processes send it the workload at once,
-not streamed and streamed, and after that ``--streams`` clients stream without pausing for
-``--seconds``, prompts of 128 to 512 tokens and answers of 128 to 256. Both engines have the same
-tokenizer, in which every token has a text. ``SITE`` is the folder where vLLM 0.26.0 and what its
-server needs are installed (``pip install --target``). On a machine without a GPU: ``--model tiny
---workload tiny --streams 8 --seconds 2``, which proves that this runs and nothing else.
+Random weights in their real shapes. Offline, one process calls ``generate`` with the workload. Then
+a server is started as users start it. Clients in other processes send it the workload at once, not
+streamed and streamed. After that ``--streams`` clients stream without pauses for ``--seconds``,
+with prompts of 128 to 512 tokens and answers of 128 to 256. Both engines have the same tokenizer,
+in which every token has text. ``SITE`` is the folder where vLLM 0.26.0 and the requirements of its
+server are installed (``pip install --target``). Without a GPU, ``--model tiny --workload tiny
+--streams 8 --seconds 2`` checks only that the script runs.
 
-TTFT, time to first token: from asking for the connection to the first chunk with text. ITL,
-inter-token latency: between two arrivals of text, of which one may bring several tokens if they
-came together. TPOT, time per output token: of each request, from its first arrival to its last,
-over its tokens but one.
+TTFT, time to first token: from opening the connection to the first chunk with text. ITL,
+inter-token latency: between two arrivals of text; one arrival may bring several tokens. TPOT, time
+per output token: for each request, from its first arrival to its last, divided by its number of
+tokens minus one.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from benchmarks.http_server import (
 from benchmarks.job import Job, run_job, write_json
 from benchmarks.workload import LOADS, Workload, make_workload, model_config, model_folder
 
-# Of the clients that do not pause: lengths of prompts and of answers.
+# Lengths of prompts and answers of the clients without pauses.
 _LENGTHS = {"nano": ((128, 512), (128, 256)), "tiny": ((8, 32), (8, 32))}
 _PERCENTILES = (50, 99)
-# The share of the clients' time, and its longest, in which they get out of step.
+# The fraction of the clients' time, and its maximum, in which they get out of step.
 _RAMP, _RAMP_S = 0.2, 3.0
 _WARM_UP = ClosedLoop(32, 0.5, (16, 32), (8, 16), seed=1)
 _MAX_CLIENTS = 8
@@ -90,7 +90,7 @@ def main(
     logs: Annotated[Path | None, typer.Option(help="Folder for the servers' logs.")] = None,
     json: options.Json = None,
 ) -> None:
-    """Tokens a second and latencies over HTTP, beside `generate` and vLLM."""
+    """Tokens per second and latencies over HTTP, compared with `generate` and vLLM."""
     if model not in options.MODELS or workload not in _LENGTHS:
         raise typer.BadParameter(f"--model: {options.MODELS}, --workload: {tuple(_LENGTHS)}")
     if peer is not None and not (peer / "vllm").is_dir():
@@ -143,7 +143,7 @@ def _split(lines: list[str]) -> list[str]:
 def measure_offline(
     model: str, workload: str, repeat: int, folder: Path, num_seqs: int, max_model_len: int
 ) -> dict[str, Any]:
-    """``generate`` with the same settings and the same tokenizer, in a process of its own."""
+    """``generate`` with the same settings and tokenizer, in a separate process."""
     settings = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
     job = Job("throughput", model, [workload], repeat=repeat, settings=settings)
     result = run_job(job, folder=folder)
@@ -156,7 +156,7 @@ def measure_offline(
 def measure(
     server: Server, load: Workload, closed_loop: ClosedLoop, repeat: int, num_clients: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each load's name and numbers.
+    """Each workload's name and measurements.
 
     Raises:
         LoadError: a request failed.
@@ -178,7 +178,8 @@ def measure(
 
 
 def rate_between(loaded: Loaded, begin: float, end: float) -> float:
-    """Tokens a second in that time; of each request the share of its chunks that came in it."""
+    """Tokens per second in that time; of each request the fraction of its chunks that arrived in
+    it."""
     num_tokens = 0.0
     for answer in loaded.answers:
         num_chunks = sum(begin <= arrival < end for arrival in answer.arrivals)
@@ -187,7 +188,8 @@ def rate_between(loaded: Loaded, begin: float, end: float) -> float:
 
 
 def latencies(runs: list[Loaded], begin: float = 0.0, end: float = math.inf) -> dict[str, Any]:
-    """Percentiles in milliseconds, of requests begun in that time and of gaps that ended in it."""
+    """Percentiles in milliseconds, of requests that began in that time and of gaps that ended in
+    it."""
     answers = [answer for loaded in runs for answer in loaded.answers]
     streamed = [answer for answer in answers if answer.arrivals]
     begun = [answer for answer in streamed if begin <= answer.began < end]
@@ -209,14 +211,14 @@ def latencies(runs: list[Loaded], begin: float = 0.0, end: float = math.inf) -> 
 
 
 def gaps(arrivals: Any, begin: float, end: float) -> Iterator[float]:
-    """Between arrivals; chunks that one read brought have one."""
+    """Seconds between arrivals; chunks from one read have one arrival."""
     for earlier, later in pairwise(arrivals):
         if later > earlier and begin <= later < end:
             yield later - earlier
 
 
 def percentiles(seconds: list[float]) -> list[float] | None:
-    """The nearest of the values, in milliseconds; None of none."""
+    """The nearest of the values, in milliseconds; None without values."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -272,7 +274,7 @@ def row(label: str, measured: dict[str, Any]) -> str:
 
 
 def ratios(results: dict[str, Any]) -> Iterator[str]:
-    """Of median rates: ours over offline ``generate``, and over vLLM."""
+    """Ratios of median rates: pagespec's to offline ``generate``, and to vLLM."""
     rates = {
         name: {label: statistics.median(m["rates"]) for label, m in result["loads"].items()}
         for name, result in results.items()
@@ -287,6 +289,6 @@ def ratios(results: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    # Told to end, it ends the server, too.
+    # On SIGTERM, also end the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     typer.run(main)

@@ -3,12 +3,12 @@
     python -m benchmarks.shots
     python -m benchmarks.shots run.jsonl --name viewer-1024
 
-With a trace: all of it, and steps near its first preemption; prints the seconds until the page can
-be used and the milliseconds per paint. Without one, SmolLM2-135M serves 15 requests on the CPU with
-so few blocks and so small a budget that there is everything to see: questions that share a long
-instruction, a long prompt beside decodes, tales that outgrow the pool and preempt one another.
-Needs Chromium and playwright (``nox -s browser_tests`` installs it), and the embedded model if no
-trace is given.
+With a trace: all of it, and steps near its first preemption. The script prints the seconds until
+the page can be used and the milliseconds per paint. Without a trace, SmolLM2-135M serves 15
+requests on the CPU with so few blocks and so small a budget that all events occur: questions that
+share a long instruction, a long prompt together with decodes, and stories that outgrow the pool and
+preempt one another. Needs Chromium and playwright (``nox -s browser_tests`` installs it), and the
+embedded model if no trace is given.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def arrange_all(_page: Page) -> None:
 
 
 def arrange_long_prompt(page: Page) -> None:
-    """The chunks of the long prompt, beside the decodes of four questions."""
+    """The chunks of the long prompt, together with the decodes of four questions."""
     lane = page.evaluate(
         "viewer.trace.lanes.numPrompt.indexOf(Math.max(...viewer.trace.lanes.numPrompt))"
     )
@@ -134,7 +134,7 @@ def arrange_preemption(page: Page) -> None:
 
 
 def arrange_shared_prefix(page: Page) -> None:
-    """The first rows of questions that come when the instruction is in the cache."""
+    """The first rows of questions that arrive when the instruction is in the cache."""
     lane = page.evaluate("Math.max(...viewer.trace.hits.map(([, lane]) => lane)) - 4")
     step = page.evaluate(f"viewer.trace.hits.find(([, lane]) => lane === {lane})[0]")
     show_steps(page, step - 5, step + 8)
@@ -181,7 +181,7 @@ def main(
 
 
 def measured(browser: Browser, page_file: Path) -> str:
-    """Seconds until the page can be used, and what a paint takes while it is scrolled and moved."""
+    """Seconds until the page can be used, and the time per paint while it is scrolled and moved."""
     begin = time.perf_counter()
     with open_page(browser, page_file) as page:
         page.wait_for_function("window.viewer")

@@ -1,10 +1,11 @@
-"""Sparse attention of DeepSeek-V3.2 on a GPU, one layer: the indexer's choice and attention to it.
+"""Sparse attention of DeepSeek-V3.2 on a GPU, one layer: the indexer's selection and attention to
+it.
 
     python -m benchmarks.sparse
 
-128 heads over latents of 512 and 64, 64 index heads of 128, 2,048 positions chosen, bfloat16,
-blocks of 64. Calls are timed in CUDA graphs, over caches that together are larger than the L2
-cache; beside them attention to all positions, of the same queries.
+128 heads over latents of 512 and 64, 64 index heads of 128, 2,048 selected positions, bfloat16,
+blocks of 64. Calls are timed in CUDA graphs, over caches that together exceed the L2 cache. They
+are compared with attention to all positions, of the same queries.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CASES = [(1, 8192, 1), (64, 8192, 1), (1, 65536, 1), (1, 4096, 4096)]
 
 
 def times_of(num_rows: int, context: int, num_new: int) -> dict[str, float]:
-    """Seconds a layer of each part."""
+    """Seconds per layer of each part."""
     rows = Rows(num_rows, context, num_new)
     positions = torch.arange(context - num_new, context).repeat(num_rows).cuda()
     row_of = torch.arange(num_rows).repeat_interleave(num_new).cuda()

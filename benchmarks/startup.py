@@ -3,15 +3,16 @@
     python -m benchmarks.startup --model 0.6b [--repeat 5] [--peer FOLDER] [--json out.json]
     python -m benchmarks.startup --model embedded  # SmolLM2-135M on a CPU, from its file
 
-Every start is a fresh process that makes an engine and one token of a prompt of 128. A cold one
-finds its caches (Inductor's, Triton's, pagespec's, the driver's) in an empty folder of its own, a
-warm one as the first cold one left them; they take turns. The operating system's file cache is warm
-throughout. Modules are compiled to bytecode as Python does it by itself: once, wherever that beside
-them is missing or stale, by the first process.
+Every start is a new process that starts an engine and generates one token for a prompt of 128. A
+cold start has empty caches (Inductor's, Triton's, pagespec's, the driver's). A warm start has the
+caches that the first cold one wrote. Cold and warm starts alternate. The operating system's file
+cache is always warm. Modules are compiled to bytecode as Python does it: once, by the first
+process, if the bytecode is missing or stale.
 
-vLLM has two figures: the start of its engine, without interpreter and imports, as it says itself;
-and seconds from the start of its process to the line with its first result, for which it makes some
-30 tokens more than the first one (about 0.05 s at its 1.5 ms per token on an H100).
+vLLM has two figures. One is the start of its engine as reported by vLLM, without interpreter and
+imports. The other is the seconds from the start of its process to the line with its first result,
+which includes some 30 tokens more than the first one (about 0.05 s at its 1.5 ms per token on an
+H100).
 """
 
 from __future__ import annotations
@@ -100,17 +101,17 @@ def _embedded() -> Path:
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
-    """Where compilers and pagespec keep what they have made: under ``folder``; Python's own beside
-    the modules."""
+    """Variables that put the caches of compilers and pagespec under ``folder``; Python's bytecode
+    stays with the modules."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PAGESPEC_CACHE", "CUDA_CACHE_PATH")
     return {name: str(folder / name.lower()) for name in names} | KEPT_BYTECODE
 
 
 def phases(run: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a start by what they went to; they add up to the last entry.
+    """Seconds of a start by part; they sum to the last entry.
 
-    "load" is config, tokenizer, weights, and the import of the model's code where no record of an
-    earlier start spares it.
+    "load" is config, tokenizer, weights, and the import of the model's code unless a record of an
+    earlier start makes it unnecessary.
     """
     begin, called, imported, ready, first = (
         run[name] for name in ("process_begin", "called", "imported", "engine_ready", "first_token")

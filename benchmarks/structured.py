@@ -1,13 +1,13 @@
-"""What structured output costs the requests beside it, and whether what comes out is valid.
+"""The cost of structured output for other requests in the batch, and the validity of its results.
 
     python -m benchmarks.structured --model 0.6b [--requests 256] [--constrained 64] [--repeat 3]
         [--tokenizer FOLDER]
 
-Random weights at their real shape, and a real tokenizer: that of a folder, or of the embedded
-model. All requests arrive at once, at temperature 0.6. The constrained ones have a JSON schema; in
-the run beside it they have none, and generate as many tokens as they did with it. The rate is that
-of the other requests: their tokens until the last of them is done. On a machine without a GPU:
-``--model tiny --requests 8 --constrained 2 --output-tokens 16``, which proves that this runs.
+Random weights in their real shapes, and a real tokenizer: that of a folder, or of the embedded
+model. All requests arrive at once, at temperature 0.6. The constrained ones have a JSON schema. In
+a second run they have none, and generate as many tokens as they did with it. The rate is that of
+the other requests: their tokens until the last of them ends. Without a GPU, ``--model tiny
+--requests 8 --constrained 2 --output-tokens 16`` checks only that the script runs.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SCHEMA: dict[str, Any] = {
     "required": ["title", "items"],
     "additionalProperties": False,
 }
-# Enough for the schema's longest text; what random weights write is cut before.
+# Enough for the schema's longest text; random output is cut before.
 MAX_CONSTRAINED_TOKENS = 600
 _END = 2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. ``rate``: tokens a second of the unconstrained requests. ``*_ms``: of the host, a
+    """One run. ``rate``: tokens per second of the unconstrained requests. ``*_ms``: host time per
     step. ``lengths``: of the constrained outputs."""
 
     rate: float
@@ -85,7 +85,7 @@ def main(
         Path | None, typer.Option(help="Folder with tokenizer.json; default: the embedded model's.")
     ] = None,
 ) -> None:
-    """The rate of unconstrained requests beside constrained ones, and beside none."""
+    """The rate of unconstrained requests with and without constrained ones in the batch."""
     from pagespec import LLM
 
     given = {} if overlap is None else {"overlap": overlap}
@@ -109,7 +109,7 @@ def main(
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> int:
-    """Returns how many tokens it has."""
+    """Return its number of tokens."""
     from transformers import AutoTokenizer
 
     if source is None:
@@ -128,11 +128,11 @@ def copy_tokenizer(source: Path | None, folder: Path) -> int:
 def run(
     llm: Any, prompts: list[list[int]], num_constrained: int, num_tokens: int, lengths: Any
 ) -> Measured:
-    """One ``generate``. Constrained requests stand at equal distances among the others; given
-    ``lengths``, they have no schema, and generate so many tokens."""
+    """One ``generate``. Constrained requests are at equal distances among the others. With
+    ``lengths``, they have no schema and generate that many tokens."""
     from pagespec import SamplingParams, StructuredOutputs
 
-    # Random weights take any whitespace there is, without an end.
+    # Random weights would generate whitespace without end, if allowed.
     outputs = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
     places = [i * len(prompts) // num_constrained for i in range(num_constrained)]
     params = [
@@ -169,7 +169,7 @@ def run(
 
 
 def is_valid(completion: Any) -> bool:
-    """Whether the text is complete and what :data:`SCHEMA` asks for."""
+    """Whether the text is complete and matches :data:`SCHEMA`."""
     if completion.finish_reason != "stop":
         return False
     value = json.loads(completion.text)

@@ -1,11 +1,11 @@
-"""What a step trace costs: the host's time of a step with and without one, and the file's size.
+"""The cost of a step trace: host time per step with and without one, and the file's size.
 
     python -m benchmarks.tracing
     python -m benchmarks.tracing --model 0.6b --workload nano [--workload 1024 ...] [--repeat 3]
 
-The first needs no model: tokens are constants. "decode" are steps of decodes alone, in "mixed" ones
-a request ends in every step and another is admitted with its whole prompt. The second serves whole
-workloads with one engine, not traced and traced by turns.
+The first command needs no model: tokens are constants. "decode" steps are only decodes. In "mixed"
+ones a request ends in every step and another is admitted with its whole prompt. The second command
+runs whole workloads with one engine, alternately without and with a trace.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Load:
     """An engine with ``num_rows`` running requests, past their prompts.
 
     Args:
-        is_mixed: one of them ends in every step, and another arrives.
+        is_mixed: whether one of them ends in every step, and another arrives.
     """
 
     def __init__(self, num_rows: int, is_mixed: bool, trace: Path | None) -> None:
@@ -86,7 +86,7 @@ class Load:
         self._engine.add(Request(name, prompt, PARAMS, max_num_tokens=length + num_outputs))
 
     def step(self) -> float:
-        """Processor seconds of one step of the engine, which other processes do not add to."""
+        """Processor seconds of one engine step, which other processes do not affect."""
         if self._is_mixed:
             self._add(self._num_rows)
         begin = time.thread_time()
@@ -95,9 +95,9 @@ class Load:
 
 
 def host_times(num_rows: int, is_mixed: bool) -> tuple[float, float, int]:
-    """Median microseconds of a step without and with a trace, and the bytes that ``NUM_STEPS``
-    steps (of "mixed" ones with their arrivals) have in the file. Two engines take their steps by
-    turns, so that both meet the same machine."""
+    """Median microseconds per step without and with a trace, and the bytes of ``NUM_STEPS`` steps
+    (for "mixed" with their arrivals) in the file. Two engines step alternately, so that both have
+    the same load of the machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         plain, traced = Load(num_rows, is_mixed, None), Load(num_rows, is_mixed, path)
@@ -143,7 +143,7 @@ def main(
     repeat: options.Repeat = 3,
     json: options.Json = None,
 ) -> None:
-    """What a step trace costs."""
+    """Measure the cost of a step trace."""
     if model is None:
         show_host_times()
         return

@@ -1,4 +1,4 @@
-"""Random weights for vLLM that are as random as pagespec's."""
+"""Random weights for vLLM with the same distribution as pagespec's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def spread_weights() -> None:
-    """Let vLLM's random weights be those of an untrained model, as pagespec's are: matrices with a
-    deviation of 0.02, and ones for norms.
+    """Give vLLM's random weights the distribution of an untrained model, as pagespec's have:
+    matrices with a standard deviation of 0.02, and ones for norms.
 
-    Its own are within 0.001, so that the probabilities of a router are all but equal. With them
+    vLLM's own are within 0.001, so the probabilities of a router are nearly equal. With them
     DeepSeek-V2-Lite decoded faster than reading all experts allows: tokens probably chose the same
     ones (docs/notes/mla.md).
     """

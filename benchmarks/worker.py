@@ -1,5 +1,5 @@
-"""The process that holds the engine: reads a job (JSON) on standard input, measures, writes the
-result. Started by ``benchmarks.job.run_job``; not meant for people.
+"""The process that runs the engine: reads a job (JSON) from standard input, measures, and writes
+the result. Started only by ``benchmarks.job.run_job``.
 
     python -m benchmarks.worker MODEL_FOLDER RESULT_FILE < JOB
 """
@@ -36,12 +36,12 @@ def main() -> None:
 
 
 def make_llm(job: Job, folder: Path, workloads: Sequence[Workload], max_model_len: int) -> Any:
-    """An engine for the workloads. Prefix caching is off, as in the peer: repetitions of a
-    workload would otherwise find their prompts computed."""
+    """An engine for the workloads. Prefix caching is off, as in the peer: otherwise repetitions of
+    a workload would find their prompts computed."""
     from pagespec import LLM
 
     settings = {
-        # A folder with nothing but a config, or a file or folder with weights.
+        # A folder with only a config, or a file or folder with weights.
         "load_format": "dummy" if folder.is_dir() and not holds_weights(folder) else "auto",
         "max_num_seqs": min(MAX_NUM_SEQS, max(len(w.prompts) for w in workloads)),
         "enable_prefix_caching": False,
@@ -59,7 +59,7 @@ def timed(llm: Any, workload: Workload, temperature: float, num_outputs: list[in
     """Seconds of one ``generate``.
 
     Raises:
-        RuntimeError: not every request got the tokens it asked for.
+        RuntimeError: some request did not get its number of tokens.
     """
     from pagespec import SamplingParams
 
@@ -76,7 +76,7 @@ def timed(llm: Any, workload: Workload, temperature: float, num_outputs: list[in
 
 
 def host_times(llm: Any, before: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of host time per step since ``before``, by what took them."""
+    """Milliseconds of host time per step since ``before``, by activity."""
     after = dataclasses.asdict(llm.stats())
     num_steps = after["num_steps"] - before["num_steps"]
     return {
@@ -94,7 +94,7 @@ def throughput(job: Job, folder: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     llm = make_llm(job, folder, workloads, max_model_len)
     result = described(llm, time.perf_counter() - begin)
-    # As the peer's bench: one short request before anything is timed.
+    # As in the peer's benchmark: one short request before anything is timed.
     timed(llm, Workload("warm-up", [[1, 2, 3, 4]], [16]), 1.0, [16])
     result["workloads"] = {}
     for workload in workloads:
@@ -132,7 +132,7 @@ def latency(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def batch_1(llm: Any, workload: Workload, job: Job) -> dict[str, Any]:
-    """Seconds of one request, of its first token alone and of all."""
+    """Seconds of one request, for its first token alone and for all tokens."""
     timed(llm, workload, 0.0, [16])
     before = dataclasses.asdict(llm.stats())
     return {
@@ -143,7 +143,7 @@ def batch_1(llm: Any, workload: Workload, job: Job) -> dict[str, Any]:
 
 
 def in_two_orders(llm: Any, workload: Workload) -> dict[str, int]:
-    """How many requests get the same tokens if they arrive shuffled."""
+    """The number of requests that get the same tokens if they arrive shuffled."""
     from pagespec import SamplingParams
 
     requests = list(range(len(workload.prompts)))
@@ -168,7 +168,7 @@ def startup(job: Job, folder: Path) -> dict[str, Any]:
     workload = latency_workload(job.num_prompt_tokens, 1)
     from pagespec.llm import import_engine
 
-    # With all that it imports, which is not the engine's own start.
+    # With all its imports, which are not part of the engine's own start.
     import_engine()
     imported = time.monotonic()
     llm = make_llm(job, folder, [workload], LATENCY.max_model_len)
@@ -188,7 +188,7 @@ def startup(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def tracing(job: Job, folder: Path) -> dict[str, Any]:
-    """Whole workloads without and with a step trace by turns."""
+    """Whole workloads, alternately without and with a step trace."""
     from pagespec.engine.trace import TraceWriter
 
     workloads = [make_workload(name) for name in job.workloads]
@@ -230,7 +230,7 @@ def profiled(llm: Any, workload: Workload, temperature: float, trace: str) -> di
 
 
 def described(llm: Any, start_s: float) -> dict[str, Any]:
-    """What ran where, and how many KV tokens fit."""
+    """Versions and device of the run, and how many KV tokens fit."""
     import torch
 
     is_gpu = str(llm.device).startswith("cuda")

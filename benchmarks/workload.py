@@ -1,6 +1,6 @@
-"""The models and request loads that the benchmarks measure.
+"""The models and workloads that the benchmarks measure.
 
-Loads draw their numbers in the order of the peer's ``bench_vllm.py`` (seed 0) and
+Workloads draw their values in the order of the peer's ``bench_vllm.py`` (seed 0) and
 ``bench_more.py`` (seed 1): each prompt (its length, then its tokens), then every output length. So
 both engines get the same token ids.
 """
@@ -78,7 +78,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
-    # A mixture of experts, and its first layers: 61 GB of weights take long to make.
+    # A mixture of experts, and its first layers, because 61 GB of random weights take long to
+    # create.
     "30b-a3b": _QWEN3_MOE,
     "30b-a3b-4": {**_QWEN3_MOE, "num_hidden_layers": 4},
     "llama-8b": {
@@ -129,7 +130,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "use_sliding_window": None,
         "vocab_size": 262208,
     },
-    # For a machine without a GPU: proves that a benchmark runs, says nothing about speed.
+    # For a machine without a GPU: checks that a benchmark runs; its times mean nothing.
     "tiny": {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -147,7 +148,7 @@ MODELS = (*_SHAPES, *OTHER_MODELS)
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """``config.json`` of a model at its real shape (``tiny``: at none)."""
+    """``config.json`` of a model in its real shape (``tiny``: an artificial one)."""
     if name in OTHER_MODELS:
         return dict(OTHER_MODELS[name])
     config = {**_QWEN3, **_SHAPES[name]}
@@ -157,7 +158,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """A temporary folder that holds nothing but the model's ``config.json``."""
+    """A temporary folder with only the model's ``config.json``."""
     with TemporaryDirectory(prefix=f"{name}-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(name), indent=2))
         yield Path(folder)
@@ -192,10 +193,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Load:
-    """How a workload is drawn: lengths are uniform in the (low, high) given, ends included.
+    """How a workload is drawn: lengths are uniform in the given (low, high), ends included.
 
     Attributes:
-        max_model_len: as the peer is given it, so that both set aside the same.
+        max_model_len: also passed to the peer, so that both reserve the same memory.
     """
 
     seed: int
@@ -215,7 +216,7 @@ class Load:
 
 def _length(rng: random.Random, bounds: tuple[int, int]) -> int:
     low, high = bounds
-    # The peer draws nothing for a fixed length.
+    # The peer draws no value for a fixed length.
     return low if low == high else rng.randint(low, high)
 
 
