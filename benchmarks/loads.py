@@ -125,7 +125,8 @@ def vllm(
     runs = parsed(load)
     if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    # Its engine in this process, no look-ups, no kernels that are not there; read when imported.
+    # Run its engine in this process, without network look-ups or missing kernels. vLLM reads these
+    # variables when it is imported.
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
         "VLLM_HOST_IP": "127.0.0.1",

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from .compile.captured_model import CapturedModel, capture_model
 from .compile.load.generation_config import chosen_sampling, read_generation_config
@@ -25,7 +27,7 @@ from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .runner.bases import TimedRunner
 from .runner.platform import find_platform
-from .startup import gc_paused
+from .startup import gc_paused, is_watched
 from .structured.grammars import Grammars
 
 # Modules that load Dynamo or transformers' modeling code are imported on use: a start that restores
@@ -89,7 +91,7 @@ def build(
     if config.generation_config not in GENERATION_CONFIGS:
         generation_config = read_generation_config(str(config.generation_config))
     stats = EngineStats()
-    with stats.timed("load"):
+    with stats.timed("load"), _bars_if_watched():
         source = find_source(model) if isinstance(model, (str, os.PathLike)) else None
         with gc_paused():
             record = platform.start_record(source)
@@ -181,6 +183,21 @@ def build(
             loaded, str(config.generation_config), generation_config, is_reported=shard.rank == 0
         ),
     )
+
+
+@contextmanager
+def _bars_if_watched() -> Iterator[None]:
+    """No progress bars of transformers in the block where stderr is a file: each refresh would be a
+    line of it."""
+    bars = transformers.utils.logging
+    if is_watched() or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
 
 
 def _check_length(loaded: LoadedModel, config: EngineConfig) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +28,7 @@ from .errors import InvalidInputError, PagespecError
 from .model_name import check_model_name
 from .params.checks import is_int, is_list, path_of
 from .params.declare import Param, takes
-from .startup import create_cuda_context_async, gc_paused
+from .startup import create_cuda_context_async, gc_paused, is_watched, log_shown
 
 if TYPE_CHECKING:
     import os
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
 
     from .build import BuiltEngine
     from .chat.deltas import Delta
+
+logger = logging.getLogger("pagespec")
+
+_SHOWN_S = 0.05  # of a part of a start
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -72,6 +79,7 @@ def import_engine(
     if name is not None:
         check_model_name(name)
     create_cuda_context_async(device)
+    logger.info("importing torch and transformers ...")
     with gc_paused():
         if num_ranks > 1:
             from .distributed.launch import build_distributed
@@ -103,8 +111,17 @@ class LLM:
     def __init__(self, args: EngineArgs) -> None:
         check_formats(args.tool_call_format, args.reasoning_format)
         model, config = args.model, EngineConfig(**args.arguments())
-        build = import_engine(config.device, config.tensor_parallel_size, model)
-        built = build(model, config, config.on_logits)
+        with log_shown() if is_watched() else nullcontext():
+            begin = time.perf_counter()
+            build = import_engine(config.device, config.tensor_parallel_size, model)
+            import_s = time.perf_counter() - begin
+            built = build(model, config, config.on_logits)
+            parts = {"import": import_s, **built.stats.startup_s}
+            logger.info(
+                "ready in %.1f s: %s",
+                time.perf_counter() - begin,
+                ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S),
+            )
         config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer

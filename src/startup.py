@@ -1,4 +1,4 @@
-"""Start-up time: disables the cyclic garbage collector and creates the CUDA context early.
+"""Start of an engine: progress on stderr, no cyclic garbage collection, and an early CUDA context.
 
 Imports and tracing allocate many long-lived objects, and each collection rescans them: a seventh of
 the import time. Creating the CUDA context takes as long as the imports, and both run concurrently.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,30 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def is_watched() -> bool:
+    """Whether stderr is shown as it is written: a terminal or a notebook."""
+    return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+
+
+@contextmanager
+def log_shown(level: int = logging.INFO) -> Iterator[None]:
+    """Writes the log of pagespec to stderr in this block, unless the application has configured
+    logging."""
+    logger = logging.getLogger("pagespec")
+    if logger.hasHandlers() or sys.stderr is None:
+        yield
+        return
+    handler, before = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("pagespec: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def create_cuda_context_async(device: str) -> threading.Thread | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
+import logging
+import sys
 from typing import Any
 
 import pytest
 
-from pagespec.startup import create_cuda_context_async, gc_paused
+from pagespec.startup import create_cuda_context_async, gc_paused, is_watched, log_shown
 
 
 class FakeDriver:
@@ -90,3 +93,45 @@ def test_who_has_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+class Terminal(io.StringIO):
+    """A stream of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_and_a_notebook_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, watched in ((Terminal(), True), (io.StringIO(), False), (None, False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert is_watched() is watched
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert is_watched()
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_the_log_is_shown_in_the_block(
+    level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("pagespec")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest has handlers at the root
+    with log_shown(level):
+        logger.info("loading")
+        with log_shown():  # of an engine inside a command
+            logger.info("probing")
+        logger.warning("fewer threads")
+    logger.info("after")
+    shown = ["loading", "probing"] * (level == logging.INFO) + ["fewer threads"]
+    assert capsys.readouterr().err.splitlines() == [f"pagespec: {line}" for line in shown]
+    assert not logger.handlers
+
+
+def test_a_log_that_the_application_configures_is_left_as_it_is(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with log_shown():
+        logging.getLogger("pagespec").info("loading")
+    assert capsys.readouterr().err == ""
+    assert not caplog.messages  # the level is the application's

@@ -69,10 +69,10 @@ def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: 
     vocabulary = len(tokenizer) if tokenizer is not None else _VOCABULARY_WITHOUT_TOKENIZER
     if warmup:
         _warm_up(llm, workload, vocabulary)
-    note(f"running {workload.num_prompts} requests ...")
+    note(f"running {workload.num_prompts} requests on {_device(llm)} ...")
     prompts = workload.prompts(vocabulary)
     began = time.perf_counter()
-    results = llm.generate(prompts, params, use_tqdm=False)
+    results = llm.generate(prompts, params)
     seconds = time.perf_counter() - began
     numbers = _measured(results, workload, seconds) | {"load_seconds": round(load_seconds, 3)}
     numbers |= _setting(llm, engine)
@@ -122,20 +122,25 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[rank - 1]
 
 
+def _device(llm: LLM) -> str:
+    import torch
+
+    where = torch.device(llm.device)
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    number = torch.get_num_threads()
+    return f"cpu, {number} thread{'s' * (number != 1)}, {platform.machine()}"
+
+
 def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
     import torch
     import transformers
 
-    where = torch.device(llm.device)
-    if where.type == "cuda":
-        device = torch.cuda.get_device_name(where)
-    else:
-        device = f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
     return {
         "model": make_llm.model_label(engine),
         "dtype": engine.config.dtype,
         "compile": engine.config.compile,
-        "device": device,
+        "device": _device(llm),
         "pagespec": __version__,
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PagespecError
-from ..startup import gc_paused
+from ..startup import gc_paused, log_shown
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -78,5 +78,9 @@ def model_label(options: EngineOptions) -> str:
 
 
 def start_llm(options: EngineOptions) -> LLM:
-    """Load the model of ``options``. Each request of the command line sets its own seed."""
-    return make_llm(model_of(options), **options.config.arguments())
+    """Load the model of ``options`` and log its progress to stderr.
+
+    Each request of the command line sets its own seed.
+    """
+    with log_shown():
+        return make_llm(model_of(options), **options.config.arguments())

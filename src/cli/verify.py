@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import typer
 
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError, PagespecError
+from ..startup import log_shown
 from . import make_llm as start
 from .command import note
 from .options import EngineOptions
@@ -73,15 +75,16 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
 
     size = GateSize.quick() if quick else GateSize(max_batch=config.max_num_seqs)
     began = time.perf_counter()
-    report = run_gate(
-        make_llm,
-        vocabulary=min(vocab_size, _MAX_VOCABULARY),
-        block_size=config.block_size,
-        size=dataclasses.replace(size, max_batch=min(size.max_batch, config.max_num_seqs)),
-        on_progress=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
-        with_control=not has_own_control,
-        only_control=only_control,
-    )
+    with log_shown(logging.WARNING):  # without the progress of each engine's start
+        report = run_gate(
+            make_llm,
+            vocabulary=min(vocab_size, _MAX_VOCABULARY),
+            block_size=config.block_size,
+            size=dataclasses.replace(size, max_batch=min(size.max_batch, config.max_num_seqs)),
+            on_progress=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+            with_control=not has_own_control,
+            only_control=only_control,
+        )
     if only_control:
         typer.echo(json.dumps([dataclasses.asdict(group) for group in report.controls]))
         return

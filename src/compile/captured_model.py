@@ -7,6 +7,7 @@ tensors are filled in by name, and sizes are read from the tensors.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from .passes.split_head import expose_hidden, extract_head
 from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 from .weights import ModuleNames, WeightMap, WeightRecord
+
+logger = logging.getLogger("pagespec")
 
 # Modules that Dynamo or transformers' modeling code import are imported at first use: a start that
 # restores a model needs neither.
@@ -244,6 +247,7 @@ def capture_model(
             captured.library_matmuls = library_matmuls(gm.graph, traced.constants)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
+            logger.info("compiling it ...")
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from ..errors import (
     PagespecError,
     RequestError,
 )
+from ..startup import is_watched
 from .core import Engine
 from .inputs import PromptInput
 from .logprob_output import SCORE_PARAMS, score_of
@@ -25,7 +25,7 @@ from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
 from .text.detokenizer import GrowingText
 
-_SHOW_EVERY_S = 0.1
+_SHOW_EVERY_S = 0.25
 _END = object()  # end of a stream; None could be an item, which is then refused
 
 
@@ -66,7 +66,8 @@ class GenerationLoop:
         try:
             for leader, *siblings in groups:
                 self._engine.add(leader, caller, siblings)
-            is_shown = use_tqdm and sys.stderr is not None  # pythonw has no stderr
+            # In a log file, each refresh would be a line.
+            is_shown = use_tqdm and is_watched()
             with tqdm(total=len(groups), desc="generate", disable=not is_shown) as bar:
                 shown = time.perf_counter()
                 for requests in groups:
@@ -253,9 +254,8 @@ def _have_finished(requests: Sequence[Request]) -> bool:
 
 
 def _show_progress(bar: Any, groups: Sequence[Sequence[Request]]) -> None:
-    done = [requests for requests in groups if _have_finished(requests)]
-    bar.update(len(done) - bar.n)
-    if bar.format_dict["elapsed"] > 0:
-        num_tokens = sum(len(r.token_ids) - r.num_prompt_tokens for rs in done for r in rs)
-        rate = num_tokens / bar.format_dict["elapsed"]
-        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+    """Show how many prompts are answered, and the rate of generated tokens since the start."""
+    bar.n = sum(map(_have_finished, groups))
+    num_tokens = sum(len(r.token_ids) - r.num_prompt_tokens for rs in groups for r in rs)
+    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+    bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s")

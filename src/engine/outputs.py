@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+logger = logging.getLogger("pagespec")
 
 
 @dataclass(slots=True)
@@ -146,6 +149,15 @@ class ScoreOutput:
         return sum(logprob for logprob in self.logprobs if logprob is not None)
 
 
+_PARTS = {
+    "load": "loading the model",
+    "probe": "probing its attention",
+    "capture": "tracing its graph",
+    "kv_cache": "allocating the KV cache",
+    "graphs": "capturing CUDA graphs",
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of cumulative counters, which are never reset.
@@ -188,7 +200,8 @@ class EngineStats:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the duration of a block to a phase of start-up."""
+        """Log that a phase of start-up begins, and add the duration of a block to it."""
+        logger.info("%s ...", _PARTS.get(part, part))
         begin = time.perf_counter()
         yield
         self.startup_s[part] = self.startup_s.get(part, 0.0) + time.perf_counter() - begin

@@ -132,13 +132,13 @@ def test_an_input_that_is_no_file_is_refused(shell: Shell, source: str) -> None:
 def test_a_progress_bar_needs_no_stderr() -> None:
     """There is none under pythonw."""
     from pagespec.engine.inputs import PromptInput
-    from tests.engine.test_generation import FALLBACK, PROMPT, SamplingParams, serving_of
+    from tests.engine.test_generation import FALLBACK, PROMPT, SamplingParams, Terminal, serving_of
 
     serving = serving_of(FALLBACK, [100])
     params = SamplingParams(max_tokens=1)
     with redirect_stderr(None):
         [output] = serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
     assert output.outputs[0].token_ids == [100]
-    with redirect_stderr(io.StringIO()) as shown:
+    with redirect_stderr(Terminal()) as shown:
         serving.run([PromptInput(None, list(PROMPT))], [params], use_tqdm=True)
     assert "1/1" in shown.getvalue()

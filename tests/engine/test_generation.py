@@ -3,6 +3,9 @@ them and wherever they are cut."""
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +49,9 @@ class ScriptRunner:
         return handle
 
 
-def serving_of(tokenizer: Any, script: Sequence[int]) -> GenerationLoop:
+def serving_of(
+    tokenizer: Any, script: Sequence[int], runner: type[ScriptRunner] = ScriptRunner
+) -> GenerationLoop:
     scheduler = Scheduler(
         BlockManager(64, 16), max_num_seqs=2, max_num_batched_tokens=64, pipeline_depth=0
     )
@@ -57,7 +62,7 @@ def serving_of(tokenizer: Any, script: Sequence[int]) -> GenerationLoop:
         max_model_len=512,
         seed=0,
     )
-    return GenerationLoop(Engine(scheduler, ScriptRunner(script)), factory)
+    return GenerationLoop(Engine(scheduler, runner(script)), factory)
 
 
 def answers(
@@ -125,3 +130,37 @@ def test_a_stop_string_may_be_the_sign_for_an_incomplete_character(tokenizer: An
     script = [*tokens(tokenizer, "a"), *tokens(tokenizer, "😀")[:1]]
     for text, ids, reason in answers(tokenizer, script, stop="\ufffd"):
         assert (text, ids, reason) == ("a", script, "stop")
+
+
+class SlowRunner(ScriptRunner):
+    """Each step takes as long as the progress bar is left alone."""
+
+    def dispatch(self, plan: StepPlan) -> StepResult:
+        time.sleep(0.26)
+        return super().dispatch(plan)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_bar_has_the_rate_while_the_first_prompt_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    serving = serving_of(LEVEL, [5] * 4, SlowRunner)
+    serving.run([PromptInput(None, [1])], [SamplingParams(max_tokens=4)], use_tqdm=True)
+    running = [bar for bar in screen.getvalue().split("\r") if " 0/1 " in bar and "tok/s" in bar]
+    assert running
+    assert "0.0 tok/s" not in running[-1]
+    assert " 1/1 " in screen.getvalue()
+
+
+def test_a_log_file_has_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    serving = serving_of(LEVEL, [5])
+    serving.run([PromptInput(None, [1])], [SamplingParams(max_tokens=1)], use_tqdm=True)
+    assert file.getvalue() == ""

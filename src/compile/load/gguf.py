@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from contextlib import suppress
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
 from .checkpoint import as_input_error, cause
 from .gguf_check import check_read_whole
+
+logger = logging.getLogger("pagespec")
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
@@ -56,6 +59,7 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
         raise InvalidInputError(
             "model", str(path), "reading a GGUF file needs the gguf package: pip install gguf"
         )
+    logger.info("converting %s, only once: %s keeps the result ...", path.name, target.parent)
     with work_folder(target.parent, ".converting-") as work:
         made = work / "made"
         made.mkdir()

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...startup import is_watched
 from ..model.current_step import Scope
 
 logger = logging.getLogger("pagespec")
@@ -137,16 +138,20 @@ def open_gguf(path: Path) -> Any:
 @contextmanager
 def quick_gguf() -> Iterator[None]:
     """Within the context, transformers reads GGUF files with :func:`_reader`, and builds the table
-    of tensor names once per model instead of once per module.
+    of tensor names once per model instead of once per module. Its
+    progress bar is shown only if stderr is a terminal.
 
     The context replaces names of the package, so only one thread at a time can be in it.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as conversion
 
+    bar = partial(conversion.tqdm, disable=not is_watched())
     reader, table = _reader(), cache(gguf.get_tensor_name_map)
     with _QUICK, Scope() as scope:
         scope.set(gguf, "GGUFReader", reader)
         scope.set(gguf, "get_tensor_name_map", table)
+        scope.set(conversion, "tqdm", bar)
         yield
 
 
