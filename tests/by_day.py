@@ -1,8 +1,8 @@
-"""Which cases of long tests run by day: the others only widen them, and are marked nightly.
+"""Select the cases of long tests that run in the fast suite; the rest are marked nightly.
 
-CI has two cores and 20 minutes. A test that is not named here runs with all its cases. Of a test
-that is, as many cases as the table says are left, evenly spaced in their order; 0 leaves the whole
-test to `nox -s nightly`, where a shorter one looks at the same.
+CI has two cores and 20 minutes. A test that is not in the table runs with all its cases. For a test
+in the table, the given number of cases stays in the fast suite, evenly spaced in their order. With
+0 the whole test runs in `nox -s nightly` only; a shorter test then covers the same code.
 """
 
 from __future__ import annotations

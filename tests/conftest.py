@@ -1,5 +1,8 @@
-"""Hypothesis profiles, chosen with HYPOTHESIS_PROFILE: `ci` (default: derandomised, the same
-examples every time), `dev` (random, short), `deep` (random, long)."""
+"""Fixtures and set-up of the whole test suite.
+
+Hypothesis profiles are chosen with HYPOTHESIS_PROFILE: `ci` (default: derandomised, the same
+examples every time), `dev` (random, short), `deep` (random, long).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A row whose edits or text raise ends its own request: the others get what each gets alone."""
+"""A row whose logit edits or text processing raise ends only its own request.
+
+All other requests get the same results as alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``best_of``: more continuations than are returned, ranked by their log-probability."""
+"""``best_of``: generate more continuations than are returned, ranked by their log-probability."""
 
 from __future__ import annotations
 

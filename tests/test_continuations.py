@@ -1,4 +1,4 @@
-"""`SamplingParams(n=...)`: the same answers as of so many requests, whatever runs beside them."""
+"""`SamplingParams(n=...)`: the same answers as n separate requests, whatever else runs."""
 
 from __future__ import annotations
 

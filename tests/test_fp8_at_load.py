@@ -1,5 +1,8 @@
-"""``LLM(quantization="fp8")`` of models whose checkpoint has other names than the module, or whose
-module reads its weights in other ways."""
+"""``LLM(quantization="fp8")`` of models whose weights need special handling.
+
+Either the checkpoint's names differ from the module's, or the module reads its weights in other
+ways than through linear layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How runs of the GPU's tests by several processes are spread: tests/support/gpu_runs.py."""
+"""How tests/support/gpu_runs.py distributes GPU tests among processes."""
 
 from __future__ import annotations
 

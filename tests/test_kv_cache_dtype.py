@@ -1,4 +1,4 @@
-"""``kv_cache_dtype``: memory, refusals, and the bytes of a token's keys and values."""
+"""``kv_cache_dtype``: memory, rejected values, and the bytes per token of keys and values."""
 
 from __future__ import annotations
 

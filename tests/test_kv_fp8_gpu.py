@@ -1,4 +1,7 @@
-"""``kv_cache_dtype="fp8"`` on a GPU, whole engines: schedules, scores, shared prompts, memory."""
+"""Whole engines with ``kv_cache_dtype="fp8"`` on a GPU: schedules, scores, shared prompts.
+
+Also tests the memory of the cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The count of lines by room."""
+"""The line count per package (tests/support/lines.py)."""
 
 from __future__ import annotations
 

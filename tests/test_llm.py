@@ -1,4 +1,4 @@
-"""The user's class on a tiny model: order, parameters, streams, errors, and what survives them."""
+"""``LLM`` on a tiny model: order of results, parameters, streams, errors and recovery."""
 
 from __future__ import annotations
 

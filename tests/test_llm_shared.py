@@ -1,4 +1,4 @@
-"""Several calls on one ``LLM``: beside one another in a thread, and from many threads at once."""
+"""Several calls on one ``LLM``: interleaved in one thread, and concurrent from many threads."""
 
 from __future__ import annotations
 

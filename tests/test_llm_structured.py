@@ -1,4 +1,4 @@
-"""Structured output through ``LLM``: a folder with a tokenizer, and the embedded model."""
+"""Structured output through ``LLM``: a model folder with a tokenizer, and the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities through ``LLM``: beside Hugging Face, and the same float however served."""
+"""Log-probabilities through ``LLM``: against Hugging Face, and bit-identical in every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is not there is refused before torch and transformers are imported."""
+"""A missing model is rejected before torch and transformers are imported."""
 
 from __future__ import annotations
 

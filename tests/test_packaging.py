@@ -1,5 +1,8 @@
-"""What the wheel would hold, read from pyproject.toml; `nox -s wheel` builds and tries a real one.
-An editable install hides a package that is missing from the list."""
+"""The contents of the wheel according to pyproject.toml; `nox -s wheel` builds and tests a real
+one.
+
+An editable install hides the error that a package is missing from the list.
+"""
 
 from __future__ import annotations
 

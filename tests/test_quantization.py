@@ -1,4 +1,6 @@
-"""``LLM(quantization="gguf")``: what is kept, what is refused, and equal bits in every schedule."""
+"""``LLM(quantization="gguf")``: supported tensors, rejected settings, and equal bits in any
+schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints and ``LLM(quantization="fp8")``: reads, memory, reports and refusals."""
+"""Quantised checkpoints and ``LLM(quantization="fp8")``: reads, memory, reports and rejections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`LLM.reset_prefix_cache`: requests go on as if nothing had happened, and nothing computed before
-is read again."""
+"""`LLM.reset_prefix_cache`: running requests continue, and no earlier KV block is reused."""
 
 from __future__ import annotations
 

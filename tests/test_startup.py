@@ -1,4 +1,7 @@
-"""The GPU is opened early where the engine may use one; the collector is off in its block only."""
+"""Start-up: the GPU is opened early where the engine may use one.
+
+Also tests that the garbage collector is off only inside its block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A desk from which commands are given."""
+"""A fixture that runs command lines."""
 
 from __future__ import annotations
 

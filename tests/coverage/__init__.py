@@ -1,2 +1,5 @@
-"""Which causal language models of transformers are served exactly, and which are refused and why:
-each entry of its mapping, tiny and with random weights, beside `generate`."""
+"""The coverage sweep: which causal language models of transformers the engine serves exactly.
+
+Each entry of transformers' mapping is built tiny with random weights and compared with `generate`.
+The sweep also records which models are refused, and why.
+"""

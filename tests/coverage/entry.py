@@ -1,4 +1,4 @@
-"""One entry of the mapping: a tiny model of it beside `generate`, and what became of it."""
+"""One entry of the sweep: build a tiny model, compare it with `generate`, record the outcome."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""`python -m tests.coverage.gguf_tokenizers [FILES]`: tokenizers of GGUF files beside llama.cpp's.
+"""Compare tokenizers of GGUF files with llama.cpp's.
 
-Needs llama-cpp-python. Each name of ``tokenizer.ggml.pre`` is compared on a vocabulary whose merges
-cross every border, and each file (llama.cpp's `models/ggml-vocab-*.gguf`, say) as it is: ids with
-and without the tokens that a text gets, the text of ids, and what ends an answer.
+    python -m tests.coverage.gguf_tokenizers [FILES]
+
+Needs llama-cpp-python. Each name of ``tokenizer.ggml.pre`` is tested on a vocabulary whose merges
+cross every pre-tokenizer boundary. Each file (llama.cpp's `models/ggml-vocab-*.gguf`, for example)
+is tested with its own vocabulary. Compared are the ids with and without special tokens, the text of
+ids, and the end tokens.
 
 Exits with 1 if anything differs.
 """

@@ -1,4 +1,4 @@
-"""Runs entries of transformers' mapping, each in its own process with a time limit."""
+"""Run entries of transformers' mapping, each in its own process with a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few entries of the sweep, one of each class of outcome; `nox -s coverage` runs them all."""
+"""A few entries of the sweep, one per class of outcome; `nox -s coverage` runs all entries."""
 
 from __future__ import annotations
 

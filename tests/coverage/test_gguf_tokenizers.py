@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files beside those of an installed llama.cpp."""
+"""Tokenizers of GGUF files against those of an installed llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Makes any config of transformers tiny by what its fields are called; no table of models.
+"""Make any transformers config tiny by the names of its fields, without a table of models.
 
-A number is only ever made smaller, but those that stand for a place in the text (windows, chunks,
-original contexts) are made so small that prompts of the sweep go beyond them. Of per-layer lists
+Sizes are only ever reduced. Integers that stand for a position in the text (windows, chunks,
+original context lengths) become so small that the sweep's prompts exceed them. Of per-layer lists,
 one layer of each kind stays.
 """
 

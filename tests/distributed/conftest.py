@@ -1,4 +1,4 @@
-"""A tiny model in a folder, and an engine of two ranks of it, one for all tests of a module."""
+"""A tiny model in a folder, and a two-rank engine that all tests of a module share."""
 
 from __future__ import annotations
 

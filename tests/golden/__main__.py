@@ -1,9 +1,15 @@
-"""`python -m tests.golden [device [names]]`: the golden table, every architecture (or the named
-ones) under every condition. `python -m tests.golden --thresholds` prints instead at which integers
-of their configs the probe looked. `python -m tests.golden --ranks N [names]` shares each model over
-N processes of this CPU, under one condition that is all the hostile ones at once.
+"""Print the golden table: every architecture under every condition beside Hugging Face `generate`.
 
-Exits with 1 if any row differs from Hugging Face `generate`."""
+    python -m tests.golden [device [names]]
+    python -m tests.golden --thresholds
+    python -m tests.golden --ranks N [names]
+
+Names restrict the table to some architectures. `--thresholds` prints which integers of the configs
+the probe tested. `--ranks N` runs each model with tensor parallelism over N processes of this CPU,
+under one condition that combines all the hostile ones.
+
+Exits with 1 if any row differs from `generate`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Golden runs: the engine beside `transformers.generate`, one prompt at a time, greedy, float32.
+"""Golden runs: compare the engine with `transformers.generate`, which serves one prompt at a time.
 
-A run returns a `GoldenRow`: how many tokens differ, how far logits are apart, and what the engine
-had to do meanwhile (preemptions, cache hits, chunks), so that a hostile condition that was not
-hostile after all is noticed.
+Sampling is greedy. A run returns a `GoldenRow`: the number of different tokens, the largest error
+of the logits, and counts of preemptions, cache hits and chunks. The counts show that a hostile
+condition (a tiny pool, say) had its effect.
 """
 
 from __future__ import annotations

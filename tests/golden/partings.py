@@ -1,4 +1,4 @@
-"""Where in a graph a token's numbers follow the schedule: what to print when a gate has failed."""
+"""Find the first nodes of a graph whose values depend on the schedule, to explain a failed gate."""
 
 from __future__ import annotations
 

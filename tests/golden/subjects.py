@@ -1,4 +1,4 @@
-"""The models of the golden tests and what `transformers.generate` says of them."""
+"""The models of the golden tests and their reference results from `transformers.generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's error on a GPU in bfloat16, at a real shape, beside Hugging Face's own error."""
+"""The engine's bfloat16 error on a GPU against Hugging Face's own error, at a real model shape."""
 
 from __future__ import annotations
 

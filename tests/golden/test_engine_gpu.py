@@ -1,5 +1,7 @@
-"""The whole engine on a GPU: nothing compiled or captured after start-up, no leak, and the same
-tokens whatever the pool and the pipeline. The model has two layers, so that it starts in seconds.
+"""The whole engine on a GPU: no compilation or capture after start-up, no leak, same tokens.
+
+Tokens must not depend on the size of the pool or on overlapped steps. The model has two layers, so
+that the engine starts in seconds.
 """
 
 from __future__ import annotations

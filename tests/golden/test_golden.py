@@ -1,5 +1,8 @@
-"""Token-for-token and logit-for-logit equality with Hugging Face `generate`, under conditions
-from friendly to hostile. `python -m tests.golden` prints the table of all of them."""
+"""The engine must match Hugging Face `generate` in tokens and logits under all conditions.
+
+Conditions range from a large pool to tiny pools, small budgets, overlap and preemption. `python -m
+tests.golden` prints the table of all of them.
+"""
 
 from __future__ import annotations
 

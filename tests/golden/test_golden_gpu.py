@@ -1,4 +1,4 @@
-"""The golden tests on a GPU: float32 models, token-equal with Hugging Face on the same GPU."""
+"""The golden tests on a GPU: float32 models match Hugging Face's tokens on the same GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kv_cache_dtype="fp8"`` beside `generate` with keys and values quantised in its attention."""
+"""``kv_cache_dtype="fp8"`` against `generate` whose attention quantises keys and values too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Models with latent attention equal Hugging Face `generate` under conditions from friendly to
-hostile, their latent vectors cached; :mod:`.test_golden` has deepseek_v3 under all of them, and
-:mod:`.test_recurrent` kimi_linear."""
+"""Models with latent attention (MLA) match Hugging Face `generate` under all golden conditions.
+
+Their latent vectors are cached. :mod:`.test_golden` tests deepseek_v3 and :mod:`.test_recurrent`
+tests kimi_linear.
+"""
 
 from __future__ import annotations
 

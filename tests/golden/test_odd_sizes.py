@@ -1,5 +1,7 @@
-"""The gate with models whose sizes are odd in every dimension. torch's grouped matmul, which
-experts use, takes hidden sizes that 8 divides alone."""
+"""The schedule-transparency gate on models whose sizes are odd in every dimension.
+
+Models with experts keep hidden sizes that are multiples of 8, which torch's grouped matmul needs.
+"""
 
 from __future__ import annotations
 

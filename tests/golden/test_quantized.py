@@ -1,4 +1,4 @@
-"""Quantised checkpoints beside `generate` of a model with the dequantised weights, in float32."""
+"""Quantised checkpoints against `generate` of a model with the dequantised weights, in float32."""
 
 from __future__ import annotations
 

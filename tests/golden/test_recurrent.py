@@ -1,5 +1,4 @@
-"""Models with recurrent layers equal Hugging Face `generate` under conditions from friendly to
-hostile, as :mod:`.test_golden` has them for attention alone."""
+"""Models with recurrent layers match Hugging Face `generate` under all golden conditions."""
 
 from __future__ import annotations
 

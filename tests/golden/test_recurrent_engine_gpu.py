@@ -1,6 +1,8 @@
-"""The whole engine on a GPU with state slots: nothing compiled after start-up, no leak, states
-counted, and the same tokens whatever is preempted or in flight. Prompts are longer than the
-interval of 256 tokens."""
+"""The whole engine on a GPU with state slots: no compilation after start-up, no leak, same tokens.
+
+Also tests the statistics about states. Tokens must not depend on preemption or on steps in flight.
+Prompts are longer than the state interval of 256 tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models with recurrent layers on a GPU, float32: token-equal with Hugging Face on the same GPU,
-through captured steps, under preemption and hits at checkpoints."""
+"""Recurrent models in float32 on a GPU match Hugging Face's tokens on the same GPU.
+
+Conditions include CUDA graphs, preemption and cache hits at state checkpoints.
+"""
 
 from __future__ import annotations
 

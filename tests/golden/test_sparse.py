@@ -1,5 +1,8 @@
-"""Models whose attention sees the keys that an indexer chose equal Hugging Face `generate` under
-conditions from friendly to hostile; prompts are several times as long as what is chosen."""
+"""Models with sparse attention (a top-k indexer) match Hugging Face `generate` under all
+conditions.
+
+Prompts are several times as long as the number of keys that the indexer selects.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models with indexers on a GPU: tokens of `generate`, bits that no schedule changes, and nothing
-compiled after start-up."""
+"""Models with indexers on a GPU: the tokens of `generate`, and bits that no schedule changes.
+
+Also tests that nothing is compiled after start-up.
+"""
 
 from __future__ import annotations
 

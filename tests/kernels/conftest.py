@@ -1,4 +1,4 @@
-"""Cards and memory for tests of several rooms of kernels."""
+"""GPU properties and memory for tests of several kernel packages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""`python -m tests.mutants [name]`: apply each mutant to a copy of the sources, run the kill suite
-against it, and print which property killed it. Exits with 1 if any survives."""
+"""Run the kill suite against each named mutant: `python -m tests.mutants [name]`.
+
+Each mutant is applied to a copy of the sources. The program prints the property that killed it and
+exits with 1 if any mutant survives.
+"""
 
 from __future__ import annotations
 

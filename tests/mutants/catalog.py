@@ -1,6 +1,6 @@
-"""Named mutants: the real bugs of docs/real_bugs.md as patches of our own code.
+"""Named mutants: the bugs of docs/real_bugs.md as patches of our own code.
 
-`row` is the row there; every row has a mutant. Row 0: defects of our own, or seeded ones.
+`row` is the row of that page; every row has a mutant. Row 0 is a bug of our own or a seeded one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The kill suite: what a mutant has to survive. Exits with 1 and one line `KILLED property detail`,
-or with 0. Runs in the mutant's own process; see `tests/mutants/__main__.py`.
+"""The kill suite: the tests that run on each mutant. Runs in a process per mutant.
 
-First whole engines with the content model and every property watched; then walks in lockstep with
-the specification, for mutants that keep every property and yet do not do what is specified.
+First whole engines run with the content model while every property is checked. Then the real
+objects run in lockstep with the specification. The second part kills mutants that satisfy every
+property and still differ from the specification. Unit tests come last.
+
+Exits with 1 after one line `KILLED property detail`, or with 0 if the mutant survives. See
+`tests/mutants/__main__.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`python -m tests.mutants.mutmut_run`: mutmut's mutants of the block manager and the scheduler.
-
-mutmut changes one operator, constant or argument at a time, so it asks after every line what the
-named mutants of `catalog.py` ask after known bugs. First each mutant meets the unit tests and
-`test_kill_quick.py`; those that survive meet the long suite (`--long`: `kill.py`, more walks, the
-property tests). Prints the score and the diff of each survivor, and exits with 1 if one is not in
-the table of `MUTMUT.md`.
+"""Run mutmut's mutants of the block manager and the scheduler.
 
     python -m tests.mutants.mutmut_run [--children 2] [--no-long] [pattern of mutant names ...]
+
+mutmut changes one operator, constant or argument at a time, in every line. (The named mutants of
+`catalog.py` are known bugs instead.) Each mutant first runs against the unit tests and
+`test_kill_quick.py`. Survivors run against the long suite (`--long`): `kill.py`, more walks and the
+property tests. Prints the score and the diff of each survivor. Exits with 1 if a survivor is not in
+the table of `MUTMUT.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Patches of syntax: a piece of code, found by its tree within one function, and what replaces it.
+"""Patches of syntax: replace a piece of code that is found by its syntax tree within one function.
 
-Layout, comments and the file that a function is in make no difference, so that a patch outlives
-a refactoring that leaves the code itself as it is.
+Layout, comments and the function's file do not matter. So a patch survives a refactoring that does
+not change the code itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every named mutant applies to the code as it is, and changes it."""
+"""Every named mutant applies to the present code and changes it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The kill suite in about three seconds: what mutmut runs after the unit tests, on each of its
-hundreds of mutants. `tests/mutants/kill.py` is the long form."""
+"""The kill suite in about three seconds, for mutmut's hundreds of mutants.
+
+mutmut runs it after the unit tests. `tests/mutants/kill.py` is the long form.
+"""
 
 from __future__ import annotations
 

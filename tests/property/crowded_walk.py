@@ -1,4 +1,4 @@
-"""Random walks of the real objects beside the specification, in worlds where blocks are short."""
+"""Random walks of the real objects beside the specification, in pools that run out of blocks."""
 
 from __future__ import annotations
 

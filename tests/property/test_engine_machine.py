@@ -1,5 +1,8 @@
-"""The whole engine with the content model: whatever else happens, each request's stream equals
-that of the same request run alone (T1), and the structural properties hold after every step."""
+"""Hypothesis drives the whole engine with the content model through random actions.
+
+The tokens of each request must equal those of the same request run alone (T1). The structural
+properties must hold after every step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""S37 on the real engine: whatever is raised at whatever line, nothing is left of it."""
+"""Property S37 on the real engine: an exception at any line leaves no trace of the interrupted
+call.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The real scheduler, block manager and packers in lockstep with the specification, one rule an
-action, in worlds from tiny to large."""
+"""Hypothesis drives the real scheduler, block manager and packers in lockstep with the
+specification.
+
+Each action of the specification is one rule. Pools range from tiny to large.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Exhaustive refinement at small scope: every action enabled in every reached state, on the real
-objects. `python -m tests.property.test_refinement` runs the scopes to their ends."""
+"""Exhaustive refinement in small scopes: apply every enabled action in every reachable state.
+
+The actions run on the real objects. `python -m tests.property.test_refinement` explores the scopes
+completely.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The staging of the runner on a GPU in lockstep with the specification.
+"""Hypothesis drives the GPU runner's staging buffers in lockstep with the specification.
 
-What its kernels unpack of each plan is what the specification has for the plan's rows. Runs on a
-GPU where there is one, else under Triton's interpreter.
+The inputs that its kernels unpack from each plan must be those that the specification has for the
+plan's rows. Runs on a GPU if there is one, else under Triton's interpreter.
 """
 
 from __future__ import annotations

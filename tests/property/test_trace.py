@@ -1,5 +1,8 @@
-"""Step traces replayed against the specification: true ones are accepted, and one altered line is
-refused with the property it breaks."""
+"""Replay step traces against the specification.
+
+Genuine traces must be accepted. A trace with one altered line must be rejected with the property
+that the line violates.
+"""
 
 from __future__ import annotations
 

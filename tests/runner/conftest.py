@@ -1,4 +1,4 @@
-"""Runners for a GPU where there is none: their kernels are interpreted."""
+"""GPU runners on a machine without a GPU; their kernels run under Triton's interpreter."""
 
 from __future__ import annotations
 

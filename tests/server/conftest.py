@@ -1,4 +1,4 @@
-"""A server over an engine, and calls inside it that a test holds up."""
+"""A server over an engine, and fixtures that block calls inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R4 and R5 of the flags of collectives over peer memory, and what breaks them."""
+"""Properties R4 and R5 of the flags of collectives over peer memory, and seeded defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool's invariants are proved inductive, and the proof can tell a broken action."""
+"""The pool's invariants are proved inductive, and the proof fails for a defective action."""
 
 from __future__ import annotations
 

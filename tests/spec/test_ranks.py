@@ -1,4 +1,4 @@
-"""R1 to R3 in small groups of ranks, and what breaks them."""
+"""Properties R1 to R3 in small groups of ranks, and seeded defects."""
 
 from __future__ import annotations
 

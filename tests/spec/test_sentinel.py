@@ -1,4 +1,6 @@
-"""R4 and R5 of boxes that are waited for without flags, and what breaks them."""
+"""Properties R4 and R5 of boxes that ranks poll for a sentinel value, without flags; seeded
+defects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The specification holds in the small scopes, and notices every seeded defect."""
+"""The specification's properties hold in the small scopes, and every seeded defect is detected."""
 
 from __future__ import annotations
 

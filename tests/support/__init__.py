@@ -1,6 +1,8 @@
-"""Shared by tests of several rooms: models, runners, oracles, and programs to run by hand.
+"""Helpers that tests of several packages share: models, runners, reference results, and programs.
 
-Three are programs: `python -m tests.support.bad_inputs` (every bad input and its message),
-`python -m tests.support.interrupts 10000` (exceptions at random lines of the engine) and
-`python -m tests.support.counterexample` (the shortest way to make the real code break).
+Three modules are programs to run by hand:
+
+- `python -m tests.support.bad_inputs` prints the error message of every kind of bad input.
+- `python -m tests.support.interrupts 10000` raises exceptions at random lines of the engine.
+- `python -m tests.support.counterexample` prints the shortest sequence of actions that fails.
 """

@@ -1,4 +1,8 @@
-"""Programs in a process of their own, in which Triton does not interpret: here, it does."""
+"""Run a Python program in a subprocess without Triton's interpreter.
+
+Where there is no GPU, the test process sets ``TRITON_INTERPRET``, so kernels cannot be compiled in
+it. Tests that compile kernels therefore run a program in a subprocess.
+"""
 
 from __future__ import annotations
 

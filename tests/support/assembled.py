@@ -1,6 +1,6 @@
-"""The assembler's report on a kernel for Hopper: registers, spills, serialised matmuls.
+"""ptxas's report on a compiled Hopper kernel: registers, spills and serialised matmuls.
 
-Needs no GPU; not for a process in which Triton interprets.
+Needs no GPU. Cannot be used in a process in which Triton interprets kernels.
 """
 
 from __future__ import annotations

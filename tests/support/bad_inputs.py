@@ -1,6 +1,8 @@
-"""`python -m tests.support.bad_inputs`: every kind of bad input, and its message, in a table.
+"""Print every kind of bad input and its error message: `python -m tests.support.bad_inputs`.
 
-A good request runs beside each bad one; the table says whether it was disturbed."""
+A valid request runs beside each bad one. The table says whether the valid request was disturbed.
+Exits with 1 if a bad input is accepted, raises a foreign exception or disturbs the valid request.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Chromium without a window, for tests of pages: `browser` and `open_page`.
+"""Headless Chromium for tests of web pages: the fixture `browser` and the helper `open_page`.
 
-Playwright comes with `nox -s browser_tests` alone; the browser is the system's. Where one is
-missing the tests fail, for they are not run by accident: their marker `browser` is left out of
-`nox -s tests`.
+`nox -s browser_tests` installs Playwright; the browser is the system's Chromium. Tests carry the
+marker `browser`, which `nox -s tests` deselects. So they fail, rather than skip, if Playwright or
+Chromium is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured tiny models, each traced once per test run, and what to do with their graphs."""
+"""Capture the graphs of tiny models, once per test run, and apply passes to copies of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Chat templates in the formats that models write tool calls and reasoning in, as small as they can
-be: delimiters, separators and the typing of values are those of the models' own."""
+"""Minimal chat templates, one per format in which models write tool calls and reasoning.
+
+Delimiters, separators and the types of values are those of the real models' templates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers with chat templates in the styles of models that think and call tools."""
+"""Small tokenizers with chat templates in the styles of models that reason and call tools."""
 
 from __future__ import annotations
 

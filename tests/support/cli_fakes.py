@@ -1,4 +1,4 @@
-"""A fake engine that answers in upper case, and a desk from which commands are given."""
+"""A fake engine that answers in upper case, and a fixture that runs command lines on it."""
 
 from __future__ import annotations
 

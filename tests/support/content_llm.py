@@ -1,4 +1,4 @@
-"""A whole ``LLM`` over the content runner: every call a user can make, without a model."""
+"""A complete ``LLM`` over the content runner: every public call works, without a model."""
 
 from __future__ import annotations
 

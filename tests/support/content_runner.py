@@ -1,11 +1,11 @@
-"""A runner without a model, whose tokens tell what its KV cache really held.
+"""A runner without a model. Its output tokens depend on everything that its KV cache holds.
 
-The "KV" of a slot is a hash chained over the token written there (or the content, and which of its
-positions, where a segment of the prompt has some) and the KV of the slot before, read through the
-block table; the next token is a hash of every KV the row reads. An aliased block,
-a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables,
-tokens and histories are those that the plans add up to: it sees no live request, as a real runner
-does not. The next token of a request that needs its history depends on that as well.
+The "KV" of a slot is a hash of the token written there and of the previous slot's KV, which is read
+through the block table. For a content segment, the hash covers the content and the position in it.
+The next token is a hash of all KV entries that the row reads. So an aliased block, a stale cache
+hit, an unwritten slot or a wrong position changes the output tokens. The runner builds block
+tables, tokens and histories from the plans alone; as a real runner, it has no access to live
+requests. If a request needs its history, its next token depends on the history as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""`python -m tests.support.counterexample [mutant name]`: the shortest way to make the code break.
+"""Print the shortest sequence of actions that breaks the real code.
 
-Breadth first through the scopes of the specification, the real objects beside it, with the
-structural properties checked on every plan and state; prints the actions that lead to the first
-failure. With a name it does so for that named mutant (`tests/mutants/catalog.py`) of the code.
+    python -m tests.support.counterexample [mutant name]
+
+A breadth-first search through the scopes of the specification applies each action to the real
+objects too. The structural properties are checked on every plan and state. The program prints the
+actions that lead to the first failure. With a name, it does so for that mutant of the code (see
+`tests/mutants/catalog.py`).
 """
 
 from __future__ import annotations

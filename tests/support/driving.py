@@ -1,4 +1,4 @@
-"""A hand-driven generation loop: plans without a scheduler."""
+"""A generation loop that makes its plans by hand, without a scheduler."""
 
 from __future__ import annotations
 

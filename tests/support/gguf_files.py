@@ -1,4 +1,4 @@
-"""GGUF files with the weights of a tiny model, quantised."""
+"""Write GGUF files with the quantised weights of a tiny model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Small vocabularies of GGUF files, learnt from texts without cutting them, so that every border
-which an expression sets shows in the ids."""
+"""Small GGUF vocabularies, learnt from texts without pre-tokenization.
+
+Their merges cross every boundary that a pre-tokenizer's expression can set, so a wrong boundary
+changes the token ids.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What makes a run of the GPU's tests by several processes short: compiling is most of it.
+"""Shorten GPU test runs that use several processes; most of the time is compilation.
 
-Each file is cut into stretches, one a process: neighbours share kernels and models, so that
-processes seldom want the same kernel at a time, and no process is left with a whole long file. If
-they do want the same one, one compiles it and the others find it on disk.
+Each file's tests are cut into stretches, one per process. Neighbouring tests share kernels and
+models, so two processes seldom need the same kernel at once, and no process is left with a whole
+long file. If two processes need the same kernel, one compiles it and the others read it from disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ."""
+"""Texts on which tokenizers disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the GPU at hand has the kernels for Hopper."""
+"""Whether the present GPU has the Hopper kernels."""
 
 from __future__ import annotations
 

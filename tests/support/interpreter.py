@@ -1,5 +1,4 @@
-"""Patches Triton 3.7's interpreter to compute as that of 3.9 and a GPU, and caches its repeated
-work."""
+"""Make Triton 3.7's interpreter compute as that of 3.9 and as a GPU, and cache repeated work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Exceptions raised at any line of the engine, under calls that a user makes (S37).
+"""Raise exceptions at any line of the engine during a user's calls (property S37).
 
     python -m tests.support.interrupts 10000 [first seed]
 
-Raises at that many places, in as many random runs, and says what became of them.
+Raises at that many places, in as many random runs, and prints the outcomes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Counts the lines of ``src`` by room, code and prose apart.
+"""Count the lines of ``src`` per package, code and prose separately.
 
-``python -m tests.support.lines [--at REV]``: of the working tree, or of a git revision. Prose is
+``python -m tests.support.lines [--at REV]`` counts the working tree, or a git revision. Prose is
 docstrings and comments; blank lines count as neither. A line with code and a comment is code.
 """
 

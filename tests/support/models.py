@@ -1,6 +1,7 @@
-"""Tiny random models of many architectures, for golden tests.
+"""Tiny models of many architectures with random weights, for golden tests.
 
-Weights are large enough that attention decides tokens: windows, softcaps and sinks all show.
+The weights are large enough for attention to decide which token is chosen. So an error in a sliding
+window, a softcap or attention sinks changes the output.
 """
 
 from __future__ import annotations

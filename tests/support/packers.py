@@ -1,7 +1,7 @@
-"""The real packers as their consumers see them: what the model and its kernels read of each row.
+"""Run the real packers and return the inputs that the model and its kernels read for each row.
 
-`CpuPacker` is the runner's on a CPU. `GpuStaging` writes what the runner on a GPU stages and has
-its kernels unpack it: on a GPU, or under Triton's interpreter.
+`CpuPacker` is the packer of the CPU runner. `GpuStaging` writes the staging buffers of the GPU
+runner and unpacks them with its kernels: on a GPU, or under Triton's interpreter.
 """
 
 from __future__ import annotations

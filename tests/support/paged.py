@@ -1,4 +1,4 @@
-"""Paged caches with random contents for kernel tests, and attention over them in float64."""
+"""Paged KV caches with random contents for kernel tests, and reference attention in float64."""
 
 from __future__ import annotations
 

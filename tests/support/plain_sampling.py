@@ -1,8 +1,7 @@
-"""Sampling parameters by their definition: plain Python and float64, one row at a time.
+"""A reference implementation of sampling parameters: plain Python and float64, one row at a time.
 
-Written against the words of ``docs/sampling_parameters.md`` and nothing else: it shares no code
-with the engine, and sees what a user could see: the prompt, the output so far, the parameters and
-the logits of the model.
+It is written from ``docs/sampling_parameters.md`` alone and shares no code with the engine. Its
+inputs are those that a user has: the prompt, the output so far, the parameters and the logits.
 """
 
 from __future__ import annotations

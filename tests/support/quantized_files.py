@@ -1,7 +1,7 @@
-"""Checkpoints of a tiny model in the quantised layouts of the field, and their plain values.
+"""Write checkpoints of a tiny model in the common quantised formats, with their dequantised values.
 
-The encoders are written here from the layouts' descriptions, number by number in numpy, and share
-nothing with what reads them.
+The encoders are written element by element in numpy from the descriptions of the formats. They
+share no code with the loaders under test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Ranks of a group inside one test: as threads, or as forked processes that share memory."""
+"""Run the ranks of a group inside one test: as threads, or as forked processes.
+
+Forked processes share memory.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The real scheduler and block manager beside the specification, action by action.
+"""Run the real scheduler and block manager in lockstep with the specification.
 
-`Pair` applies each action to both and compares: the plans row by row, and after every action the
-abstraction of the real state with the specification's, field by field, the order of the free
-stack and of the LRU queue included. The runner's view of block tables (S32) is made of the real
-plans alone; real packers stand in the loop, and what they make of a plan must be the tokens, slots
-and tables that the specification has for its rows.
+`Pair` applies each action to both and compares the plans row by row. After every action it compares
+the abstraction of the real state with the specification's state, field by field, including the
+order of the free stack and of the LRU queue. The runner's view of block tables (S32) is derived
+from the real plans alone. Real packers run in the loop: the tokens, slots and tables that they
+produce from a plan must be those that the specification has for its rows.
 """
 
 from __future__ import annotations

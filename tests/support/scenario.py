@@ -1,7 +1,7 @@
-"""One random run of the real engine with the content model, every property watched.
+"""One seeded random run of the real engine with the content model; every property is checked.
 
-Plain and seeded where the Hypothesis machines are thorough: it is what the mutants' kill suite
-and quick checks run thousands of times. A failure is a ``PropertyError`` that names the property.
+The Hypothesis machines are thorough; these runs are quick. The kill suite of the mutants and other
+quick checks run thousands of them. A failure raises ``PropertyError`` with the property's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole ``LLM`` that gives written answers, through a chat template: no model, any schedule."""
+"""A complete ``LLM`` without a model that gives scripted answers through a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server over any engine, by uvicorn on a thread: for tests where bytes really travel."""
+"""Run a server over any engine with uvicorn on a thread, for tests that need real connections."""
 
 from __future__ import annotations
 

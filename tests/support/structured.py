@@ -1,4 +1,4 @@
-"""Random JSON schemas and regexes, texts that meet them, and requests constrained by them."""
+"""Random JSON schemas and regexes, texts that match them, and requests constrained by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block tables and states by the plans of an engine: the oracle's own reading of the plans."""
+"""Block tables and states rebuilt from an engine's plans alone, as an independent reference."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Configs of tiny models with latent attention, an indexer or recurrent layers: fields beside
-those that all tiny models share."""
+"""Configs of tiny models with latent attention, an indexer or recurrent layers.
+
+Each entry has only the fields beside those that all tiny models share.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Small tokenizers built in memory, of the two kinds whose tokens may end inside a character, and
-what the text of their tokens is, computed from bytes."""
+"""Small in-memory tokenizers of the two kinds whose tokens may end inside a UTF-8 character.
+
+The expected text of their tokens is computed from bytes.
+"""
 
 from __future__ import annotations
 

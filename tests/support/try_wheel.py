@@ -1,9 +1,9 @@
-"""Tries the installed package from outside the repository: `python try_wheel.py REPOSITORY`.
+"""Test the installed wheel from outside the repository: `python try_wheel.py REPOSITORY`.
 
-Run by `nox -s wheel` with the Python the wheel was installed for, which needs no torch. Every
-file of the sources must have been installed, the command line must answer, and a trace that
-the engine writes must pass `pagespec trace check`, whose specification travels in the wheel, and be
-drawn by `pagespec trace view`, whose page does.
+`nox -s wheel` runs it with the Python that has the wheel installed; torch is not needed. Every
+source file must be installed, and the command line must work. A trace that the engine writes must
+pass `pagespec trace check` and be drawn by `pagespec trace view`; so the wheel must contain the
+specification and the viewer's page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matmuls of Triton's interpreter, in the order of a GPU."""
+"""Give the matmuls of Triton's interpreter the summation order of a GPU."""
 
 from __future__ import annotations
 

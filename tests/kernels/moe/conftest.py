@@ -1,4 +1,4 @@
-"""Kernels whose launches are left out."""
+"""Kernels whose launches are skipped."""
 
 from __future__ import annotations
 
