@@ -145,8 +145,7 @@ class _Reply(asyncio.Protocol):
             self.ended.set_result(time.monotonic() - self._start)
 
     def usage(self, is_streamed: bool) -> dict[str, Any]:
-        """Raises: LoadError, ValueError, KeyError: the answer is an error, or was truncated.
-        """
+        """Raises: LoadError, ValueError, KeyError: the answer is an error, or was truncated."""
         if is_streamed:
             before_last, last = self._last if len(self._last) == 2 else (b"", b"")
             if not last.rpartition(b"\n")[2].startswith(_DONE):
@@ -224,8 +223,7 @@ def _client(
 
 
 def run_load(port: int, model: str, load: Load, num_processes: int, *, is_streamed: bool) -> Loaded:
-    """Raises: LoadError: see that class.
-    """
+    """Raises: LoadError: see that class."""
     body: dict[str, Any] = {
         "model": model,
         "temperature": 0.6,

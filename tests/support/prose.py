@@ -27,7 +27,7 @@ MAX_NUM_WORDS = 35
 LEFT_OUT = ("tests/support/prose.py", "tests/test_prose.py", "LICENSE")
 
 _THINGS = (
-    "tokens?|bytes|steps?|rows?|blocks?|requests?|times?|launch(?:es)?|copies|copy|scales?|values?|"
+    "tokens?|bytes|steps?|rows?|blocks?|requests?|times?|scales?|values?|"
     r"once|twice|ms|us|µs|s|[KMG]i?B|TB|\d[\d.,]*"
 )
 _UNITS = (
@@ -61,7 +61,9 @@ BANNED = (
     Banned(r"\bwhom\b", "name the subject"),
     Banned(r"\bwho\b", "which, that; or name the role", ("src/", "spec/", "tests/", "benchmarks/")),
     Banned(r"\b(asks|knows)\b", "a verb of the field: requests, calls, has, reads"),
-    Banned(r"\b(is|are|was|were|be|been) (told|asked)\b", "receives, gets, is passed; is requested"),
+    Banned(
+        r"\b(is|are|was|were|be|been) (told|asked)\b", "receives, gets, is passed; is requested"
+    ),
     Banned(r"\btold (?:4|5)\d\d\b", "gets status 4xx"),
     Banned(r"\basked for\b", "requested"),
     Banned(rf"\b(?:{_THINGS}) an? (?:{_UNITS})\b", "per: tokens per step, bytes per slot"),
@@ -79,6 +81,18 @@ BANNED = (
     Banned(r"\blooks? after\b", "handles"),
     Banned(r"\bso (?:is|are|was|were) (?:it|that|the|they)\b", "say it again in full"),
     Banned(r"\bcomes? to an end\b", "ends"),
+    Banned(r"\b(is|are) for nobody\b", "is discarded"),
+    Banned(
+        r"\bin the midst\b|\bfor want of\b|\bwhoever\b|\btaken at (its|their) word\b", "rewrite"
+    ),
+    Banned(r"\b(gives|gave|given) away\b", "frees, discards"),
+    Banned(r"\bhold(s|ing)? (it|them|others|all|up all|callers) up\b", "delays, blocks"),
+    Banned(r"\bmeans? nothing here\b", "is ignored"),
+    Banned(r"\bso long as\b", "while, as long as"),
+    Banned(r"\b(?:all|others?|rest) go(?:es)? on\b", "continues"),
+    Banned(r"\bmay be had\b|\bcannot be had\b|\bto be had\b", "is available"),
+    Banned(r"\bin words\b", "as text"),
+    Banned(r"\bat hand\b", "given, present"),
 )
 
 
@@ -192,7 +206,9 @@ def find_long_sentences(name: str, text: str, max_num_words: int) -> list[Place]
             if len(words) > max_num_words:
                 at = line + passage.count("\n", 0, start + len(sentence) - len(sentence.lstrip()))
                 opening = " ".join(words[:6])
-                places.append(Place(name, at, opening, f"{len(words)} words; at most {max_num_words}"))
+                places.append(
+                    Place(name, at, opening, f"{len(words)} words; at most {max_num_words}")
+                )
             start = end
     return places
 
