@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.doc_commands.blocks import ROOT, blocks_of, documents
+from tests.support.doc_commands.blocks import ROOT, blocks_of, deployed_commands, documents
 from tests.support.doc_commands.check import commands_of, faults, is_install
 from tests.support.doc_commands.run import run_all
 from tests.support.doc_links import anchors_of, broken, links_of, slug_of
@@ -20,6 +20,9 @@ def test_blocks_are_right_as_far_as_can_be_said_without_running_them() -> None:
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in documents()}
     blocks = [block for name, text in texts.items() for block in blocks_of(name, text)]
     assert len(blocks) > 20
+    deployed = list(deployed_commands())
+    assert deployed
+    blocks += deployed
     found = [f"{block.place}: {fault}" for block in blocks for fault in faults(block)]
     assert not found, "\n".join(found)
 
@@ -73,7 +76,7 @@ def test_an_unknown_marker_is_an_error(marker: str) -> None:
         ("bash", "pagespec generate --prompt Hi --max-token 3", "--max-token"),
         ("bash", "pagespec generates --prompt Hi", "no command generates"),
         ("bash", "KEY=1 pagespec serve --port x", "should be a valid integer"),
-        ("bash", "ls && python -m benchmarks.floor --no-such-thing", "no option --no-such-thing"),
+        ("bash", "ls && python -m spec --no-such-thing", "no option --no-such-thing"),
         ("bash", "python -m benchmarks.flor", "no module benchmarks.flor"),
         ("bash", "python examples/nothing.py", "no file examples/nothing.py"),
         ("bash", ".venv/bin/nox -s lint testes", "no session testes"),
@@ -96,7 +99,7 @@ def test_faults_are_found(language: str, text: str, fault: str) -> None:
         "pagespec trace view run.jsonl --perfetto -o run.json  # a comment",
         "pagespec --help",
         'cat > a.jsonl <<\'EOF\'\n{"prompt": "it\'s"}\nEOF\npagespec generate -i a.jsonl -o b',
-        "python -m benchmarks.floor 8b nano --read 4.5",
+        "python -m spec --scope ci",
         ".venv/bin/nox -s tests -- --no-such-session",
         "curl http://127.0.0.1:8000/v1/models | python -m json.tool",
     ],

@@ -83,6 +83,19 @@ def blocks_of(file: str, text: str) -> Iterator[Block]:
         yield Block(file, line, match[2], code, **marks)
 
 
+def deployed_commands() -> Iterator[Block]:
+    """The commands of the package in files of ``deploy``: checked, not run."""
+    for path in sorted((ROOT / "deploy").iterdir()):
+        if not path.is_file() or path.suffix == ".md":
+            continue
+        # A list of words, as in a Dockerfile, becomes one text.
+        lines = path.read_text(encoding="utf-8").replace('", "', " ").splitlines()
+        for number, line in enumerate(lines, 1):
+            if match := re.search(r"\bpagespec (?:serve|generate|verify|bench)\b[^\"`]*", line):
+                file = path.relative_to(ROOT).as_posix()
+                yield Block(file, number, "bash", match[0], fragment="a deployment")
+
+
 @cache
 def _sources() -> dict[str, str]:
     """The files that excerpts are from, without indentation."""
