@@ -76,14 +76,14 @@ def variants() -> Iterator[Variant]:
         ("router's tile", {"has_router_tile": True}),
         ("router, sort, copy: one", {"joins_route": True}),
         ("sum, residual, norm: one", {"joins_norm": True}),
-        ("late start behind gate, up", {"late_rows": grouped_mm.LATE_TRIGGER_ROWS}),
-        ("now: down asks ahead", {"ahead_rows": grouped_mm.AHEAD_ROWS}),
+        ("late start after gate, up", {"late_rows": grouped_mm.LATE_TRIGGER_ROWS}),
+        ("now: down prefetches", {"ahead_rows": grouped_mm.AHEAD_ROWS}),
     ):
         now = replace(now, name=name, **change)
         yield now
     for rows in (1, 4, 8, 16, 1 << 20):
         yield replace(now, name=f"now, but {rows} rows ahead", ahead_rows=rows)
-    yield replace(now, name="now, but early behind the norm", is_norm_late=False)
+    yield replace(now, name="now, but early after the norm", is_norm_late=False)
 
 
 class Layer:

@@ -163,7 +163,7 @@ def heads_seconds(num_tokens: int, num_heads: int) -> float:
 
 def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
     bandwidth = rates_of_this_process().read_bandwidth
-    print(f"plain read {bandwidth / 1e9:.0f} GB/s; us a layer and call")
+    print(f"plain read {bandwidth / 1e9:.0f} GB/s; us per layer and call")
     print("heads rows context | latent roofline GB/s | expanded roofline | matmuls of heads")
     for num_heads in heads:
         for num_rows, context in decode:
@@ -221,7 +221,7 @@ def engine(num_layers: int, caches: Sequence[str], batches: Sequence[int], conte
             cache, start = stats.memory_bytes["kv_cache"], sum(stats.startup_s.values())
             print(
                 f"{name}: start {start:.1f} s, {num_tokens:,} tokens in {cache / 2**30:.2f} GiB, "
-                f"{cache / (num_tokens + PAGE):.0f} bytes a token",
+                f"{cache / (num_tokens + PAGE):.0f} bytes per token",
                 flush=True,
             )
             for batch in batches:
@@ -236,7 +236,7 @@ def engine(num_layers: int, caches: Sequence[str], batches: Sequence[int], conte
                 step = (took[1] - took[0]) / (num_out - 1) * 1e3
                 print(
                     f"  {batch:3} rows of {context}: prefill {took[0] * 1e3:.0f} ms, "
-                    f"decode {step:.3f} ms a step",
+                    f"decode {step:.3f} ms per step",
                     flush=True,
                 )
             del llm

@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 256, 8192])
     options = parser.parse_args()
-    print("us a layer; tokens | with rotation  without")
+    print("us per layer; tokens | with rotation  without")
     for num_tokens in options.tokens:
         took = [seconds_of(call, calls=LAYERS) * 1e6 for call in rotation(num_tokens)]
         print(f"{num_tokens:6} | {took[0]:13.1f} {took[1]:8.1f}", flush=True)

@@ -111,9 +111,9 @@ def require_kit(folder: Path, model: str, names: list[str] | None = None) -> Non
     """
     known = ("nano", *_MORE.values())
     if model not in PEER_MODELS:
-        raise PeerError(f"the peer knows {' and '.join(PEER_MODELS)}, not {model}")
+        raise PeerError(f"the peer supports {' and '.join(PEER_MODELS)}, not {model}")
     if names is not None and not set(names) & set(known):
-        raise PeerError(f"the peer knows {', '.join(known)}, not {', '.join(names)}")
+        raise PeerError(f"the peer supports {', '.join(known)}, not {', '.join(names)}")
     needed = ["bench_vllm.py", "bench_more.py"]
     if not (folder / "site" / "vllm").is_dir():
         needed += ["install.py", "core.tar.xz.00", "core.tar.xz.01"]

@@ -100,7 +100,7 @@ class StepProfile:
             shown.append(
                 (f"{len(rest)} other names", sum(r[1] for r in rest), sum(r[2] for r in rest))
             )
-        lines = [f"{'kernel':<72} {'us a step':>10} {'share':>6} {'calls a step':>12}"]
+        lines = [f"{'kernel':<72} {'us/step':>10} {'share':>6} {'calls/step':>12}"]
         lines += [
             f"{name[:72]:<72} {us:>10.1f} {us / total:>6.1%} {calls:>12.1f}"
             for name, us, calls in shown

@@ -92,7 +92,7 @@ def shared_prompts(
 
 def main() -> None:
     print(f"Python {platform.python_version()}, blocks of {BLOCK_SIZE}, prefix caching on")
-    print("\nrunning decodes | schedule us | commit us | mean of both us | us a request")
+    print("\nrunning decodes | schedule us | commit us | mean of both us | us per request")
     for num_requests in (16, 64, 256, 1024, 4096):
         schedule_us, commit_us, mean_us = decodes(num_requests)
         print(
@@ -102,9 +102,9 @@ def main() -> None:
     add_s, step_s, num_steps, num_cached = shared_prompts()
     print("\n1,000 waiting prompts of 1,000 tokens, half of each shared, budget 8,192:")
     print(
-        f"add {add_s * 1e3:.1f} ms in all; schedule + commit {step_s * 1e3:.1f} ms in all, "
-        f"{num_steps} steps, {step_s / num_steps * 1e6:.0f} us a step, "
-        f"{step_s * 1e3:.0f} us a prompt; {num_cached:,} tokens from the cache"
+        f"add {add_s * 1e3:.1f} ms in total; schedule + commit {step_s * 1e3:.1f} ms in total, "
+        f"{num_steps} steps, {step_s / num_steps * 1e6:.0f} us per step, "
+        f"{step_s * 1e3:.0f} us per prompt; {num_cached:,} tokens from the cache"
     )
 
 

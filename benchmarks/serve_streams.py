@@ -148,8 +148,9 @@ def main() -> None:
     print(
         f"{options.endpoint}: {num_chunks} chunks for {num_tokens} tokens in {wall_s:.2f} s, "
         f"{num_chunks / wall_s:.0f} chunks/s, {num_tokens / wall_s:.0f} tokens/s; event loop "
-        f"{1e6 * loop_s / num_chunks:.1f} us a chunk, {1e6 * loop_s / num_tokens:.1f} us a token, "
-        f"engine's thread {1e6 * cpu_s[0] / num_tokens:.1f} us a token; "
+        f"{1e6 * loop_s / num_chunks:.1f} us per chunk, "
+        f"{1e6 * loop_s / num_tokens:.1f} us per token, "
+        f"engine's thread {1e6 * cpu_s[0] / num_tokens:.1f} us per token; "
         f"first chunk after {statistics.median(first_ms):.0f} ms, {first_ms[-1]:.0f} at most"
     )
     if options.profile:

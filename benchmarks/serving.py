@@ -285,7 +285,7 @@ def ratios(results: dict[str, Any]) -> Iterator[str]:
             yield f"{label}: {rate / rates['offline']['generate']:.3f} of offline generate"
     for label, rate in ours.items():
         if label in rates.get("vLLM", {}):
-            yield f"{label}: {rate / rates['vLLM'][label]:.2f} of vLLM's tokens a second"
+            yield f"{label}: {rate / rates['vLLM'][label]:.2f} of vLLM's tokens per second"
 
 
 if __name__ == "__main__":

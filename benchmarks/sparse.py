@@ -66,7 +66,7 @@ def times_of(num_rows: int, context: int, num_new: int) -> dict[str, float]:
 
 
 def main() -> None:
-    print("us a layer", torch.cuda.get_device_name())
+    print("us per layer", torch.cuda.get_device_name())
     print(f"{'rows x new of context':24}{'choice':>10}{'attention':>11}{'to all':>10}")
     for num_rows, context, num_new in CASES:
         times = {name: s * 1e6 for name, s in times_of(num_rows, context, num_new).items()}

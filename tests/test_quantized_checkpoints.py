@@ -301,7 +301,7 @@ def test_tensors_that_nothing_would_heed_are_refused(tmp_path: Path) -> None:
     ("settings", "field", "named"),
     [
         ({"dtype": "bfloat16"}, "dtype", "'fp8' need dtype float32, or auto, on a CPU"),
-        ({"compile": "eager"}, "compile", "needs weights in float"),
+        ({"compile": "eager"}, "compile", "needs float weights"),
         ({"quantization": "gguf"}, "quantization", "needs a .gguf file"),
     ],
 )

@@ -201,7 +201,7 @@ def capture_model(
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
     if compile == "eager" and loaded.quantization is not None:
-        limit = f"needs weights in float: the model's are {loaded.quantization}"
+        limit = f"needs float weights; the model's are {loaded.quantization}"
         raise InvalidInputError("compile", compile, limit)
     captured = CapturedModel(loaded, tuple(specs), compile, attention, fields=fields)
     captured.communicator = communicator or captured.communicator

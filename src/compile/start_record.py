@@ -6,8 +6,8 @@ start *restores* the model: it reads the tensors by name, and the graph. It need
 nor transformers' modeling code, whose imports take longer than everything else.
 
 A record is written for a folder (or a GGUF file's conversion) if the module has exactly the tensors
-in its files. Each tensor is first compared bit by bit (:mod:`.start_tensors`), and so are the
-quantised weights. Values that the module has computed, such as the frequencies of a rotary
+in its files. Each tensor, and each quantised weight, is first compared bit by bit
+(:mod:`.start_tensors`). Values that the module has computed, such as the frequencies of a rotary
 embedding, are stored in the record.
 """
 
@@ -173,7 +173,7 @@ class StartRecord:
                 "code": code_of_classes({type(part) for part in module.modules()}),
             }
         except (NotRestorable, NoName, OSError) as error:
-            logger.info("the start of %s is not kept: %s", self._source, error)
+            logger.info("the start of %s is not stored: %s", self._source, error)
             return None
 
     def write(self, described: dict[str, Any] | None, graph_key: str | None) -> None:
@@ -188,7 +188,7 @@ class StartRecord:
             for file in newest[_MAX_RECORDS:]:
                 file.unlink(missing_ok=True)
         except OSError as error:
-            logger.info("the start of %s is not kept: %s", self._source, error)
+            logger.info("the start of %s is not stored: %s", self._source, error)
 
     def _describe_tokenizer(self, tokenizer: Any) -> list[str] | None:
         if tokenizer is None:

@@ -532,6 +532,6 @@ class ModuleNames:
         for name, value in values.items():
             self.regions(name)
             if name in held:
-                raise refused(name, "is held quantised, and the model is one in memory")
+                raise refused(name, "is quantised, and the model is in memory")
             check_value(name, value, self._tensors[name])
         return Changes([(self.regions(name)[0], value) for name, value in values.items()], {})

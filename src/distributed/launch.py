@@ -108,7 +108,7 @@ def _has_peer_access(devices: Sequence[torch.device]) -> bool:
 
     if has_met():
         logger.warning(
-            "an engine of several GPUs was in this process before: the sums of this one travel by "
+            "this process already had an engine over several GPUs: all-reduces of this one use "
             "NCCL, which is slower; start a new process for full speed"
         )
         return False

@@ -250,7 +250,7 @@ class ReplicaPool:
     def _do_again(self, lost: _Chunk, reason: str) -> None:
         chunks = lost.after_loss()
         if not chunks:
-            why = f"given up: {lost.num_losses + 1} replicas have ended while they had it"
+            why = f"given up: {lost.num_losses + 1} replicas ended while processing it"
             self._done[lost.first] = [self.give_up(lost.items[0], f"{why} ({reason})")]
         for chunk in reversed(chunks):
             (self._suspects if chunk.is_suspect else self._again).appendleft(chunk)

@@ -28,7 +28,7 @@ def no_recipe(operand: str) -> UnsupportedModelError:
     """The error for an ``operand`` for which no recipe passes the trial."""
     return UnsupportedModelError(
         f"no matmul of this CPU gives a row the same bits in every batch with {operand}; "
-        "transparent=False does without"
+        "transparent=False does not require this"
     )
 
 

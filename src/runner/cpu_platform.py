@@ -99,7 +99,7 @@ def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
     indexer's matmuls depend on it. No recipes exist for these."""
     if all(keeps_batched_bits(*shape, threads.numbers) for shape in sorted(_shapes(captured))):
         return threads
-    return threads.fixed("this model follow")
+    return threads.fixed("this model depend")
 
 
 def _shapes(captured: CapturedModel) -> set[tuple[int, int, int, tuple[int, ...]]]:

@@ -98,7 +98,7 @@ class StepThreads:
         if len(self.numbers) == 1:
             return self
         number = _quickest(self.numbers, self._measure)[0]
-        logger.info("CPU threads: %d, which stays: bits of %s the number", number, reason)
+        logger.info("CPU threads: %d, fixed: bits of %s on the number", number, reason)
         return StepThreads((number,))
 
     def _measure_again(self) -> None:
@@ -146,7 +146,7 @@ def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = Fa
     if threads is not None or num_ranks > 1:
         return StepThreads((threads or torch.get_num_threads(),))
     shared = shared_threads()
-    return shared.fixed("compile='eager' may follow") if is_eager else shared
+    return shared.fixed("compile='eager' may depend") if is_eager else shared
 
 
 def rank_threads(threads: int | None, num_ranks: int) -> int:

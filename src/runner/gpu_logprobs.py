@@ -120,7 +120,9 @@ class GpuLogprobs:
                 rows[:num_sampled] = torch.where(is_any, own_words, rows[:num_sampled])
         if positions.shape[1]:
             if hidden is None:
-                raise RuntimeError("log-probabilities of a prompt, and no hidden states")
+                raise RuntimeError(
+                    "log-probabilities of a prompt need hidden states, but the graph has none"
+                )
             for first in range(0, positions.shape[1], CHUNK_ROWS):
                 chunk = positions[:, first : first + CHUNK_ROWS]
                 begin = num_sampled + first
@@ -150,7 +152,7 @@ class GpuLogprobs:
         """Compute the rows of a chunk; returns its logits."""
         captured = self._captured
         if captured.head is None:
-            raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
+            raise RuntimeError("log-probabilities of a prompt need a head, but the graph has none")
         logits = captured.whole_logits(captured.head(hidden.index_select(0, chunk[0])))
         fields = torch.stack([self._places, chunk[1], chunk[2]])
         write_logprobs(logits, fields, sampled, rows)

@@ -152,7 +152,7 @@ class GpuRunner(LocalRunner):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         self._sample_constrained(handle)
         if handle.event is None:
-            raise RuntimeError("the step of this handle was forgotten by a reset")
+            raise RuntimeError("a reset discarded the step of this handle")
         begin = time.perf_counter()
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin

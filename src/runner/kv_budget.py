@@ -100,7 +100,7 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
     if num_fitting < (config.num_state_slots or fewest):
         sizes = (
             f"of {slot_bytes / GIB:.4f} GiB do not fit the {max(0, num_bytes) / GIB:.1f} GiB "
-            "there are for the cache"
+            "available for the cache"
         )
         if config.num_state_slots:
             raise InvalidInputError("num_state_slots", config.num_state_slots, sizes)

@@ -117,7 +117,7 @@ def step_logprobs(
 
 def _prompt_rows(fields: IntArray, captured: CapturedModel, hidden: Tensor | None) -> Tensor:
     if captured.head is None or hidden is None:
-        raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
+        raise RuntimeError("log-probabilities of a prompt need a head, but the graph has none")
     rows = []
     for part in torch.from_numpy(fields.astype(np.int64)).split(CHUNK_ROWS, dim=1):
         at, targets, num_top = part

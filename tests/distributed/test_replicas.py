@@ -92,7 +92,7 @@ def test_a_row_that_ends_its_replicas_is_given_up_and_alone(
     expected: list[Any] = [2 * i for i in range(30)]
     expected[10] = results[10]
     assert results == expected
-    assert results[10].startswith(f"{word}: given up: 4 replicas have ended while they had it")
+    assert results[10].startswith(f"{word}: given up: 4 replicas ended while processing it")
     assert ("a step failed" in results[10]) == (word == "fail")
     assert len(lines_of(tmp_path / "started")) <= num_replicas + 4
 

@@ -430,7 +430,7 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
     torch_calls[torch.bmm] = _follows_threads
     found = steady(threads, made)
     assert found.numbers == ((2,) if keeps else (2, 1))
-    said = "CPU threads: 2, which stays: bits of this model follow the number"
+    said = "CPU threads: 2, fixed: bits of this model depend on the number"
     assert [record.getMessage() for record in caplog.records] == [said] * keeps
 
 

@@ -228,5 +228,5 @@ def test_ignored_settings_are_reported_once_per_start(
     configure(folder, suppress_tokens=[3])
     for _ in range(2 if num_ranks == 1 else 1):  # the second start is restored
         said = run_apart("-c", _START, str(folder), str(num_ranks), choice)
-        assert said.count("ignored, though generate would heed it") == num_lines, said
+        assert said.count("ignored, although generate would apply it") == num_lines, said
         assert said.count("suppress_tokens") == num_lines

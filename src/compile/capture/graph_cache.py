@@ -94,7 +94,7 @@ class GraphCache:
                 write_json(self.folder, key, data or encode(traced, tensors))
                 self.key = key
             except (NotSerializable, OSError) as error:
-                logger.info("the graph of %s is not kept: %s", loaded.architecture, error)
+                logger.info("the graph of %s is not stored: %s", loaded.architecture, error)
         return traced, True
 
 

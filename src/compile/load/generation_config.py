@@ -120,7 +120,7 @@ def chosen_sampling(
     if ignored and is_reported:
         text = ", ".join(ignored)
         logger.warning(
-            "generation config of %s: ignored, though generate would heed it: %s", source, text
+            "generation config of %s: ignored, although generate would apply it: %s", source, text
         )
     return found
 

@@ -152,5 +152,5 @@ def _read_weights(path: Path, config: Any, module: Any) -> None:
     absent = [key for key in missing if key not in tied]
     if absent or unexpected:
         raise UnsupportedModelError(
-            f"{path.name}: conversion left weights over or out: {(absent + unexpected)[:3]}"
+            f"{path.name}: conversion left weights unused or missing: {(absent + unexpected)[:3]}"
         )

@@ -51,7 +51,7 @@ def check_gguf(model: object, device: torch.device) -> None:
     quantization = "gguf"
     name = path_of(model)
     if name is None or not name.endswith(".gguf"):
-        limit = "needs a .gguf file: it keeps what is quantised there, and quantises nothing"
+        limit = "needs a .gguf file: it keeps quantised weights, and quantises none"
         raise InvalidInputError("quantization", quantization, limit)
     if device.type != "cpu":
         return

@@ -36,7 +36,7 @@ def check_read_whole(path: Path, config: Any, module: Any) -> None:
         more = ", ..." if len(dropped) > _MAX_NAMED else ""
         raise UnsupportedModelError(
             f"{path.name}: transformers does not read {', '.join(dropped[:_MAX_NAMED])}{more}, "
-            "without which it is another model"
+            "and the model would be another without it"
         )
 
 

@@ -81,7 +81,7 @@ def _ends_of_texts(vocabulary: Vocabulary, adds_bos: bool) -> Any:
         if not is_added:
             continue
         if name not in vocabulary.ids:
-            limit = f"must have tokenizer.ggml.{name}_token_id, as texts get that token"
+            limit = f"must have tokenizer.ggml.{name}_token_id, because texts get that token"
             raise InvalidInputError("model", vocabulary.file, limit)
         token_id = vocabulary.ids[name]
         added.append({"id": name, "ids": [token_id], "tokens": [vocabulary.tokens[token_id]]})

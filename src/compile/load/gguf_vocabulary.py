@@ -229,13 +229,12 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
     ids_of = {text: token_id for token_id, text in enumerate(tokens)}
     if len(ids_of) != len(tokens):
         [twice, *_] = (text for token_id, text in enumerate(tokens) if ids_of[text] != token_id)
-        limit = f"{_PREFIX}tokens must be different texts; {twice!r} is there twice"
+        limit = f"{_PREFIX}tokens must be different texts; {twice!r} occurs twice"
         raise InvalidInputError("model", str(path), limit)
     types = read_values(reader, f"{_PREFIX}token_type")
     if not types:
         raise UnsupportedModelError(
-            f"{path.name}: lacks the key {_PREFIX}token_type, without which its special tokens are "
-            "not known"
+            f"{path.name}: lacks the key {_PREFIX}token_type, so its special tokens are unknown"
         )
     scores = read_values(reader, f"{_PREFIX}scores")
     for name, found in (("token_type", types), ("scores", scores)):

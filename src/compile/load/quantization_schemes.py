@@ -203,7 +203,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     groups = config.get("config_groups") or {}
     if len(groups) != 1 or not isinstance(next(iter(groups.values())), Mapping):
-        raise _Unknown("config_groups", groups, "known is one group, written out")
+        raise _Unknown("config_groups", groups, "only one explicit group is supported")
     [group] = groups.values()
     _expect(config, "", kv_cache_scheme=(None,), format=("float-quantized", "pack-quantized"))
     _expect(group, "", output_activations=(None,))

@@ -146,7 +146,7 @@ def load_quantized(
     for layer, file in files.items():
         bias = state.get(f"{file}.bias")
         if bias is not None and linears[layer].bias is None and bool(bias.any()):
-            raise UnsupportedModelError(f"{name}: {layer} has a bias, and no use for it")
+            raise UnsupportedModelError(f"{name}: {layer} has a bias, which it cannot use")
         state[f"{file}.weight"] = stand_in(shapes[layer], dtype)
     options: dict[str, Any] = {"config": plain, "state_dict": state, "dtype": dtype}
     module = read_weights(type(skeleton), None, name, **options)
@@ -163,7 +163,7 @@ def load_quantized(
         # Parameters that transformers builds from several tensors, or from a part of one.
         weights |= _quantize(module, scheme)
         if not weights:
-            raise UnsupportedModelError(f"{name}: has no linear layer but its head")
+            raise UnsupportedModelError(f"{name}: has no linear layer except its head")
     return module, weights, scheme.name
 
 
@@ -240,7 +240,7 @@ def _layers(
             limit = f"has {scheme.marker}, and its quantization_config says it is not quantised"
             raise InvalidInputError("model", file, limit)
         else:
-            raise UnsupportedModelError(f"{name}: {file} is quantised, and no linear layer")
+            raise UnsupportedModelError(f"{name}: {file} is quantised, but is no linear layer")
     return found
 
 

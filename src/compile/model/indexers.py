@@ -197,6 +197,5 @@ def _traced(
 
 def _refusal(part: nn.Module, reason: Unreadable) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(part).__name__} chooses the keys that attention sees in a way not known here: it "
-        f"{reason}"
+        f"{type(part).__name__} selects keys for attention in an unsupported way: it {reason}"
     )

@@ -87,7 +87,7 @@ def _refusal(architecture: str, parameter: str, is_made: bool) -> PagespecError:
     layer = parameter.removesuffix(".weight")
     reason = f"{architecture} reads the weight of {layer} by more than its linear layer"
     if is_made:
-        return InvalidInputError("quantization", "fp8", f"{reason}, so it must stay what it is")
+        return InvalidInputError("quantization", "fp8", f"{reason}, so it cannot be quantised")
     return UnsupportedModelError(f"{reason}, and it is quantised")
 
 

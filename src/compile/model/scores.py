@@ -295,13 +295,13 @@ def find_index_scores(gm: GraphModule, keys: Node) -> IndexScores:
     if not calls(row, "unsqueeze") or row.args[1] != -2:
         raise Unreadable(f"has weights from {_name(row)!r}")
     if not calls(products, "relu"):
-        raise Unreadable(f"has products through {_name(products)!r}, not relu")
+        raise Unreadable(f"applies {_name(products)!r} to queries times keys, not relu")
     product = _walk_up(products.args[0], scores, [_scaled])
     query, columns = _pair(product, *_MATMULS) or (None, None)
     if query is None:
-        raise Unreadable(f"has products from {_name(product)!r}")
+        raise Unreadable(f"multiplies queries and keys by {_name(product)!r}, not by a matmul")
     if not _are_columns(columns, keys):
-        raise Unreadable("has products with something else than its keys")
+        raise Unreadable("multiplies queries with something other than its keys")
     weights = row.args[0]
     shapes = [tuple(node.meta["example_value"].shape) for node in (query, weights, keys)]
     (_, num_tokens, num_heads, dim), of_weights, (*_, key_dim) = shapes

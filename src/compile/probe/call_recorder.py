@@ -184,7 +184,7 @@ class IndexRecorder:
         shapes = [tuple(x.shape) for x in (call.query, call.key, call.weights)]
         if any(shape[0] != self._num_tokens for shape in shapes):
             raise self._refuse(
-                f"an indexer is handed shapes {shapes} for the {self._num_tokens} tokens of a pass"
+                f"an indexer gets shapes {shapes} for the {self._num_tokens} tokens of a pass"
             )
         self._next = module, call
         chosen = no_choice(module, call)
@@ -201,7 +201,7 @@ class IndexRecorder:
             of_key = {"index_dim": call.key.shape[1], "index_dtype": _name(call.key.dtype)}
         if indices is None:
             if of_key:
-                raise self._refuse("its attention is not handed what its indexer chose")
+                raise self._refuse("its attention does not get its indexer's selection")
             return of_key
         for chosen, num_chosen in self._chosen:
             if chosen is indices:

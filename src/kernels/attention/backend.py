@@ -170,7 +170,7 @@ def select_backend(
     if limit is None and (lacking := reference_only(specs)):
         limit = f"the Triton kernels {lacking}"
     if limit is None and has_planes and any(spec.k_dim % 2 or spec.v_dim % 2 for spec in specs):
-        limit = "the Triton kernels take e4m3 numbers in pairs: even head sizes"
+        limit = "the Triton kernels take e4m3 values in pairs: even head sizes"
     if requested == "triton" and limit is not None:
         raise InvalidInputError("attention", requested, limit)
     if limit is not None:

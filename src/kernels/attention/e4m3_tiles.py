@@ -68,9 +68,8 @@ def num_lines(GROUP, DK_PAD, FUSE_ROPE):  # type: ignore[no-untyped-def]
 @triton.jit
 def halves_of_pairs(pairs):  # type: ignore[no-untyped-def]
     """The lower and the upper bytes of ``pairs``, uint16, as float16: exact."""
-    # Two neighbours along the summed dimension share a register: their lower bytes are converted
-    # together, and so are the upper ones. Starting from bytes, the compiler emits three times the
-    # instructions.
+    # Two neighbours along the summed dimension share a register: one instruction converts their
+    # lower bytes, and one their upper bytes. With bytes, the compiler emits three times as many.
     return tl.inline_asm_elementwise(
         CONVERT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
     )

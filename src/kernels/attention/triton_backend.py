@@ -149,7 +149,7 @@ class TritonBackend:
             # Zeros created during capture would be written by each replay of that graph, and only
             # then.
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("attention has to be called once before it is captured")
+                raise RuntimeError("attention must be called once before it is captured")
             most = for_card(choose_tiling(query.dtype, 1, 1), count_sms(query.device)).unsplit_from
             self._arrived = torch.zeros(most, dtype=torch.int32, device=query.device)
         return self._arrived

@@ -198,8 +198,9 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
     if changed:
         raise UnsupportedModelError(
             f"matmuls with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
-            f"cuBLAS nor our kernel keeps a row's bits for all numbers of rows (ours differs from "
-            f"its {REFERENCE_ROWS} rows at {list(changed)}); transparent=False does without"
+            f"cuBLAS nor pagespec's kernel keeps a row's bits for all numbers of rows (the kernel "
+            f"differs from its {REFERENCE_ROWS} rows at {list(changed)}); "
+            "transparent=False does not require this"
         )
 
 

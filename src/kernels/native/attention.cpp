@@ -1,11 +1,11 @@
-// Attention over a paged cache in float32: two passes over the keys of a row, by 16 positions.
+// Attention over a paged cache in float32: two passes over the keys of a row, 16 positions at a time.
 //
-// Positions are counted from 0, so that a lane always holds the same ones; what a query must not see
-// has probability 0, which adds an exact zero. A query's bits depend on its own row alone.
+// Positions are counted from 0, so a lane always has the same ones. Positions that a query must not
+// see have probability 0, which adds an exact zero. A query's bits depend only on its own row.
 #include "common.h"
 
-constexpr int MOST_QUERIES = 8;  // of a tile, which read a key once
-constexpr int MOST_CHUNKS = VECTOR_REGISTERS == 32 ? 4 : 2;  // vectors of values that sums are kept of
+constexpr int MOST_QUERIES = 8;  // per tile, which reads a key once
+constexpr int MOST_CHUNKS = VECTOR_REGISTERS == 32 ? 4 : 2;  // vectors of values with sums in registers
 
 struct Step {
     const float *query, *k_cache, *v_cache, *sinks;
@@ -21,7 +21,7 @@ struct Tile {
     int32_t row, kv_head, first, count;
 };
 
-// A thread's own memory, which grows.
+// Memory of a thread, which grows on demand.
 template <typename T>
 struct Scratch {
     T* values = nullptr;
@@ -37,8 +37,8 @@ struct Scratch {
     ~Scratch() { free(values); }
 };
 
-// Slots of the positions from begin on: slots[position - begin]. Block by block, as a division for
-// each position would take as long as its arithmetic.
+// Slots of the positions from begin on: slots[position - begin]. Computed per block, because a
+// division per position would take as long as the rest of its arithmetic.
 static void find_slots(const int32_t* table, long block_size, long begin, long end, long* slots) {
     long block = begin / block_size, inside = begin % block_size;
     for (long at = begin; at < end; block++, inside = 0) {
@@ -47,7 +47,7 @@ static void find_slots(const int32_t* table, long block_size, long begin, long e
     }
 }
 
-// How many of the vectors that are left get sums at once.
+// The number of remaining vectors that are summed at once.
 static inline long chunks_of(long rest) { return rest < 0 ? 0 : rest < MOST_CHUNKS ? rest : MOST_CHUNKS; }
 
 static inline Floats hyperbolic_tangent(Floats x) {
@@ -55,8 +55,8 @@ static inline Floats hyperbolic_tangent(Floats x) {
     return one - splat(2.0f) / (twice + one);
 }
 
-// Sums over the slots: a, of p times A vectors of each one's values; b, of q times B vectors of
-// what lies at other.
+// Sums over the slots: a, of p times A vectors of each slot's values; b, of q times B vectors of the
+// values at other.
 template <int A, int B>
 static inline void weigh(const float* p, const float* q, const long* slots, long count, long stride,
                          const float* values, const float* other, Floats* a, Floats* b) {
@@ -76,7 +76,7 @@ static inline void weigh(const float* p, const float* q, const long* slots, long
     for (int c = 0; c < B; c++) b[c] = right[c];
 }
 
-// DIM: of keys and values, a multiple of 16; 0 reads it off the step.
+// DIM: of keys and values, a multiple of 16; 0 reads it from the step.
 template <int DIM>
 static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scores,
                         Scratch<long>& of_slots) {
@@ -153,8 +153,8 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scor
         }
     }
 
-    // Some vectors of the values for two queries at a time, or twice as many for one: eight or four
-    // sums at once.
+    // Some vectors of the values for two queries at a time, or twice as many for one query: eight or
+    // four sums at once.
     for (long i = 0; i < tile.count; i += 2) {
         const bool is_pair = i + 1 < tile.count;
         const long j = is_pair ? i + 1 : i, ahead = is_pair ? 0 : MOST_CHUNKS;
@@ -204,7 +204,7 @@ EXPORT void attention(const float* query, const float* k_cache, const float* v_c
             num_tiles += ((starts[row + 1] - starts[row]) * group + tile_size - 1) / tile_size;
         return num_tiles * step.kv_heads;
     };
-    // Few tiles, as of a decode of one row, would leave threads without work.
+    // With few tiles, as in a decode of one row, some threads would have no work.
     if (count_tiles() < 4 * num_threads) {
         tile_size = 1;
         count_tiles();
@@ -213,8 +213,8 @@ EXPORT void attention(const float* query, const float* k_cache, const float* v_c
     long count = 0;
     for (long row = 0; row < num_rows; row++) {
         const long queries = (starts[row + 1] - starts[row]) * group;
-        // A head's tiles one after another, so that its keys and values are in the cache for all but
-        // the first. The last queries see most: first.
+        // A head's tiles in sequence, so that its keys and values are in the cache for all tiles but
+        // the first. The last queries, which see the most, come first.
         for (long head = 0; head < step.kv_heads; head++)
             for (long first = (queries - 1) / tile_size * tile_size; queries && first >= 0; first -= tile_size)
                 tiles[count++] = {(int32_t)row, (int32_t)head, (int32_t)first,

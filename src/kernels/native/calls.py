@@ -58,7 +58,7 @@ def _call(name: str, *arguments: Any) -> None:
     arguments = *arguments, torch.get_num_threads()
     kernels = library()
     if kernels is None:
-        raise RuntimeError("the native kernels are not there")
+        raise RuntimeError("the native kernels are not available")
     if recording.recorder is not None:
         recording.recorder.add(name, arguments)
     getattr(kernels, name)(*arguments)

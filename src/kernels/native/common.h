@@ -1,18 +1,18 @@
-// What the sources share: the exponential, and when threads pay.
+// Shared by all sources: the exponential, and the size from which threads are used.
 //
-// Every function gives a row the same bits whatever rows stand beside it: an element is computed by
-// one fixed sequence of operations (fused multiply-adds are written out; the compiler may make none
-// of its own), and threads share rows or columns, never a sum. Bits are the same on every processor.
+// Every function computes the same bits for a row whatever the other rows are. One fixed sequence of
+// operations computes an element: fused multiply-adds are explicit, and the compiler may add none.
+// Threads share rows or columns, never a sum. Bits are the same on every processor.
 #pragma once
 
 #include "vectors.h"
 
-constexpr long ROW_GRAIN = 1 << 14;  // elements below which one thread does it all
+constexpr long ROW_GRAIN = 1 << 14;  // with fewer elements, one thread computes all
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 INLINE Floats exponential(Floats x) {
-    // 2^n * exp(r), r within half of log(2); a polynomial of degree 6 for the latter.
+    // 2^n * exp(r) with |r| <= log(2) / 2; a polynomial of degree 6 for exp(r).
     x = larger(splat(-150.0f), smaller(splat(130.0f), x));
     const Floats n = round_to_even(x * splat(1.44269504088896341f));
     Floats r = subtract_product(x, n, splat(0.693359375f));

@@ -1,21 +1,21 @@
-// Matmuls of float32 rows with weights in 4 or 8 bits, by groups of 32 inputs.
+// Matmuls of float32 rows with 4-bit or 8-bit weights, in groups of 32 inputs.
 //
 // A weight is value * scale + minimum (4 bits) or value * scale (8 bits). Rows are rounded to 8 bits
-// with a scale for each group; the sum of products of a group is then an integer, exact, and groups
-// are added in order, in float32.
+// with one scale per group. The dot product of a group is then an exact integer. Groups are added in
+// order, in float32.
 #include "common.h"
 
 constexpr long GROUP = 32;
-constexpr int MOST_ROWS = VECTOR_REGISTERS == 32 ? 8 : 4;  // of a tile: what the registers hold
-constexpr long FEW_ROWS = 4;  // rounded by one thread: cheaper than a barrier
+constexpr int MOST_ROWS = VECTOR_REGISTERS == 32 ? 8 : 4;  // per tile: as many as fit the registers
+constexpr long FEW_ROWS = 4;  // one thread rounds them: cheaper than a barrier
 
 enum Format { INT4 = 0, INT4_FLOAT32 = 1, INT8 = 2 };
 
 struct Rows {
     int8_t* values;   // [M, K]
     float* scales;    // [M, K / 32]
-    float* minima;    // [M, K / 32]: scale * sum of the values, what a minimum is multiplied with
-    int32_t* offsets; // [M, K / 32]: -128 * sum, since the instruction wants weights without a sign
+    float* minima;    // [M, K / 32]: scale * sum of the values, the factor of a minimum
+    int32_t* offsets; // [M, K / 32]: -128 * sum, because the instruction takes unsigned weights
     long width;
     long groups;
 };
@@ -38,8 +38,8 @@ static void round_row(const float* x, const Rows& rows, long row) {
     }
 }
 
-// 16 outputs of R rows. values: of these outputs, a group after the other, as for_each_dot reads
-// them. numbers: scales [16] (and minima [16]) of each group, float16 or float32.
+// 16 outputs of R rows. values: of these outputs, group by group, in the order of for_each_dot.
+// numbers: scales [16] (and minima [16]) of each group, float16 or float32.
 template <int R, Format FORMAT>
 static void multiply_tile(const Rows& rows, long row, const uint8_t* values, const uint8_t* numbers,
                           const float* bias, float* out, long out_stride, First lanes) {
@@ -108,8 +108,8 @@ static void multiply_block(const Rows& rows, long num_rows, long block, const ui
     }
 }
 
-// out [M, N] = x [M, K] times the weight [N, K], plus bias [N] if there is one. Rows from *num_real on,
-// if that is given, are padding and get zeros. scratch: M * (K + K / 32 * 12) bytes.
+// out [M, N] = x [M, K] times the weight [N, K], plus bias [N] if given. If num_real is given, rows
+// from *num_real on are padding and get zeros. scratch: M * (K + K / 32 * 12) bytes.
 EXPORT void linear(const float* x, long num_rows, const int32_t* num_real, long num_inputs,
                    long num_outputs, int format, const uint8_t* values, const uint8_t* numbers,
                    const float* bias, float* out, void* scratch, int num_threads) {

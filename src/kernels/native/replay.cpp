@@ -1,4 +1,4 @@
-// Makes recorded calls again, one after the other.
+// Replays recorded calls in order.
 #include "common.h"
 #include <utility>
 
@@ -16,7 +16,7 @@ void rope_store(const float*, const float*, const float*, long, long, long, long
 }
 
 struct Call {
-    int64_t function;  // of the list in library.py
+    int64_t function;  // index in the list in library.py
     int64_t arguments[30];
 };
 
@@ -25,7 +25,7 @@ struct Change {
     int64_t call, argument, value, offset;
 };
 
-// An argument out of 64 bits: integers and pointers by value, a float in the lower half.
+// An argument from 64 bits: integers and pointers by value, a float in the lower half.
 template <typename T>
 static inline T as(int64_t bits) {
     T value;

@@ -18,7 +18,7 @@ static void norm_row(const float* x, const float* weight, float shift, float eps
     }
 }
 
-// normed = RMSNorm(x), all [M, N]; with a residual, hidden = residual + x and normed is that one's.
+// normed = RMSNorm(x), all [M, N]; with a residual, hidden = residual + x and normed = RMSNorm(hidden).
 EXPORT void rms_norm(const float* x, const float* residual, const float* weight, float shift, float eps,
                      long num_rows, long width, float* hidden, float* normed, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > ROW_GRAIN)
@@ -38,7 +38,7 @@ EXPORT void rms_norm(const float* x, const float* residual, const float* weight,
     }
 }
 
-// out [M, N] = activation(gate) * up: silu, or gelu by tanh, which is silu(2 u) with a cubic u.
+// out [M, N] = activation(gate) * up: silu, or gelu with tanh, which is silu(2 u) with a cubic u.
 EXPORT void gated_activation(const float* gate, long gate_stride, const float* up, long up_stride,
                              int is_gelu, long num_rows, long width, float* out, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > ROW_GRAIN)
@@ -67,7 +67,7 @@ struct Heads {
 };
 
 // One head: its norm, if there is a weight, then x * cos + swapped halves * sin in the first
-// rotary_dim elements. half: 0, or rotary_dim / 2 where the table has both halves.
+// rotary_dim elements. half: 0, or rotary_dim / 2 if the table has both halves.
 static void rotate_head(const float* x, const float* cos, const float* sin, long rotary_dim, long half,
                         long dim, const float* weight, float shift, float eps, float* out) {
     if (weight) {
@@ -89,7 +89,7 @@ static void rotate_head(const float* x, const float* cos, const float* sin, long
     if (x != out) memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof(float));
 }
 
-// Queries [T, Hq, D] to rotated; keys and values to their slots of the caches.
+// Store queries [T, Hq, D] to rotated, and keys and values to their slots of the caches.
 EXPORT void rope_store(const float* query, const float* key, const float* value, long q_token_stride,
                        long q_head_stride, long k_token_stride, long k_head_stride,
                        long v_token_stride, long v_head_stride, const float* cos, const float* sin, long table_width, long rotary_dim,

@@ -1,9 +1,9 @@
-// Vectors of 16 lanes, over AVX512 with VNNI or over AVX2 with FMA and F16C: the same operations on
-// a lane, so the same bits.
+// Vectors of 16 lanes, with AVX512 and VNNI, or with AVX2, FMA and F16C: the same operations per
+// lane, and so the same bits.
 //
-// Floats and Ints have LANES lanes. Floats are added, subtracted, multiplied and divided by
-// operators; what else there is, both headers define. larger and smaller give their second argument
-// where one is NaN. First is a number of lanes from lane 0 on, Mask any set of lanes.
+// Floats and Ints have LANES lanes. Operators add, subtract, multiply and divide Floats; both headers
+// define the other functions. larger and smaller return their second argument where one is NaN. First
+// is a number of lanes from lane 0 on, Mask any set of lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ constexpr long LANES = 16;
 #include "vectors_avx2.h"
 #endif
 
-// The sum of all lanes: halves, quarters, then two and two.
+// The sum of all lanes: halves, then quarters, then pairs.
 INLINE float sum_of(Floats x) {
     const __m256 half = _mm256_add_ps(low_half(x), high_half(x));
     __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -30,7 +30,7 @@ INLINE float sum_of(Floats x) {
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 
-// The largest lane, in a fixed order, which decides what NaN gives.
+// The largest lane, in a fixed order, which determines the result with NaN.
 INLINE float largest_of(Floats x) {
     const __m256 half = _mm256_max_ps(high_half(x), low_half(x));
     __m128 quarter = _mm_max_ps(_mm256_extractf128_ps(half, 1), _mm256_castps256_ps128(half));

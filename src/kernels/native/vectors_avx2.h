@@ -53,8 +53,8 @@ INLINE Ints bits_of(First lanes) {
     const __m256i count = _mm256_set1_epi32((int32_t)lanes);
     return {_mm256_cmpgt_epi32(count, numbers.low), _mm256_cmpgt_epi32(count, numbers.high)};
 }
-// The other lanes are 0, and not written. Whole vectors go another way, since some processors take
-// long to store with a mask.
+// The other lanes are 0, and are not written. Whole vectors are stored without a mask, because masked
+// stores are slow on some processors.
 INLINE Floats load(const float* from, First lanes) {
     if (lanes >= LANES) return load(from);
     const Ints mask = bits_of(lanes);
@@ -94,8 +94,8 @@ INLINE __m256 round_to_even(__m256 x) {
     return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE Floats round_to_even(Floats x) { return {round_to_even(x.low), round_to_even(x.high)}; }
-// x * 2^n for a whole n from -252 to 254 and an x about 1. In two steps, each a power that there
-// is: the first is exact, so the product is rounded once, also where it is subnormal.
+// x * 2^n for an integer n from -252 to 254 and x near 1. In two steps with representable powers: the
+// first step is exact, so the result is rounded once, even if it is subnormal.
 INLINE __m256 times_power(__m256 x, __m256 n) {
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
     const __m256i one = _mm256_set1_epi32(127);
@@ -107,7 +107,7 @@ INLINE Floats times_power(Floats x, Floats n) {
     return {times_power(x.low, n.low), times_power(x.high, n.high)};
 }
 
-// To the nearest, ties to even; INT_MIN for what has none.
+// Rounded to nearest, ties to even; INT_MIN if there is no such integer.
 INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }
 INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 INLINE void store_int8(int8_t* to, Ints x) {
@@ -150,7 +150,7 @@ INLINE float first_of(Floats x) { return _mm256_cvtss_f32(x.low); }
 INLINE __m256 low_half(Floats x) { return x.low; }
 INLINE __m256 high_half(Floats x) { return x.high; }
 
-// Of four vectors: lane j of each quarter is a part of the sum of row j.
+// From four vectors: lane j of each quarter is a part of the sum of row j.
 INLINE __m256 quarters_of(__m256 x, __m256 y, __m256 z, __m256 w) {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
     const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(z, w), _mm256_unpackhi_ps(z, w));
@@ -158,12 +158,12 @@ INLINE __m256 quarters_of(__m256 x, __m256 y, __m256 z, __m256 w) {
     return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(c, d)),
                          _mm256_castpd_ps(_mm256_unpackhi_pd(c, d)));
 }
-// The two halves of a, added, and those of b.
+// The sum of the two halves of a, and that of b.
 INLINE __m256 halves_of(__m256 a, __m256 b) {
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 // The sums of the lanes of row(0) to row(15), each in its lane: quarters 0 and 1, 2 and 3, then those
-// two. Four rows at a time, as all would not fit into the registers.
+// two. Four rows at a time, because all would not fit the registers.
 template <typename Row>
 INLINE Floats sums_of(Row row) {
     __m256 low[4], high[4];
@@ -184,10 +184,10 @@ INLINE __m256i four_inputs(const int8_t* from) {
     return _mm256_set1_epi32(four);
 }
 
-// As in vectors_avx512.h. There is no product of bytes with an exact sum in 32 bits: that of two
-// weights up to 15 and two inputs is at most 3,840, in 16 bits, and eight of them still fit. An
-// 8-bit weight is multiplied as 16 times its upper half and its lower half. Loops over inputs stay
-// loops: unrolled, the compiler keeps all inputs at once, which registers cannot.
+// As in vectors_avx512.h. AVX2 has no byte multiplication with an exact sum in 32 bits. The sum for
+// two weights up to 15 and two inputs is at most 3,840, in 16 bits, and eight such sums still fit. An
+// 8-bit weight is multiplied as 16 times its upper half, plus its lower half. Loops over inputs are
+// not unrolled: unrolled, the compiler would keep all inputs in registers, which are too few.
 template <int R>
 INLINE void int4_dots(const uint8_t* values, const int8_t* inputs, long stride, Ints* dots) {
     const __m256i bits = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
@@ -214,7 +214,7 @@ INLINE void int4_dots(const uint8_t* values, const int8_t* inputs, long stride, 
         dots[r] = {_mm256_madd_epi16(low[r], one), _mm256_madd_epi16(high[r], one)};
 }
 
-// Of 8 outputs.
+// For 8 outputs.
 template <int R>
 INLINE void int8_dots(const uint8_t* values, const int8_t* inputs, long stride, __m256i* dots) {
     const __m256i bits = _mm256_set1_epi8(15);

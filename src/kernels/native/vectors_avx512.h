@@ -21,7 +21,7 @@ INLINE void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 INLINE First first_lanes(long count) {
     return count >= LANES ? (__mmask16)0xFFFF : (__mmask16)((1u << count) - 1u);
 }
-// The other lanes are 0, and not written.
+// The other lanes are 0, and are not written.
 INLINE Floats load(const float* from, First lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
 INLINE void store(float* to, Floats x, First lanes) { _mm512_mask_storeu_ps(to, lanes, x); }
 INLINE Floats load_float16(const uint8_t* from) {
@@ -37,10 +37,10 @@ INLINE Floats absolute(Floats x) { return _mm512_abs_ps(x); }
 INLINE Floats round_to_even(Floats x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// x * 2^n for a whole n, rounded once.
+// x * 2^n for an integer n, rounded once.
 INLINE Floats times_power(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
 
-// To the nearest, ties to even; INT_MIN for what has none.
+// Rounded to nearest, ties to even; INT_MIN if there is no such integer.
 INLINE Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 INLINE void store_int8(int8_t* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(x)); }
@@ -79,9 +79,9 @@ INLINE Floats sums_of(Row row) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xDD));
 }
 
-// Products of a group of 32 inputs with 16 outputs' weights, for R rows: use(r, start(r) + sum of
-// weight * input). values: for each four inputs, 16 outputs of four bytes; of 4-bit weights the low
-// halves are the first 16 inputs. inputs: of row r from r * stride on.
+// Dot products of a group of 32 inputs with 16 outputs' weights, for R rows: use(r, start(r) + sum of
+// weight * input). values: for each four inputs, 16 outputs of four bytes; for 4-bit weights the low
+// halves are the first 16 inputs. inputs: those of row r start at r * stride.
 template <int R, bool IS_INT4, typename Start, typename Use>
 INLINE void for_each_dot(const uint8_t* values, const int8_t* inputs, long stride, Start start, Use use) {
     __m512i weight[8];

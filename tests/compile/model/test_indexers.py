@@ -204,7 +204,7 @@ def test_calls_out_of_place_are_refused() -> None:
     recorder.choose(module, _call())
     with pytest.raises(UnsupportedModelError, match="two indexers"):
         recorder.choose(nn.Identity(), _call())
-    with pytest.raises(UnsupportedModelError, match="is not handed what its indexer chose"):
+    with pytest.raises(UnsupportedModelError, match="does not get its indexer's selection"):
         recorder.attend(0, None)
     recorder = _recorder()
     chosen = recorder.choose(module, _call())

@@ -59,7 +59,7 @@ def _add_stage(
     parts = ()
     for i in gl.static_range(ATOMS):
         part = product_of_group(smem, w + i * W_PIECES, x + i * X_PIECES, SUM, LEFT, X_ROWS)
-        parts = parts + (part,)  # noqa: RUF005 - Gluon knows no star
+        parts = parts + (part,)  # noqa: RUF005 - Gluon has no star
     factors = scales._reinterpret(gl.float32, scales.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(ATOMS):
         part = warpgroup_mma_wait(ATOMS - 1 - i, deps=(parts[i],))

@@ -224,7 +224,7 @@ def _sums(
             at = slot * PIECES + i * PIECES
             mbarrier.wait(full.index(slot + i), phase)
             part = product_of_group(smem, at + X, at + W, SUM, 64, PART)
-            parts = parts + (part,)  # noqa: RUF005 - Gluon knows no star
+            parts = parts + (part,)  # noqa: RUF005 - Gluon has no star
             found = _factors(stages, slot + i, WARPGROUP, ROW, W_GROUPS, HALVES)
             factors = factors + (found,)  # noqa: RUF005
         for i in gl.static_range(PAIR):
