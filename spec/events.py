@@ -242,7 +242,7 @@ def _has_states(start: dict[str, Any]) -> bool:
 def _all_rows(recorded: dict[str, Any] | None, before: Rows | None, number: int) -> Rows:
     if recorded is None:
         if before is None:
-            raise TraceError(f"line {number}: the rows of the plan before, and there is none")
+            raise TraceError(f"line {number}: refers to the rows of a missing previous plan")
         return [[name, start + num_tokens, 1, 1] for name, start, num_tokens, _ in before]
     rows: Rows = [[*row, 1, 1] for row in zip(recorded["ids"], recorded["starts"], strict=True)]
     for row, num_tokens, num_samples in recorded["unusual"]:
@@ -255,9 +255,9 @@ def _parsed(line: str, number: int) -> dict[str, Any]:
         event = json.loads(line)
     # Besides bad syntax: an integer with too many digits, and lists nested too deep.
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"line {number} is no JSON: {error}") from error
+        raise TraceError(f"line {number} is not JSON: {error}") from error
     if not isinstance(event, dict):
-        raise TraceError(f"line {number} is no event")
+        raise TraceError(f"line {number} is not an event")
     return event
 
 

@@ -43,7 +43,7 @@ class Pool:
         self.queued = list(state.queued)
         self.clock = state.clock
         self.shares = dict(state.shares)
-        self.risen: list[int] = []  # requests that got their turns in this action
+        self.new_turns: list[int] = []  # requests that got their turns in this action
 
     def freeze(self) -> State:
         return State(

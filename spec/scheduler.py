@@ -30,15 +30,15 @@ class Scheduler(Shares):
         known_states = {r: len(self.requests[r].states) for r in self.running}
         self.to_come = self.walk_order(self.running)
         candidates = self.walk_order(self.waiting)
-        self.risen = []
+        self.new_turns = []
         while self.to_come or candidates:
             if candidates and (not self.to_come or self.is_older(candidates[0], self.to_come[0])):
                 waiter = candidates.pop(0)
                 if self.admit(waiter):
                     self.serve(waiter)
-                    for r in self.risen:  # the owner's next request, whose turn begins now
+                    for r in self.new_turns:  # the owner's next request, whose turn begins now
                         self.enter(candidates, r)
-                    self.risen = []
+                    self.new_turns = []
                 else:
                     self.admission_open = False
             else:

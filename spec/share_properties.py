@@ -73,7 +73,7 @@ def s55(m: Move) -> bool:
     for request in before:
         if has_turn(request) and not request.reason:
             latest[request.owner] = max(latest.get(request.owner, 0), request.rank[0])
-    risen = []
+    new_turns = []
     for r, new in enumerate(after):
         old = before[r] if r < len(before) else None
         if old is not None and has_turn(old):
@@ -83,8 +83,8 @@ def s55(m: Move) -> bool:
             if m.scope.policy == "fair" and new.rank[0] < latest.get(new.owner, 0):
                 return False
             if new.leader < 0:
-                risen.append(r)
-    return all(after[r].owner != after[q].owner or r < q for r in risen for q in m.after.queued)
+                new_turns.append(r)
+    return all(after[r].owner != after[q].owner or r < q for r in new_turns for q in m.after.queued)
 
 
 def l5(state: State, scope: Scope) -> bool:

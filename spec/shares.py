@@ -74,7 +74,7 @@ class Shares(StateSlots):
         self.shares[owner] = account, start
         self.queued.remove(r)
         self.enter(self.waiting, r)
-        self.risen.append(r)
+        self.new_turns.append(r)
 
     def earliest(self) -> int:
         """The earliest start of a turn."""

@@ -172,7 +172,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         try:
             return dict(get_json_schema(tool))
         except Exception as error:  # it raises many types for faulty hints and docstrings
-            limit = f"no schema can be made of it: {error}"
+            limit = f"no schema can be derived from it: {error}"
             raise InvalidInputError(field, tool, limit) from error
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         limit = "must be a function, or a dict {'type': 'function', 'function': {...}}"

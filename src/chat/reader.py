@@ -30,10 +30,10 @@ _NO_VARIABLES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
-_NO_TOOLS = "this model's chat template shows no tools to the model"
+_NO_TOOLS = "this model's chat template does not show tools to the model"
 _NO_FORMAT = (
-    "the format of this model's tool calls is not known; tool_call_format names one, and "
-    "tool_choice can force a call"
+    "the format of this model's tool calls is unknown; set tool_call_format, or force a call with "
+    "tool_choice"
 )
 # Maximum number of cached templates: requests may have their own.
 _MAX_TEMPLATES = 64
@@ -315,6 +315,6 @@ def _variables(given: Any) -> dict[str, Any]:
             raise InvalidInputError(
                 "chat_template_kwargs",
                 name,
-                "is no variable of a template, or has its own argument",
+                "is not a template variable, or has its own argument",
             )
     return dict(given)

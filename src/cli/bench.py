@@ -98,7 +98,7 @@ def _measured(
     due = workload.num_prompts * workload.output_len
     if num_out != due:
         # A run that ended early would seem fast: raise instead of printing a wrong figure.
-        raise EngineError(f"{num_out} tokens were generated where {due} were due")
+        raise EngineError(f"{num_out} tokens were generated instead of {due}")
     waits = [result.metrics.time_to_first_token_s for result in results]
     first = [wait for wait in waits if wait is not None]
     return {

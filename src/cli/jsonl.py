@@ -175,9 +175,9 @@ def find_progress(
             return Progress(rows, errors, size, rows + 1 + sum(1 for _ in lines))
         row = _parse_row(raw)
         if row is None or "index" not in row or "key" not in row:
-            raise _foreign(output_name, rows, "it is no row of `pagespec generate`")
+            raise _foreign(output_name, rows, "it is not a row of `pagespec generate`")
         if row["index"] != expected["index"]:
-            reason = f"it has index {row['index']!r} where {expected['index']} is due"
+            reason = f"it has index {row['index']!r} instead of {expected['index']}"
             raise _foreign(output_name, rows, reason)
         if row["key"] != expected["key"]:
             reason = f"its line of {source}, model or sampling flags differ from those of this run"
@@ -201,12 +201,12 @@ def _check_partial(raw: bytes, expected: dict[str, Any], name: str, rows: int) -
     start = encode_row(expected).rstrip(b"}\n")
     length = min(len(raw), len(start))
     if raw[:length] != start[:length]:
-        raise _foreign(name, rows, "it is no row of this run")
+        raise _foreign(name, rows, "it is not a row of this run")
 
 
 def _foreign(name: str, rows: int, reason: str) -> InvalidInputError:
     limit = (
         f"row {rows + 1} does not belong to this run: {reason}. "
-        "Choose another --output, or --overwrite to start anew"
+        "Choose another --output, or pass --overwrite to start again"
     )
     return InvalidInputError("--output", name, limit)

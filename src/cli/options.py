@@ -123,7 +123,7 @@ class ReplicaOptions:
             raise InvalidInputError("--device", device, limit)
         if (trace := engine.config.trace) is not None:
             raise InvalidInputError(
-                "--trace", trace, "must be absent with --replicas: a trace is of one engine"
+                "--trace", trace, "must be absent with --replicas: a trace covers one engine"
             )
 
 

@@ -97,7 +97,7 @@ def _require_listener(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
         except OSError as error:
-            limit = f"nothing answers there: {error}"
+            limit = f"no server responds there: {error}"
             raise InvalidInputError("--ray-address", address, limit) from error
 
 
@@ -128,7 +128,7 @@ def _resources(ray: Any, engine: EngineOptions, num_replicas: int) -> tuple[str,
         raise InvalidInputError("--replicas", num_replicas, limit)
     free = ray.available_resources()
     if any(free.get(name[4:-1].upper(), 0) < n * num_replicas for name, n in resources.items()):
-        note("the cluster is busy: replicas start as others make room")
+        note("the cluster is busy: replicas start as resources become free")
     return device, resources
 
 

@@ -36,7 +36,7 @@ def server_config(engine: EngineOptions, server: ServerOptions) -> ServerConfig:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        needed = "to serve needs more packages: pip install 'pagespec[server]'"
+        needed = "serving needs more packages: pip install 'pagespec[server]'"
         raise PagespecError(needed) from error
     values = {name: value for name, value in server.values.items() if value is not None}
     keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]

@@ -81,7 +81,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
             vocabulary=min(vocab_size, _MAX_VOCABULARY),
             block_size=config.block_size,
             size=dataclasses.replace(size, max_batch=min(size.max_batch, config.max_num_seqs)),
-            on_progress=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+            on_progress=lambda group: note(f"{time.perf_counter() - began:6.1f} s  {group}"),
             with_control=not has_own_control,
             only_control=only_control,
         )
@@ -119,10 +119,10 @@ def _check(config: EngineConfig) -> None:
     from ..verify.report import CUT_PROMPT
 
     if config.max_num_seqs < 2:
-        limit = "must be at least 2: verify answers requests beside each other"
+        limit = "must be at least 2: verify runs requests in batches"
         raise InvalidInputError("max_num_seqs", config.max_num_seqs, limit)
     if config.block_size >= CUT_PROMPT:
-        limit = f"must be below {CUT_PROMPT}: verify looks for hits in prompts of so many tokens"
+        limit = f"must be below {CUT_PROMPT}: verify looks for cache hits in prompts of that length"
         raise InvalidInputError("block_size", config.block_size, limit)
 
 

@@ -274,8 +274,8 @@ def _reason(error: Exception) -> str:
     cause = getattr(error, "cause", None)
     text = str(cause if isinstance(cause, EngineError) else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    says = [line for line in lines if line.startswith("The actor is dead because")]
+    causes = [line for line in lines if line.startswith("The actor is dead because")]
     if lines and "error raised in its creation task" in lines[0]:
-        says = lines[-1:]  # after a traceback, for example for a missing package
-    line = (says or lines or [type(error).__name__])[0]
+        causes = lines[-1:]  # after a traceback, for example for a missing package
+    line = (causes or lines or [type(error).__name__])[0]
     return line.partition(" Some common causes")[0]

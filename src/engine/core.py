@@ -25,7 +25,7 @@ from .segments import refuse_contents
 from .trace import TraceWriter
 
 _T = TypeVar("_T")
-_GIVE_WAY_S, _GIVE_WAY_TIMES = 50e-6, 20
+_YIELD_S, _MAX_YIELDS = 50e-6, 20
 
 
 class _StepErrors:
@@ -204,7 +204,7 @@ class Engine:
         """
         thread = threading.get_ident()
         if self._waiting:
-            self._give_way(thread)
+            self._yield_to_waiters(thread)
         self._waiting.add(thread)
         try:
             with self._mutex:
@@ -212,7 +212,7 @@ class Engine:
                 self._is_busy = True
                 try:
                     if self._is_changing:
-                        self._resolve()
+                        self._recover_or_refuse()
                     self._is_changing = True
                     try:
                         gone = self._records.gone
@@ -235,23 +235,23 @@ class Engine:
         finally:
             self._waiting.discard(thread)  # in case it was interrupted while waiting
 
-    def _give_way(self, thread: int) -> None:
+    def _yield_to_waiters(self, thread: int) -> None:
         """Sleep briefly while other threads wait. Python's locks are not fair: a thread that steps
         in a loop would reacquire the lock before the threads that it woke."""
         self._waiting.discard(thread)
-        for _ in range(_GIVE_WAY_TIMES):
+        for _ in range(_MAX_YIELDS):
             if not self._waiting:
                 return
-            time.sleep(_GIVE_WAY_S)
+            time.sleep(_YIELD_S)
 
-    def _resolve(self) -> None:
+    def _recover_or_refuse(self) -> None:
         """Handle an operation that did not return: interrupted, or still running on this thread."""
         if self._is_reentered():
-            raise EngineError("the engine is in use by this thread: its callbacks cannot use it")
+            raise EngineError("the engine is in use by this thread: its callbacks must not use it")
         try:
             self._recover("an operation of the engine was interrupted")
         except Exception as error:
-            raise EngineError(f"no recovery from a failed step: {error}") from error
+            raise EngineError(f"recovery from a failed step failed: {error}") from error
 
     def _is_reentered(self) -> bool:
         """Whether an earlier operation of this thread has not returned yet. The stack is searched

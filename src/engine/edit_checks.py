@@ -76,12 +76,11 @@ def checked_beside_a_constraint(min_tokens: int, bad_words: Sequence[str]) -> No
     """Refuses parameters that ban tokens which ``structured_outputs`` may require."""
     if min_tokens:
         limit = (
-            "must be 0 with structured_outputs: behind a text that is complete, nothing but an end "
-            "token may follow"
+            "must be 0 with structured_outputs: after a complete text, only an end token may follow"
         )
         raise InvalidInputError("min_tokens", min_tokens, limit)
     if bad_words:
-        limit = "must be empty with structured_outputs, which may allow nothing else at a place"
+        limit = "must be empty with structured_outputs, which may allow only a banned token"
         raise InvalidInputError("bad_words", list(bad_words), limit)
 
 

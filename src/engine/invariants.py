@@ -52,14 +52,14 @@ def check_state(scheduler: Scheduler) -> None:
         for request, start, num_tokens, _ in step.rows():
             holds = len(request.block_table) >= blocks.num_blocks_for(start + num_tokens)
             _require(
-                holds, "S28", "{} gave back blocks that step {} writes", request, step.plan.step
+                holds, "S28", "{} released blocks that step {} writes", request, step.plan.step
             )
 
 
 def _check_ledger(
     ledger: Ledger,
     tables: Iterable[Iterable[int]],
-    what: str,
+    kind: str,
     is_idle: bool,
     properties: tuple[str, ...],
 ) -> None:
@@ -73,7 +73,7 @@ def _check_ledger(
     owners = Counter(chain.from_iterable(tables))
     free, lru = set(ledger.free), set(ledger.lru)
     is_once = len(free) == len(ledger.free) and len(lru) == len(ledger.lru)
-    _require(is_once, s2, "a {} is queued twice", what)
+    _require(is_once, s2, "a {} is queued twice", kind)
     for item, (count, key) in enumerate(zip(ledger.ref_counts, ledger.keys, strict=True)):
         num_owners, is_free, is_cached = owners.get(item, 0), item in free, item in lru
         is_to_be_free, is_to_be_cached = not count and key is None, not count and key is not None
@@ -81,18 +81,18 @@ def _check_ledger(
         has_place = is_free == is_to_be_free and is_cached == is_to_be_cached
         if count == num_owners and has_place and is_indexed:
             continue  # fast path: pools have thousands of blocks; violations are examined below
-        name = f"{what} {item}"
+        name = f"{kind} {item}"
         _require(count >= 0, s3, "{} has count {}", name, count)
         _require(count == num_owners, s1, "{}: {} counted, {}", name, count, num_owners)
         places = (count > 0) + is_free + is_cached
         _require(places == 1, s2, "{} is in {} places", name, places)
         _require(is_free == is_to_be_free, s4, "{} on free list", name)
         _require(is_cached == is_to_be_cached, s4, "{} in LRU", name)
-        _require(is_indexed, s8, "key of {} leads elsewhere", name)
+        _require(is_indexed, s8, "key of {} is indexed for another item", name)
     for key, item in ledger.index.items():
-        _require(ledger.keys[item] == key, s8, "index entry of {} {} is stale", what, item)
+        _require(ledger.keys[item] == key, s8, "index entry of {} {} is stale", kind, item)
     is_whole = ledger.num_available == len(ledger.keys)
-    _require(is_whole or not is_idle, s14, "a {} is owned with no request", what)
+    _require(is_whole or not is_idle, s14, "a {} is owned with no request", kind)
 
 
 def _check_content(blocks: BlockManager, holders: Iterable[Request]) -> None:
@@ -132,7 +132,7 @@ def _check_state_tables(
         for request, start, _, _ in step.rows():
             live = request.state_table[max(0, start - 1) // states.interval :]
             holds = bool(live) and NO_SLOT not in live
-            _require(holds, "S47", "{} gave back slots that step {} uses", request, step.plan.step)
+            _require(holds, "S47", "{} released slots that step {} uses", request, step.plan.step)
 
 
 def _check_state_table(states: StateSlots, request: Request) -> None:
@@ -148,7 +148,7 @@ def _check_state_table(states: StateSlots, request: Request) -> None:
         if key is not None:  # found at admission: the engine publishes past entries only
             own_key = request.block_keys[(i + 1) * states.blocks_per_interval - 1][0]
             is_settled = (i + 1) * interval <= request.num_computed
-            _require(key == own_key and is_settled, "S46", "slot {} has another's key", slot)
+            _require(key == own_key and is_settled, "S46", "slot {} has a wrong key", slot)
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -156,9 +156,14 @@ def _check_requests(scheduler: Scheduler) -> None:
     by_state = {RequestState.WAITING: queues.waiting, RequestState.RUNNING: queues.running}
     for state, queue in by_state.items():
         _require(
-            all(r.state is state for r in queue), "S23", "a stranger among the {}", state.value
+            all(r.state is state for r in queue), "S23", "wrong state among the {}", state.value
         )
-        _require(len({id(r) for r in queue}) == len(queue), "S23", "twice {}", state.value)
+        _require(
+            len({id(r) for r in queue}) == len(queue),
+            "S23",
+            "a request is twice in {}",
+            state.value,
+        )
         ranks = [r.rank for r in queue]
         _require(all(a < b for a, b in pairwise(ranks)), "S27", "{} out of rank order", state.value)
     num_running = len(queues.running)
@@ -171,11 +176,11 @@ def _check_requests(scheduler: Scheduler) -> None:
     is_whole = num_placed == len(scheduler.requests)
     _require(is_whole, "S23", "a request is in no queue")
     is_pending = all(r.state is RequestState.PENDING for r in pending)
-    _require(is_pending, "S23", "a stranger among the pending")
+    _require(is_pending, "S23", "wrong state among the pending")
     served = {request.owner for request in queues.waiting}
     for request in without_turn:
         _require(request.state is RequestState.QUEUED, "S23", "{} is not queued", request)
-        _require(request.owner in served, "S53", "no request waits of the owner of {}", request)
+        _require(request.owner in served, "S53", "no request of the owner of {} waits", request)
     for leader in queues.pending:
         is_queued = leader.state in by_state or leader.state is RequestState.QUEUED
         is_coming = is_queued and leader.num_computed < leader.num_prompt_tokens
@@ -201,18 +206,18 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     if request.state is not RequestState.RUNNING and has_drained:
         _require(not request.block_table, "S20", "idle {} holds blocks", request)
     if request.state is RequestState.FINISHED:
-        _require(request.finish_reason is not None, "S24", "{} finished for no reason", request)
+        _require(request.finish_reason is not None, "S24", "{} finished without a reason", request)
         return
     for block in request.block_table[request.num_dispatched // blocks.block_size :]:
         _require(blocks.ref_counts[block] == 1, "S33", "{} shares {}, not filled", request, block)
     has_work_left = request.num_computed < len(request.token_ids)
-    _require(has_work_left, "S11", "nothing is left to compute of {}", request)
+    _require(has_work_left, "S11", "{} has nothing left to compute", request)
     for i, block in enumerate(request.block_table):
         key = blocks.keys[block]
         is_settled = (i + 1) * blocks.block_size <= request.num_computed
         _require(key is None or is_settled, "S7", "block {} of {} is not settled", block, request)
         if key is not None:
-            _require(key == request.block_keys[i][0], "S6", "block {} has another's key", block)
+            _require(key == request.block_keys[i][0], "S6", "block {} has a wrong key", block)
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -269,7 +274,9 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
         is_owned = blocks.ref_counts[source] > 0
         _require(is_owned, "S33", "block {} is copied, and has no owner", source)
         is_own = blocks.ref_counts[copy] == 1 and blocks.keys[copy] is None and copy in admitted
-        _require(is_own and copy not in sources, "S33", "block {} is no place for a copy", copy)
+        _require(
+            is_own and copy not in sources, "S33", "block {} must not be a copy's destination", copy
+        )
 
 
 class RunnerView:
@@ -294,7 +301,9 @@ class RunnerView:
             return
         self._take(plan)
         running = {request.request_id: request for request in scheduler.queues.running}
-        _require(self._tables.keys() == running.keys(), "S32", "other requests than the running")
+        _require(
+            self._tables.keys() == running.keys(), "S32", "tables of requests that are not running"
+        )
         for request_id, table in self._tables.items():
             request = running[request_id]
             _require(table == request.block_table, "S32", "sent {} for {}", table, request)
@@ -350,6 +359,8 @@ class RunnerView:
                 begin, end = self._num_known.get(info.request_id, (-1, -1))
                 # All tokens after its own are draft tokens, any of which may be rejected.
                 is_known = begin <= start <= end
-                _require(is_known, "S39", "{} is known to {}: {}", info.request_id, end, start)
+                _require(
+                    is_known, "S39", "{} is known up to {}, not {}", info.request_id, end, start
+                )
                 last = start + num_tokens
                 self._num_known[info.request_id] = last - max(0, num_samples - 1), last

@@ -104,7 +104,7 @@ class RequestFactory:
         if params.num_generated > params.n and params.logprobs is None:
             params = replace(params, logprobs=0).held()  # best_of ranks by them
         for is_refused, reason in (
-            (not self._can_score, "this model's head is not found behind its hidden states"),
+            (not self._can_score, "this model's output head was not found"),
             (prompt.segments is not None, "the prompt has other content than tokens"),
         ):
             if is_refused and params.prompt_logprobs is not None:
@@ -194,7 +194,7 @@ class RequestFactory:
         for token in getattr(self._tokenizer, "all_special_tokens", ())[:1]:
             token_id = self._tokenizer.convert_tokens_to_ids(token)
             if self._tokenizer.decode([token_id] * 2, skip_special_tokens=False) != 2 * token:
-                limit = "must be True: this tokenizer has spaces there"
+                limit = "must be True: this tokenizer writes such spaces"
                 raise InvalidInputError("spaces_between_special_tokens", False, limit)
 
     def _check_structured_outputs(

@@ -298,7 +298,7 @@ class SamplingParams(UnsupportedParams):
         object.__setattr__(self, "stop_strings", strings)
         if strings and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
-        same = "must be 1 at temperature 0: all are the same"
+        same = "must be 1 at temperature 0: all would be equal"
         if self.n > 1 and self.temperature == 0.0:
             raise InvalidInputError("n", self.n, same)
         if self.best_of is not None:

@@ -28,7 +28,7 @@ from .segments import check_segments
 _RUNNING = RequestState.RUNNING
 DEAD_END = "allowed_token_ids, bad_words and min_tokens leave no token to sample"
 # The token id that samplers return for a row without a finite logit (kernels/sampling/sampler.py).
-_OF_NONE = 0
+_TOKEN_WITHOUT_LOGITS = 0
 
 
 class Scheduler:
@@ -156,7 +156,7 @@ class Scheduler:
             budget = self.max_num_batched_tokens
         elif not max(1, len(self.queues.running)) <= budget <= self.max_num_batched_tokens:
             limit = f"{max(1, len(self.queues.running))} to {self.max_num_batched_tokens}"
-            raise ValueError(f"a budget of {budget} tokens must be of {limit}")
+            raise ValueError(f"budget = {budget}: must be {limit} tokens")
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
         step = Planner(
@@ -337,7 +337,7 @@ class Scheduler:
     def _live(self, request_id: str) -> Request:
         request = self.requests.get(request_id)
         if request is None:
-            raise InvalidInputError("request_id", request_id, "is no live request")
+            raise InvalidInputError("request_id", request_id, "is not a live request")
         return request
 
     def _finish(self, request: Request, reason: str) -> None:
@@ -356,7 +356,7 @@ def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
     Args:
         token_ids: the samples of the step, concatenated in row order.
     """
-    if _OF_NONE not in token_ids:
+    if _TOKEN_WITHOUT_LOGITS not in token_ids:
         return {}
     found: dict[str, str] = {}
     place = 0
@@ -370,6 +370,6 @@ def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
 def is_dead_end(request: Request, token_id: int) -> bool:
     """Whether a sample after the settled tokens of ``request`` is banned by its edits."""
     edits = request.info.edits
-    if token_id != _OF_NONE or edits is None:
+    if token_id != _TOKEN_WITHOUT_LOGITS or edits is None:
         return False
     return edits.bans(token_id, request.output_token_ids)

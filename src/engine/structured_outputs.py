@@ -98,7 +98,7 @@ class StructuredOutputs:
         if not isinstance(disabled, bool):
             _refuse("disable_any_whitespace", disabled, "must be True or False")
         if pattern is not None and (not isinstance(pattern, str) or disabled):
-            limit = "must be text, and is not for disable_any_whitespace"
+            limit = "must be text, and cannot be used with disable_any_whitespace"
             _refuse("whitespace_pattern", pattern, limit)
         if not is_json and (disabled or pattern is not None):
             name = "disable_any_whitespace" if disabled else "whitespace_pattern"

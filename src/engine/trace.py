@@ -183,7 +183,7 @@ class TraceWriter:
 
     def _rows(self, plan: StepPlan) -> dict[str, Any] | None:
         is_usual = plan.num_tokens.count(1) == len(plan) and all(plan.num_samples)
-        if is_usual and self._goes_on(plan):
+        if is_usual and self._is_continued(plan):
             return None
         unusual = []
         if not is_usual:
@@ -192,7 +192,7 @@ class TraceWriter:
         ids = [request.request_id for request in plan.requests]
         return {"ids": ids, "starts": plan.starts, "unusual": unusual}
 
-    def _goes_on(self, plan: StepPlan) -> bool:
+    def _is_continued(self, plan: StepPlan) -> bool:
         """Whether the rows are those of the previous plan at their next positions. Positions are
         compared, so that a wrong position is written, not hidden."""
         last = self._last_plan

@@ -88,7 +88,7 @@ def read_call(
     model = check_model(context, body.model)
     options = body.stream_options
     if options is not None and not body.stream and options.is_set:
-        limit = "is for stream = true"
+        limit = "requires stream = true"
         raise InvalidInputError("stream_options", options.model_dump(exclude_none=True), limit)
     if body.priority and context.engine.llm.config.policy != "priority":
         limit = "must be 0: the server runs without the policy 'priority'"

@@ -31,7 +31,7 @@ def _text(name: str, value: Any) -> str:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not is_list(value) or not all(isinstance(one, str) and one for one in value):
         shown = "(not shown)" if name == "api_keys" else value
-        raise InvalidInputError(name, shown, "must be a list of texts, none empty")
+        raise InvalidInputError(name, shown, "must be a list of non-empty texts")
     return tuple(value)
 
 
@@ -120,7 +120,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            limit = "is given together with ssl_keyfile"
+            limit = "must be given together with ssl_keyfile"
             raise InvalidInputError("ssl_certfile", self.ssl_certfile, limit)
         if self.salt_per_key and not self.api_keys:
             raise InvalidInputError("salt_per_key", True, "needs an API key")

@@ -150,7 +150,7 @@ class _Writes:
         self._transport.write(data)
         if self._timer is None and self._transport.get_write_buffer_size():
             self._num_taken, self._taken_at = self._count(), self._loop.time()
-            self._timer = self._loop.call_later(self._limit_s / 4, self._look)
+            self._timer = self._loop.call_later(self._limit_s / 4, self._check_progress)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -160,7 +160,7 @@ class _Writes:
     def _count(self) -> int:
         return self._num_written - self._transport.get_write_buffer_size()
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         self._timer = None
         if not self._transport.get_write_buffer_size():
             return
@@ -171,4 +171,4 @@ class _Writes:
             logger.info("closed a connection: its client read no byte for %g s", self._limit_s)
             self._transport.abort()
             return
-        self._timer = self._loop.call_later(self._limit_s / 4, self._look)
+        self._timer = self._loop.call_later(self._limit_s / 4, self._check_progress)

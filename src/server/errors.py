@@ -163,12 +163,12 @@ def _reason_unread(cause: BaseException | None) -> str | None:
     """Why a body is unreadable, which FastAPI's message omits; None if unknown."""
     if isinstance(cause, UnicodeDecodeError):
         text = f"{cause.encoding.upper()} text"
-        return f"the body is no {text}: {cause.reason}, at byte {cause.start}"
+        return f"the body is not {text}: {cause.reason}, at byte {cause.start}"
     if isinstance(cause, RecursionError):
-        return "the body is no JSON that can be read: it is nested too deep"
+        return "the body is not valid JSON: it is nested too deeply"
     if isinstance(cause, ValueError) and "integer string conversion" in str(cause):
         limit = sys.get_int_max_str_digits()
-        return f"the body has an integer of too many digits: there may be at most {limit}"
+        return f"the body has an integer with too many digits: at most {limit} are allowed"
     return None
 
 
@@ -176,7 +176,7 @@ def _described(fault: Mapping[str, Any]) -> str:
     field, kind, message = _field(fault["loc"]), fault["type"], str(fault["msg"])
     if kind == "json_invalid":
         reason = (fault.get("ctx") or {}).get("error", message)
-        return f"the body is no JSON: {reason}, at character {fault['loc'][-1]}"
+        return f"the body is not valid JSON: {reason}, at character {fault['loc'][-1]}"
     if kind == "extra_forbidden":
         return f"{field}: is not supported"
     if kind == "missing" and field is None:

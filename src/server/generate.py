@@ -32,7 +32,7 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
     item = {"prompt_token_ids": body.token_ids}, params
     if body.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"
-        raise InvalidInputError(name, params.prompt_logprobs, "is not for stream = true")
+        raise InvalidInputError(name, params.prompt_logprobs, "is not supported with stream = true")
     generations = await call.submit([item], "token_ids")
     return await respond(_Choices(call, params, generations))
 

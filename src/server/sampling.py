@@ -103,7 +103,7 @@ def chat_params(
     chosen["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     if structure is not None:
         if "structured_outputs" in chosen:
-            limit = "must be none, auto or not given beside a response_format"
+            limit = "must be none, auto or omitted with a response_format"
             raise BodyError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
     # The answer's reader decodes tokens itself. The engine needs text only for stop strings and for
@@ -150,7 +150,7 @@ def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
 
 
 def _refuse_prompt_logprobs(value: object) -> None:
-    raise BodyError("prompt_logprobs", value, "is not for stream = true")
+    raise BodyError("prompt_logprobs", value, "is not supported with stream = true")
 
 
 def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
@@ -179,7 +179,7 @@ def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
         whitespace = body.guided_whitespace_pattern
         found[f"guided_{kinds[0]}"] = StructuredOutputs(**constraint, whitespace_pattern=whitespace)
     elif body.guided_whitespace_pattern is not None:
-        limit = "is for guided_json"
+        limit = "requires guided_json"
         raise BodyError("guided_whitespace_pattern", body.guided_whitespace_pattern, limit)
     if body.response_format is not None:
         structure = _response_format(body.response_format)

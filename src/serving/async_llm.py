@@ -96,7 +96,7 @@ class AsyncLLM:
         if isinstance(model, LLM):
             for name, value in arguments.items():
                 if value != defaults(EngineConfig)[name]:
-                    raise InvalidInputError(name, value, "the LLM is there already")
+                    raise InvalidInputError(name, value, "must be an argument of that LLM")
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
         self.max_num_requests = max_num_requests = args.max_num_requests
         self.observers = Observers()
@@ -319,7 +319,7 @@ class AsyncLLM:
         """Raises:
         EngineError: the engine failed and has not recovered, or its thread has ended.
         """
-        if self._host.is_in_doubt and self._thread.is_alive:
+        if self._host.needs_self_test and self._thread.is_alive:
             await self._call(lambda: None)  # runs after the engine's self-test
         failure = self.failure
         if failure is not None:

@@ -141,4 +141,4 @@ def _logging_errors(call: Callable[..., None], *arguments: object) -> None:
     try:
         call(*arguments)
     except BaseException:
-        logger.exception("the engine's thread goes on after an error")
+        logger.exception("the engine's thread continues after an error")

@@ -45,7 +45,7 @@ class RequestHost:
 
     Attributes:
         failure: why the engine cannot compute; None if it can.
-        is_in_doubt: a step failed, and no self-test has run since.
+        needs_self_test: a step failed, and no self-test has run since.
         has_several_owners: a second owner was seen, or is expected.
     """
 
@@ -62,7 +62,7 @@ class RequestHost:
         self._max_num_requests, self._observers = max_num_requests, observers
         self._loops, self._wake = loops, wake
         self.failure: str | None = None
-        self.is_in_doubt = False
+        self.needs_self_test = False
         self.has_several_owners = False
         self._first_owner: str | None = None
         self._has_failed_step = False  # since the last self-test began
@@ -198,7 +198,7 @@ class RequestHost:
                 continue
             error = end.error
             if error is not None and not isinstance(error, RequestError):
-                self.is_in_doubt = self._has_failed_step = True
+                self.needs_self_test = self._has_failed_step = True
             if request.finish_reason == "abort" and self._last_error is not None:
                 end = End(end.metrics, self._last_error)
             served.ends.setdefault(request, end)
@@ -227,7 +227,7 @@ class RequestHost:
     def on_failure(self, error: EngineError) -> None:
         """Handle a failed step, which ended all live requests."""
         logger.error("a step failed: %s", error)
-        self.is_in_doubt = self._has_failed_step = True
+        self.needs_self_test = self._has_failed_step = True
 
     def _check_itself(self) -> None:
         """Compute one token to set ``failure``: a step may fail because of its requests, or because
@@ -248,5 +248,5 @@ class RequestHost:
         else:
             self.failure = None
         finally:
-            self.is_in_doubt = False
+            self.needs_self_test = False
             self._engine.forget(request)

@@ -88,7 +88,7 @@ class Served:
         ends = list(self.ends.values())  # another thread may be adding one
         return next((end.error for end in ends if end.error is not None), None)
 
-    def look(self, observers: Sequence[Observer]) -> bool:
+    def poll(self, observers: Sequence[Observer]) -> bool:
         """Check for new tokens and ends, notify the observers, and wake the readers. Returns
         whether all requests have ended."""
         is_over, has_news = self.has_ended, False  # the ends are read before the tokens
@@ -128,7 +128,7 @@ class LoopRequests:
         self.loop = loop
         self._observers = observers
         self._served: dict[Served, None] = {}
-        self._to_see: list[Served] = []
+        self._unpolled: list[Served] = []
         self._is_posted = self._is_looking = False
 
     def add(self, served: Served) -> None:
@@ -156,18 +156,18 @@ class LoopRequests:
         """Start a pass over all requests, after the current pass if there is one."""
         if not self._is_looking:
             self._is_looking = True
-            self._look()
+            self._poll_some()
 
-    def _look(self) -> None:
-        if not self._to_see:
+    def _poll_some(self) -> None:
+        if not self._unpolled:
             self._is_posted = False  # first: later news schedules another pass
-            self._to_see = list(self._served)
-        for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
-            served = self._to_see.pop()  # the youngest first: they wait for their first tokens
-            if served in self._served and served.look(self._observers() or ()):
+            self._unpolled = list(self._served)
+        for _ in range(min(_NUM_PER_TURN, len(self._unpolled))):
+            served = self._unpolled.pop()  # the youngest first: they wait for their first tokens
+            if served in self._served and served.poll(self._observers() or ()):
                 del self._served[served]
-        if self._to_see or self._is_posted:
-            self.loop.call_soon(self._look)
+        if self._unpolled or self._is_posted:
+            self.loop.call_soon(self._poll_some)
         else:
             self._is_looking = False
 

@@ -220,7 +220,7 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(constraint, matcher.get_error())
         if not mask.any():
-            raise _refusal(constraint, "no text can meet it")
+            raise _refusal(constraint, "no text can satisfy it")
         # Others show only after the first token: too many alternatives.
         for token_id in np.flatnonzero(np.unpackbits(mask, bitorder="little"))[:_NUM_TRIED]:
             tried = matcher.deep_copy()

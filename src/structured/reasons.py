@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..errors import shortened
 
 _MAX_REASON = 500
-_NO_TEXT, _NO_REGEX = "no text can meet it", "invalid regex: "
+_NO_TEXT, _NO_REGEX = "no text can satisfy it", "invalid regex: "
 _TOO_COMPLEX = "too complex: it has too many states"
 # A quoted line of the grammar, and the marker below a position in it.
 _QUOTED = re.compile(r"\s*\d+ \| .*|\s*\^+\s*")

@@ -45,8 +45,8 @@ def make_ll_tokenizer(
         raise InvalidInputError(_FIELD, None, limit) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what = "no tokenizer" if tokenizer is None else "no fast tokenizer"
-        raise InvalidInputError(_FIELD, type(tokenizer).__name__, f"this model has {what}")
+        missing = "no tokenizer" if tokenizer is None else "no fast tokenizer"
+        raise InvalidInputError(_FIELD, type(tokenizer).__name__, f"this model has {missing}")
     if not eos_token_ids:
         raise InvalidInputError(_FIELD, None, "this model has no end-of-sequence token")
     token_ids = sorted(backend.get_vocab(with_added_tokens=True).values())
@@ -67,7 +67,7 @@ def make_ll_tokenizer(
             wrong = _wrong_tokens(made, backend, token_ids)
             if not wrong:
                 return made
-            reason = f"token {wrong[0]} has other bytes there"
+            reason = f"token {wrong[0]} has different bytes there"
             # For example "ø", which is also a letter for a byte: other tokens spell its text.
             if hidden or has_names or not backend.get_added_tokens_decoder().keys() >= {*wrong}:
                 break

@@ -118,7 +118,7 @@ def test_tools_are_dicts_or_functions() -> None:
             [{"type": "function", "function": {"name": "f", "parameters": []}}],
             r"^tools\[0\].function.parameters = \[\]: must be a JSON schema",
         ),
-        ([lambda a: a], r"^tools\[0\] = .*no schema can be made of it"),
+        ([lambda a: a], r"^tools\[0\] = .*no schema can be derived from it"),
     ],
 )
 def test_tools_are_checked(tools: Any, words: str) -> None:

@@ -59,7 +59,7 @@ def test_bench_gives_no_number_for_a_short_run(llm: FakeLLM) -> None:
     llm.short = 1
     result = call(*SMALL)
     assert result.exit_code == 2
-    assert "were due" in result.stderr
+    assert "were generated instead of" in result.stderr
     assert result.stdout == ""
 
 

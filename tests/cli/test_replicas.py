@@ -73,7 +73,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once(desk: Desk) -> None
     began = time.perf_counter()
     result = desk.run_file("--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert result.exit_code == 2
-    assert "--ray-address = '127.0.0.1:1': nothing answers there" in result.stderr
+    assert "--ray-address = '127.0.0.1:1': no server responds there" in result.stderr
     assert time.perf_counter() - began < 10
 
 

@@ -324,7 +324,7 @@ def test_refusals_name_the_field_the_value_and_the_limit() -> None:
         ("prompt", "0 tokens", "must have 1 to 3 tokens"),
         ("prompt", "3 tokens", "must have 1 to 2 tokens"),
         ("prompt + max_tokens", 6, pool),
-        ("request_id", "b", "is no live request"),
+        ("request_id", "b", "is not a live request"),
         ("max_num_seqs", 0, "must be 1 or more"),
         ("max_num_batched_tokens", 3, limit),
     ]

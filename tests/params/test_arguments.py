@@ -84,7 +84,7 @@ def test_formats_are_checked_with_the_rest(name: str) -> None:
 def test_an_llm_that_is_there_takes_no_arguments() -> None:
     there = object.__new__(LLM)
     for name, value in {"block_size": 8, "trace": os.devnull, "transparent": False}.items():
-        with pytest.raises(InvalidInputError, match=f"^{name} = .*the LLM is there already"):
+        with pytest.raises(InvalidInputError, match=f"^{name} = .*must be an argument of that LLM"):
             AsyncLLM(there, **{name: value})  # type: ignore[arg-type]
 
 

@@ -72,7 +72,7 @@ def test_a_signal_in_mid_stream_lets_it_end(tmp_path: Path) -> None:
         assert tokens_of(choices) == NUM_TOKENS
         assert choices[-1]["finish_reason"] == "length"
         assert server.process.wait(10) == 0
-        assert "requests that run: 1" in server.log.read_text()
+        assert "running requests: 1" in server.log.read_text()
 
 
 def test_a_second_signal_ends_it(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_an_address_in_use_is_refused_before_the_model_is_loaded(used_port: int)
     ("options", "message"),
     [
         (["--salt-per-key"], "salt_per_key = True: needs an API key"),
-        (["--ssl-keyfile", "x"], "ssl_certfile = None: is given together with ssl_keyfile"),
+        (["--ssl-keyfile", "x"], "ssl_certfile = None: must be given together with ssl_keyfile"),
         (["--ssl-keyfile", "/no", "--ssl-certfile", "/no"], "No such file or directory"),
         (["--max-num-requests", "0"], "max_num_requests = 0: must be an integer of 1 or more"),
     ],
