@@ -24,9 +24,6 @@ The rules, with the properties of ``spec/README.md`` that they serve:
 
 A traced run has a :class:`PlanAccount`, which records why each request without a row has none. The
 reasons are those of ``spec/state.py`` (``REFUSALS``).
-
-A traced run has a :class:`PlanAccount`, in which each decision that leaves a request without a row
-writes its reason. The reasons are those of ``spec/state.py`` (``REFUSALS``).
 """
 
 from __future__ import annotations
@@ -455,7 +452,6 @@ def choose_victims(
         The victims, youngest first. Each releases at least one block (S21): a victim whose blocks
         are all shared with remaining requests would lose its work for nothing. None if all younger
         requests together have too few blocks.
-        all the younger ones together have enough.
     """
     num_refs = {block: blocks.ref_counts[block] + 1 for block in hits}
     num_gained = 0
