@@ -1,4 +1,4 @@
-"""Constrained answers of conversations end by the token that ends a turn in the chat template."""
+"""Constrained answers in chat end with the end-of-turn token of the chat template."""
 
 from __future__ import annotations
 

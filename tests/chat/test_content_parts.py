@@ -1,4 +1,4 @@
-"""Content as text and as parts, for templates that read the one, the other, both, or a mixture."""
+"""Message content as a string and as parts, for templates that support one, the other or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which format is taken, what forces one, and what is read where prompt and answer do not agree."""
+"""Detection of the response format: automatic choice, overrides, and inconsistent answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a turn, as chat templates write it, ends answers of conversations."""
+"""The end-of-turn token of the chat template ends answers in chat."""
 
 from __future__ import annotations
 

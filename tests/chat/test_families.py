@@ -1,8 +1,8 @@
-"""Every format: conversations that its chat template writes are read again, whole and in pieces.
+"""Every response format: parse conversations that its chat template wrote, whole and in pieces.
 
-The oracle is the template. What it writes for a message is the answer; the message that is read
-must be that message, and the template must write the same tokens for it. Beside it the message must
-not depend on how the answer is cut.
+The chat template is the reference. The text that it writes for a message is taken as the model's
+answer. The parsed message must equal the original, and the template must write the same tokens for
+it. The parsed message must not depend on how the answer is cut into pieces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Response templates: where they come from, and that they are read as transformers reads them."""
+"""Response templates: their sources, and that transformers reads them in the same way."""
 
 from __future__ import annotations
 

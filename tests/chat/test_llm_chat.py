@@ -1,4 +1,4 @@
-"""`LLM.chat` with tools: a tiny model of Qwen3's type, made to say what a test needs."""
+"""`LLM.chat` with tools, on a tiny Qwen3 model that is forced to produce given answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which conversations and tools are read, as what, and which are refused with which words."""
+"""How conversations and tools are read, and the error messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints beside reasoning: what a prompt says of it, what is content, and every cut."""
+"""Constrained output with reasoning: the state after the prompt, the content, and every cut."""
 
 from __future__ import annotations
 

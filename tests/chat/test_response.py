@@ -1,4 +1,4 @@
-"""What the tokens of an answer are read as, and that it does not matter how they come."""
+"""Parsing of answers from tokens; the result does not depend on how the tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``LLM.stream_message``: an answer in deltas, equal to the message of ``LLM.chat``."""
+"""``LLM.stream_message``: the deltas of an answer add up to the message of ``LLM.chat``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that must be tool calls: what they are held to, and how they are read."""
+"""Answers that must be tool calls: their constraints, and how they are parsed."""
 
 from __future__ import annotations
 

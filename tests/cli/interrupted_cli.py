@@ -1,5 +1,7 @@
-"""The command line over a slow content runner, for a test that sends it a Ctrl-C. Says "working"
-on stderr at its first step."""
+"""The command line over a slow content runner, for a test that sends it a Ctrl-C.
+
+Prints "working" on stderr at its first step.
+"""
 
 from __future__ import annotations
 

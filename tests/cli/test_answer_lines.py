@@ -1,4 +1,4 @@
-"""Log-probabilities in output rows: JSON that every reader takes."""
+"""Log-probabilities in output rows: JSON that every parser accepts."""
 
 from __future__ import annotations
 

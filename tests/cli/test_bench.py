@@ -1,4 +1,4 @@
-"""`pagespec bench`: one table or one JSON object, and no number for a short run."""
+"""`pagespec bench`: one table or one JSON object, and no figures for a run that is too short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagespec chat`: what it remembers, refuses and goes on after."""
+"""`pagespec chat`: history, rejected input, and errors after which it continues."""
 
 from __future__ import annotations
 

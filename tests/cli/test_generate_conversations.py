@@ -1,5 +1,7 @@
-"""`pagespec generate` on conversations: answers are those of `LLM.chat`, which end where the chat
-template ends a turn, though the model's configs name another end."""
+"""`pagespec generate` on conversations gives the answers of `LLM.chat`.
+
+They end where the chat template ends a turn, even if the model's configs have another end token.
+"""
 
 from __future__ import annotations
 

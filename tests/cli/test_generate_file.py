@@ -1,4 +1,4 @@
-"""`pagespec generate --input`: one row per line, good or bad; interrupted, resumed, refused."""
+"""`pagespec generate --input`: one output row per line, valid or not; interrupting and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Ctrl-C: at the command line, and in a program that goes on after it."""
+"""A real Ctrl-C: in the command line, and in a program that continues after it."""
 
 from __future__ import annotations
 

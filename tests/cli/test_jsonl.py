@@ -1,4 +1,4 @@
-"""How a line of the input is read."""
+"""How one line of an input file is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The help texts, what the command line imports, and errors that nobody expected."""
+"""Help texts, imports of the command line, and unexpected errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""`pagespec generate --replicas`: what is refused; and nightly a real cluster, 500 rows, processes
-killed in the middle, beside the bytes of one process."""
+"""`pagespec generate --replicas`: rejected options, and a real cluster (nightly).
+
+The cluster serves 500 rows while processes are killed. Its output must equal that of one process,
+byte for byte.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a process, with streams that are closed, full, or of a poor encoding."""
+"""The command line as a process whose streams are closed, full, or have a limited encoding."""
 
 from __future__ import annotations
 

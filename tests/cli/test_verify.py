@@ -1,4 +1,4 @@
-"""`pagespec verify`: what it refuses, and its verdicts."""
+"""`pagespec verify`: rejected options, and its verdicts."""
 
 from __future__ import annotations
 

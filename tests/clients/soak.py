@@ -1,13 +1,13 @@
-"""Load over HTTP for minutes or hours: nothing leaks, and no request is left without an answer.
+"""A soak test over HTTP, for minutes or hours: nothing leaks, and every request gets an answer.
 
-python -m tests.clients.soak --minutes 60                   # an engine without a model
-python -m tests.clients.soak --minutes 60 --model PATH      # `pagespec serve --model PATH`
-python -m tests.clients.soak --minutes 5 --url http://127.0.0.1:8000 --pid 4711
+    python -m tests.clients.soak --minutes 60                   # an engine without a model
+    python -m tests.clients.soak --minutes 60 --model PATH      # `pagespec serve --model PATH`
+    python -m tests.clients.soak --minutes 5 --url http://127.0.0.1:8000 --pid 4711
 
-Requests of all kinds come and go, of which a third is left in the midst. The server is a process of
-its own. Its memory is read after a warm-up, in which caches fill, and at the end: each time with
-nothing running. Prints a line a minute and a summary as JSON; exit code 1 if memory grew more than
---limit percent, a block is owned at the end, or a request got no answer.
+Requests of all kinds arrive; a third of them is abandoned midway. The server runs in its own
+process. Its memory is read twice while idle: after a warm-up that fills the caches, and at the end.
+Prints one line per minute and a summary as JSON. Exits with 1 if memory grew by more than --limit
+percent, if a block is still owned at the end, or if a request got no answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The openai client, as people use it, against a server over a tiny model or written answers."""
+"""The openai client in typical use, against servers over a tiny model or scripted answers."""
 
 from __future__ import annotations
 

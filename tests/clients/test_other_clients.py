@@ -1,4 +1,4 @@
-"""Other clients of OpenAI's interface, where they are installed (``nox -s clients`` does)."""
+"""Other clients of the OpenAI API, if they are installed (``nox -s clients`` installs them)."""
 
 from __future__ import annotations
 

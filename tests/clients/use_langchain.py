@@ -1,8 +1,8 @@
 """langchain-openai against a server: ``python use_langchain.py URL [URL_OF_CALLS SEED]``.
 
-Imports nothing of ours, so it runs in any environment with langchain-openai. At the other URL, a
-request with that seed and a tool must be answered by a tool call. Without it, the server's model
-must be able to write an object of a schema.
+Imports only langchain-openai and nothing of pagespec, so it runs in any environment. At
+URL_OF_CALLS, a request with that seed and a tool must return a tool call. Without URL_OF_CALLS, the
+server's model must be able to write an object of a schema.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """litellm against a server: ``python tests/clients/use_litellm.py URL [URL_OF_CALLS SEED]``.
 
-Imports nothing of ours, so it runs in any environment with litellm. At the other URL, a request
-with that seed and a tool must be answered by a tool call.
+Imports only litellm and nothing of pagespec, so it runs in any environment. At URL_OF_CALLS, a
+request with that seed and a tool must return a tool call.
 """
 
 from __future__ import annotations

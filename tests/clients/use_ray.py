@@ -1,4 +1,4 @@
-"""Ray Data's HTTP processor against a server: ``python use_ray.py URL``. It needs ``ray[data]``."""
+"""Ray Data's HTTP processor against a server: ``python use_ray.py URL``. Needs ``ray[data]``."""
 
 from __future__ import annotations
 

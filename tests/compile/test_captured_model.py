@@ -1,4 +1,6 @@
-"""Hand-driven generation against Hugging Face: tokens and logits, for every tiny architecture."""
+"""Generation without a scheduler against Hugging Face: tokens and logits of every tiny
+architecture.
+"""
 
 from __future__ import annotations
 

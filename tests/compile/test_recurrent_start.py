@@ -1,4 +1,4 @@
-"""Starts of models with recurrent layers: restored from a record, and from the cache of graphs."""
+"""Start-up of recurrent models: restored from a start record, and from the graph cache."""
 
 from __future__ import annotations
 

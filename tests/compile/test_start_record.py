@@ -1,4 +1,4 @@
-"""Start records: a model that is restored is the model, and only of the same files and code."""
+"""Start records: a restored model equals the original, and only for the same files and code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kills the other rank of an engine whose kernels wait for each other's data, and fails unless that
-is told and all kernels end.
+"""Kill the other rank of an engine whose kernels wait for each other's data.
 
-A process of its own, started by ``test_gpus.py``: peer memory meets once in a process.
+Fails unless the engine reports the loss and all kernels end. ``test_gpus.py`` starts this program,
+since a process can set up peer memory only once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine of two ranks that are processes, for many tests; and what a fault of it must leave."""
+"""An engine of two rank processes that tests share, and checks of its state after a fault."""
 
 from __future__ import annotations
 

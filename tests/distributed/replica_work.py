@@ -1,4 +1,4 @@
-"""Work for replicas that needs no model. Imports little: every replica of a test imports it."""
+"""Work for replicas that needs no model. Every replica imports this module; it imports little."""
 
 from __future__ import annotations
 

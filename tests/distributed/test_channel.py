@@ -1,4 +1,4 @@
-"""What ranks share, as two of them see it: each maps the file for itself."""
+"""The memory that ranks share, seen from two ranks: each maps the file itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, or their parent, that end in other ways than by a signal in a step; most by night."""
+"""Ranks, or their parent, that end in unusual ways; most of these tests are nightly."""
 
 from __future__ import annotations
 

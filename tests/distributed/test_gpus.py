@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: over peer memory and over NCCL, and the loss of one."""
+"""Two ranks on two GPUs: over peer memory and over NCCL, and the loss of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks as processes of their own on a CPU, serving, interrupted and lost."""
+"""Two rank processes on a CPU: serving, interrupts, and the loss of a rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`Generator`, the callable for Ray Data: columns in, columns out, errors as rows; nightly a real
-`map_batches`."""
+"""`Generator`, the callable for Ray Data: columns in, columns out, errors as rows.
+
+Nightly, a real `map_batches` runs.
+"""
 
 from __future__ import annotations
 

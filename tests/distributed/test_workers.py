@@ -1,4 +1,4 @@
-"""How rank 0 watches the others, and what it makes of their errors; without processes."""
+"""How rank 0 monitors the other ranks and reports their errors; no processes are started."""
 
 from __future__ import annotations
 

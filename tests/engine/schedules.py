@@ -1,4 +1,4 @@
-"""What the unit tests of the scheduler share: a small one, short requests, one checked step."""
+"""Helpers of the scheduler's unit tests: a small scheduler, short requests, one checked step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block pool by hand: what each operation does to the queues, and what it refuses."""
+"""Unit tests of the block pool: the effect of each operation on the queues, and invalid calls."""
 
 from __future__ import annotations
 

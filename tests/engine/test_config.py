@@ -1,4 +1,4 @@
-"""Which settings are refused before a model is loaded, and with which words."""
+"""Engine settings that are rejected before a model is loaded, and their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with content segments, from a dict to the tokens of their answers."""
+"""Prompts with content segments, from the input dict to the tokens of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with draft tokens: what a plan carries, and what settling takes of its samples."""
+"""Rows with draft tokens: the fields of a plan, and the samples that are accepted at settling."""
 
 from __future__ import annotations
 

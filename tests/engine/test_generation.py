@@ -1,5 +1,7 @@
-"""The text of answers: the same by ``generate``, ``generate_iter`` and ``stream``, whatever ends
-them and wherever they are cut."""
+"""The text of answers is the same by ``generate``, ``generate_iter`` and ``stream``.
+
+It does not depend on why an answer ends or where it is cut into pieces.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts are refused at the door, and with which words."""
+"""Prompts that are rejected, and their error messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Rows of log-probabilities reach the tokens they are of, whatever happens to requests: driven at
-random over a runner whose rows say which token they are of."""
+"""Each row of log-probabilities reaches its own token, whatever happens to requests.
+
+Random runs use a runner whose rows name the token that they belong to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of a step follows the measured speed, on a simulated machine with its own clock."""
+"""The token budget of a step follows the measured speed, on a simulated machine and clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans by hand: the corners of `engine/planner.py`, most of them found by mutmut."""
+"""Unit tests of `engine/planner.py`: edge cases, most of them found by mutmut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of service by hand: ranks, and what a policy refuses."""
+"""Unit tests of scheduling policies: the order of requests, and rejected values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Why a request has no row, as the planner of a traced run tells it. That the specification gives
-the same reasons everywhere is for the refinement test."""
+"""Reasons why a request has no row in a plan, as the planner records them in a trace.
+
+The refinement test checks that the specification gives the same reasons everywhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sampling parameters are refused, and with which words."""
+"""Sampling parameters that are rejected, and their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules by hand: the rules of `engine/scheduler.py`, one at a time."""
+"""Unit tests of `engine/scheduler.py`, one rule at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of prompts: what keys, hits and doors make of content that is not tokens."""
+"""Content segments of prompts: block keys, cache hits and input checks."""
 
 from __future__ import annotations
 

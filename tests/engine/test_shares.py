@@ -1,5 +1,7 @@
-"""The policy "fair": equal shares among owners, first come first served within each. Judged by what
-the plans compute."""
+"""The policy "fair": equal shares among owners, first come first served within each owner.
+
+The tests count the tokens that the plans compute.
+"""
 
 from __future__ import annotations
 

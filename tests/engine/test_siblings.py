@@ -1,4 +1,4 @@
-"""Continuations of one prompt by hand: what they share, what is copied, and who waits for whom."""
+"""Unit tests of several continuations of one prompt: shared blocks, copies, and waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State slots by hand: which slot an interval gets, what is found again, and who is refused."""
+"""Unit tests of state slots: the slot of each interval, cache hits, and rejected requests."""
 
 from __future__ import annotations
 

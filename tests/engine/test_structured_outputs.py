@@ -1,4 +1,4 @@
-"""Constraints at the door: what is asked for, and what is refused by name."""
+"""Constraints in sampling parameters: accepted forms, and rejections by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters about the text of an answer, the prompt's length and what ended it."""
+"""Parameters about the answer's text, the prompt's length, and the finish reason."""
 
 from __future__ import annotations
 

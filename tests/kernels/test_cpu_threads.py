@@ -1,4 +1,4 @@
-"""A row keeps its bits where the library's threads share the rows among themselves."""
+"""A row keeps its bits if the library divides the rows among threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops defined by an annotated function: schema, call, graph, gradient."""
+"""Custom ops defined by an annotated function: schema, call, graph, gradient."""
 
 from __future__ import annotations
 

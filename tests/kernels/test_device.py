@@ -1,4 +1,4 @@
-"""What tests rely on when they say that nothing was compiled."""
+"""The compilation counters on which tests rely to show that nothing was compiled."""
 
 from __future__ import annotations
 

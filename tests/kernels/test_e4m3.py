@@ -1,4 +1,4 @@
-"""e4m3 numbers: every bit pattern, and rounding, beside the format's formula."""
+"""e4m3 values: every bit pattern, and rounding, against the format's formula."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Matmuls of a CPU with odd sizes in every dimension: a recipe was tried for the very shape, and a
-row has the same bits alone, in company, and at every place."""
+"""CPU matmuls with odd sizes in every dimension.
+
+A recipe is measured for the exact shape. A row has the same bits alone, in a batch, and at every
+position.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels serve which architecture; a generation is added without changing callers."""
+"""Which kernels serve which architecture; a new GPU generation needs no change of callers."""
 
 from __future__ import annotations
 

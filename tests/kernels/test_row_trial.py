@@ -1,4 +1,4 @@
-"""Trials of a CPU's matmuls compare the bits of all numbers of threads that may be used."""
+"""Trials of a CPU's matmuls compare the bits of all thread counts that may be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``LLM`` and ``AsyncLLM`` take what is declared: for people, type checkers and callers."""
+"""``LLM`` and ``AsyncLLM`` accept the declared arguments: help texts, type checkers, callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of vLLM and nano-vllm: taken, without effect, or refused with what to use."""
+"""Arguments of vLLM and nano-vllm: accepted, ignored, or rejected with the replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from declared sampling parameters: bodies, options, what a GPU is sent."""
+"""Uses of the declared sampling parameters: HTTP bodies, options, and data sent to a GPU."""
 
 from __future__ import annotations
 

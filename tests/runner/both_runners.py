@@ -1,4 +1,4 @@
-"""A runner of either kind for a small model on a CPU: the GPU's kernels are interpreted."""
+"""Either runner for a small model on a CPU; the GPU runner's kernels are interpreted."""
 
 from __future__ import annotations
 

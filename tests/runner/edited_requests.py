@@ -1,4 +1,4 @@
-"""Requests that edit their logits, served by a runner, and held to the plain definition."""
+"""Requests that edit their logits, served by a runner, compared with the plain-Python reference."""
 
 from __future__ import annotations
 

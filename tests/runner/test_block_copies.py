@@ -1,4 +1,4 @@
-"""Blocks are copied whole, in every cache, and nothing else is; under Triton's interpreter."""
+"""Block copies copy whole blocks in every cache and change nothing else (Triton's interpreter)."""
 
 from __future__ import annotations
 

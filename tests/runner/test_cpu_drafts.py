@@ -1,4 +1,4 @@
-"""Rows with draft tokens on a CPU: the same tokens and log-probabilities, to the bit."""
+"""Rows with draft tokens on a CPU: bit-identical tokens and log-probabilities."""
 
 from __future__ import annotations
 

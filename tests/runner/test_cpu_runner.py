@@ -1,4 +1,4 @@
-"""The runner: failures, sampling, packing, refusals."""
+"""The CPU runner: failures, sampling, packing, and rejected settings."""
 
 from __future__ import annotations
 

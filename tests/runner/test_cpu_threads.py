@@ -1,5 +1,7 @@
-"""How many threads an engine on a CPU computes with: given, or the quickest by measurements at
-start and between steps."""
+"""The number of threads of an engine on a CPU.
+
+It is given, or the fastest by measurements at start-up and between steps.
+"""
 
 from __future__ import annotations
 

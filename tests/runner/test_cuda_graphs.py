@@ -1,4 +1,4 @@
-"""The shapes that decode and mixed steps are padded to."""
+"""The shapes to which decode and mixed steps are padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that edit their logits, through both runners: the GPU's kernels are interpreted."""
+"""Rows that edit their logits, through both runners; the GPU runner's kernels are interpreted."""
 
 from __future__ import annotations
 

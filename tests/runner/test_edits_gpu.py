@@ -1,4 +1,4 @@
-"""Rows that edit their logits, on a GPU: through captured graphs, overlapped, and over two GPUs."""
+"""Rows that edit their logits, on a GPU: CUDA graphs, overlapped steps, and two GPUs."""
 
 from __future__ import annotations
 

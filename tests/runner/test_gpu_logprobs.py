@@ -1,4 +1,4 @@
-"""Log-probabilities by the GPU runner, on a CPU: kernels under the interpreter, events at once."""
+"""Log-probabilities by the GPU runner, on a CPU: interpreted kernels, events that pass at once."""
 
 from __future__ import annotations
 

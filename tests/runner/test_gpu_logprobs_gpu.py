@@ -1,5 +1,8 @@
-"""Log-probabilities on a GPU: kernels at a real vocabulary, and an engine that neither compiles,
-captures nor waits for them, and whose scores are the floats that were sampled."""
+"""Log-probabilities on a GPU: kernels with a real vocabulary, and whole engines.
+
+The engine must not compile, capture or wait because of them. Its scores must be the floats that
+were sampled.
+"""
 
 from __future__ import annotations
 

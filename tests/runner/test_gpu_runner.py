@@ -1,5 +1,8 @@
-"""The GPU runner's packing, staging and feeding, on a CPU: its Triton kernels run under the
-interpreter, events pass at once, and a captured decode step is computed anew at each replay."""
+"""The GPU runner's packing, staging and feeding, on a CPU.
+
+Its Triton kernels run under the interpreter, events pass at once, and each replay of a captured
+decode step computes it again.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The GPU runner with state slots, on a CPU as :mod:`.test_gpu_runner` has it: state tables are
-staged, kept beside block tables and unpacked for the step."""
+"""The GPU runner with state slots, on a CPU as in :mod:`.test_gpu_runner`.
+
+State tables are staged, stored with the block tables and unpacked for the step.
+"""
 
 from __future__ import annotations
 

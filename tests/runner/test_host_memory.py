@@ -1,4 +1,4 @@
-"""Memory that is left, with the files of machines and containers of several kinds."""
+"""Available host memory, read from the files of several kinds of machines and containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of a step: packed, sent, unpacked by the kernels under Triton's interpreter."""
+"""Fields of a step: packed, sent, and unpacked by kernels under Triton's interpreter."""
 
 from __future__ import annotations
 

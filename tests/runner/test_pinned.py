@@ -1,4 +1,4 @@
-"""A buffer of the ring is handed out again only when the device is done with it."""
+"""A pinned buffer of the ring is reused only after the device has finished with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output through both runners: the GPU's kernels are interpreted."""
+"""Structured output through both runners; the GPU runner's kernels are interpreted."""
 
 from __future__ import annotations
 

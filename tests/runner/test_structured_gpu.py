@@ -1,4 +1,4 @@
-"""Structured output on a GPU: graphs, overlap, and nothing compiled after start-up."""
+"""Structured output on a GPU: CUDA graphs, overlapped steps, no compilation after start-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints behind reasoning, through both runners: the GPU's kernels are interpreted."""
+"""Constraints after reasoning, through both runners; the GPU runner's kernels are interpreted."""
 
 from __future__ import annotations
 

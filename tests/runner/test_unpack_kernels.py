@@ -1,4 +1,4 @@
-"""What the host stages becomes the inputs of the graph; under Triton's interpreter."""
+"""The kernels that turn staging buffers into graph inputs, under Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunks of a stream, read strictly and put together as a client does."""
+"""Parse the chunks of a stream strictly and assemble them as a client does."""
 
 from __future__ import annotations
 

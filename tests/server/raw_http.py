@@ -1,4 +1,4 @@
-"""HTTP by hand, for what a client library would not send."""
+"""Hand-written HTTP, for requests that a client library would not send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pagespec serve`` over the content runner, slowed: a process for tests to send signals to.
+"""``pagespec serve`` over a slowed content runner: a process for tests that send signals.
 
 python -m tests.server.serve_content serve --model content --port 0
 """

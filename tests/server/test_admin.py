@@ -1,4 +1,4 @@
-"""What operators may ask, and only where it was enabled."""
+"""Endpoints for operators, which work only if they are enabled."""
 
 from __future__ import annotations
 

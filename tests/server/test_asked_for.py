@@ -1,4 +1,4 @@
-"""What a request asks for is in its answer; what ends it by its own fault is told as that."""
+"""An answer has all that its request selected; a request that fails by its own fault gets 400."""
 
 from __future__ import annotations
 

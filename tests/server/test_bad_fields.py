@@ -1,4 +1,4 @@
-"""Errors about requests speak of what the client sent, soon, and say what is wrong with it."""
+"""Errors about requests name the client's field, arrive early, and say what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says about itself."""
+"""The server's information about itself."""
 
 from __future__ import annotations
 

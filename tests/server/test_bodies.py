@@ -1,4 +1,4 @@
-"""Large bodies are read as small ones are, and hold up nothing."""
+"""Large bodies are parsed like small ones and block no other request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Many clients at once: each is given what it is given alone, and who leaves is not worked for."""
+"""Many clients at once: each gets the answer that it gets alone.
+
+Requests of clients that disconnect are aborted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However an answer is cut into deltas, its chunks put together are the unstreamed answer."""
+"""The chunks of a streamed answer add up to the unstreamed one, wherever the answer is cut."""
 
 from __future__ import annotations
 

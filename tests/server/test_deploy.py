@@ -1,4 +1,4 @@
-"""The files of deploy/ say what the server is: ports, paths, metrics, times."""
+"""The files of deploy/ agree with the server: ports, paths, metrics, times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""An engine that fails, clients that leave, queues that are full: every request has an answer, and
-no block is lost."""
+"""Every request gets an answer and no block is lost under faults.
+
+Faults are engine failures, clients that disconnect, and full queues.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A value that asks for nothing is accepted; one that asks for more is refused by name."""
+"""Field values without effect are accepted; unsupported ones are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's generation config gives the defaults of the fields that a request leaves out."""
+"""A model's generation config sets the defaults of fields that a request leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies are held for requests that may have one, and all of them have a limit together."""
+"""Only requests that may have a body get one buffered, and all buffers share one limit."""
 
 from __future__ import annotations
 

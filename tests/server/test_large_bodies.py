@@ -1,4 +1,4 @@
-"""What is read of a large body holds up no other client: neither its constraint nor its parts."""
+"""Parsing a large body blocks no other client, neither by its constraint nor by its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies, headers, types and time: what a server refuses before an endpoint sees it."""
+"""Bodies, headers, content types and timeouts that the server rejects before any endpoint runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view's data: what it says is what the engine does."""
+"""The data of the live view matches the engine's state."""
 
 from __future__ import annotations
 

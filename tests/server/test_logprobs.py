@@ -1,4 +1,4 @@
-"""Log-probabilities in answers: the engine's own floats, in every form."""
+"""Log-probabilities in answers: the engine's own floats, in every response format."""
 
 from __future__ import annotations
 

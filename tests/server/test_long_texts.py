@@ -1,4 +1,4 @@
-"""A long text holds up no other: not its tokens, not its bytes, not after its sender has gone."""
+"""A long text blocks no other request: not by its tokens or bytes, nor after a disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: vLLM's names, a text that Prometheus reads, the numbers those of the requests."""
+"""Metrics: vLLM's names, text that Prometheus parses, and the values of the requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does."""
+"""The OpenAPI document describes the server's real behaviour."""
 
 from __future__ import annotations
 

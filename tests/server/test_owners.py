@@ -1,4 +1,4 @@
-"""Shares per client: one that floods the server does not keep another from its first token."""
+"""Shares per client: a client that floods the server does not delay another's first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's files: what a browser is told of them."""
+"""The files of the server's page: HTTP headers, and no resources from other hosts."""
 
 from __future__ import annotations
 

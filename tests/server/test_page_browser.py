@@ -1,4 +1,4 @@
-"""The page in Chromium: what people do with it, over an engine that gives written answers."""
+"""The server's page in Chromium: typical use, over an engine with scripted answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come before the answer to the one before: each is answered, in order."""
+"""Pipelined requests, sent before the previous answer, are all answered in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the generating endpoints refuse, accept, and answer with, field by field."""
+"""The generating endpoints, field by field: rejected values, accepted values, and answers."""
 
 from __future__ import annotations
 

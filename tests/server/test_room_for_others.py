@@ -1,4 +1,4 @@
-"""The queue's limit counts all clients together, and one client's flood leaves room for others."""
+"""The queue's limit counts all clients together; one client's flood leaves room for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process: how it starts, and how it ends in the midst of answers."""
+"""The server process: how it starts, and how it ends in the middle of answers."""
 
 from __future__ import annotations
 

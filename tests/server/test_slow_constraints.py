@@ -1,4 +1,4 @@
-"""Constraints that take long to compile hold up no chat, and large choices work as enums do."""
+"""Constraints that compile slowly block no chat, and large choices behave like enums."""
 
 from __future__ import annotations
 

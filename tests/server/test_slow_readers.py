@@ -1,4 +1,4 @@
-"""Clients that do not read: they are let go, and hold up neither others nor the end."""
+"""Clients that do not read are disconnected; they block neither other clients nor shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings of chat count from where the content begins, over HTTP and offline."""
+"""In chat, stop strings apply from the beginning of the content, over HTTP and offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A streamed answer, put together, is the unstreamed one, for every shape of request."""
+"""A streamed answer adds up to the unstreamed one, for every kind of request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AsyncLLM over the content runner: its answers are those of each request alone."""
+"""AsyncLLM over the content runner: each request gets the answer that it gets alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks that raise what is no Exception: callers are answered, and the next one is served."""
+"""Callbacks that raise a BaseException: callers get answers, and the next request is served."""
 
 from __future__ import annotations
 

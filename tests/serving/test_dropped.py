@@ -1,4 +1,4 @@
-"""An AsyncLLM that is dropped without shutdown(): its thread ends, its callers hear of it."""
+"""An AsyncLLM that is deleted without shutdown(): its thread ends, and its callers get errors."""
 
 # ruff: noqa: PT031 (it warns where the last reference goes)
 from __future__ import annotations

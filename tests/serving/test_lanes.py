@@ -1,4 +1,4 @@
-"""Lanes of threads: bounded, in order, and nothing is done that nothing waits for."""
+"""Lanes of worker threads: bounded and in order; abandoned work is not done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop looks at a few requests a turn, and at each again after what came meanwhile."""
+"""The event loop handles a few requests per turn, and each again after newer events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which refused requests count as a second owner's, for whom room in the queue is kept."""
+"""Which rejected requests count as a second owner's; the queue reserves room for second owners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of one prompt, looked at while the engine's thread ends them."""
+"""The requests of one prompt, read while the engine's thread ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""AsyncLLM beside synchronous calls of its ``llm``: each caller is answered, whoever steps."""
+"""AsyncLLM with concurrent synchronous calls of its ``llm``.
+
+Every caller gets its answers, whichever thread runs the steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints compiled for a tokenizer: what they allow, and what is refused."""
+"""Constraints compiled for a tokenizer: the texts that they allow, and rejected constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matchers, fed by plans and results."""
+"""Grammar matchers, driven by plans and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks before and in the reasoning of constrained texts."""
+"""Bitmasks of constrained texts before and during the reasoning."""
 
 from __future__ import annotations
 

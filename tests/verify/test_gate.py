@@ -1,4 +1,4 @@
-"""The gate on tiny models, cut to a size for every commit. ``pagespec verify`` runs all of it."""
+"""The gate of ``pagespec verify`` on tiny models, reduced so that it runs on every commit."""
 
 from __future__ import annotations
 

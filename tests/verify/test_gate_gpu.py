@@ -1,6 +1,6 @@
-"""The gate on a GPU: dense, sliding window and mixture of experts, through captured graphs.
+"""The gate on a GPU, with CUDA graphs: dense, sliding-window and mixture-of-experts models.
 
-Its controls need a process of their own and run through ``pagespec verify``.
+The gate's controls need their own process; ``pagespec verify`` runs them.
 """
 
 from __future__ import annotations

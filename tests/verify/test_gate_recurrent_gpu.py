@@ -1,5 +1,8 @@
-"""The gate on a GPU for models with recurrent layers, through captured graphs: a short convolution,
-the gated delta rule, Mamba-1 and Mamba-2, beside attention and without any."""
+"""The gate on a GPU, with CUDA graphs, for models with recurrent layers.
+
+Models have a short convolution, the gated delta rule, Mamba-1 or Mamba-2, with attention and
+without any.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in Chromium: what is drawn is what the trace has."""
+"""The viewer's page in Chromium: the drawing matches the trace."""
 
 from __future__ import annotations
 

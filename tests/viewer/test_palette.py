@@ -1,4 +1,4 @@
-"""The palette: one vocabulary in both themes, told apart by colour-blind readers as well."""
+"""The palette: the same names in both themes, distinguishable for colour-blind readers too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline has what its trace has: every row, hit, preemption and refusal, counted."""
+"""A timeline contains every row, hit, preemption and refusal of its trace; all are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced graph depends on."""
+"""The inputs on which a traced graph depends."""
 
 from __future__ import annotations
 

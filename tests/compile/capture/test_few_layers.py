@@ -1,4 +1,4 @@
-"""The graph made from a trace of some layers is that of a trace of all, or is not used."""
+"""A graph built from a trace of a few layers equals a trace of all layers, or is not used."""
 
 from __future__ import annotations
 

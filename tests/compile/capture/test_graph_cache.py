@@ -1,4 +1,4 @@
-"""Graphs kept on disk: the same graph comes back, and only for the same model and code."""
+"""The disk cache of graphs: a hit returns the same graph, and only for the same model and code."""
 
 from __future__ import annotations
 

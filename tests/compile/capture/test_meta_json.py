@@ -1,4 +1,4 @@
-"""Recorded results are read back with the memory that they share."""
+"""Recorded results of nodes are read back, including which of them share memory."""
 
 from __future__ import annotations
 

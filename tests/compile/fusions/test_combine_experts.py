@@ -1,4 +1,4 @@
-"""Routers, copies to experts and sums over them become calls; near misses stay."""
+"""Routers, copies to experts and sums over experts are fused; near misses are unchanged."""
 
 from __future__ import annotations
 

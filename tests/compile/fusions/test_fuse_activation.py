@@ -1,4 +1,4 @@
-"""Which near misses of an activation times a projection are left alone."""
+"""Near misses of an activation times a projection are not fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which all-reduces become one call with the norm behind them, and which near misses do not."""
+"""Fusion of an all-reduce with the norm behind it, and near misses."""
 
 from __future__ import annotations
 

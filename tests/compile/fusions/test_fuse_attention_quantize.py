@@ -1,5 +1,7 @@
-"""Attention quantises its outputs where an FP8 matmul alone reads them, and whole groups of
-channels are of one head."""
+"""Attention quantises its output if an FP8 matmul is its only reader.
+
+Each group of channels must belong to one head.
+"""
 
 from __future__ import annotations
 

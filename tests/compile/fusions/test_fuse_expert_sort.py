@@ -1,4 +1,4 @@
-"""The sort of a mixture's rows becomes one call, changes no bit, and near misses stay."""
+"""The sort of a mixture's rows is fused without a changed bit; near misses are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around experts, what is one launch for few tokens becomes one call; near misses stay."""
+"""Operations around experts are fused into one launch for few tokens; near misses are unchanged."""
 
 from __future__ import annotations
 

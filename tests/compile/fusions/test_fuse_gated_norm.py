@@ -1,4 +1,4 @@
-"""Which norms take the gate behind them, and which near misses do not."""
+"""Fusion of a norm with the gate behind it, and near misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which norms become one call, with the residual sum before them, and which near misses do not."""
+"""Fusion of norms, with the residual sum before them, and near misses."""
 
 from __future__ import annotations
 

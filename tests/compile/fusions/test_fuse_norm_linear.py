@@ -1,4 +1,4 @@
-"""A norm joins the product that alone reads it."""
+"""A norm is fused into the matmul that is its only reader."""
 
 from __future__ import annotations
 

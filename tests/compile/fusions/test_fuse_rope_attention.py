@@ -1,4 +1,4 @@
-"""Norm, rotation, store and attention become one call where nothing looks at the caches between."""
+"""Norm, rotation, cache write and attention are fused if nothing reads the caches in between."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tables of cosines and sines are found, become one call, and change no bit; what is not quite the
-pattern is left alone."""
+"""Tables of cosines and sines are fused into one call without a changed bit; near misses stay."""
 
 from __future__ import annotations
 

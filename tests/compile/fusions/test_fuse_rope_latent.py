@@ -1,5 +1,7 @@
-"""Norm and rotation join the store of latents and the absorbed query, and change no bit; what is
-not quite the pattern stays."""
+"""Norm and rotation are fused into the write of latents and the absorbed query.
+
+No bit changes, and near misses are unchanged.
+"""
 
 from __future__ import annotations
 

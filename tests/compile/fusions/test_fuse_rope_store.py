@@ -1,5 +1,4 @@
-"""Which rotations and stores become one call, with the norms of queries and keys, and which near
-misses do not."""
+"""Fusion of rotations and cache writes, with the norms of queries and keys, and near misses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Routers whose softmax is over the chosen logits become one call; near misses stay. Those whose
-softmax comes first are in ``test_combine_experts.py``."""
+"""Routers with a softmax over the chosen logits are fused; near misses are unchanged.
+
+``test_combine_experts.py`` tests routers whose softmax comes before the choice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which matmuls become one call with the all-reduce and the norm behind them."""
+"""Fusion of a matmul with the all-reduce and the norm behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared experts become part of the call that sums a token's experts; near misses stay."""
+"""Shared experts are fused into the call that sums a token's experts; near misses are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A float32 matmul of 16-bit rows and weight, as a router's, becomes one call; near misses stay."""
+"""A float32 matmul of 16-bit rows and weight (a router's) is fused; near misses are unchanged."""
 
 from __future__ import annotations
 

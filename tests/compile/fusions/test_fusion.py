@@ -1,7 +1,7 @@
-"""The fusion passes together find what the structure says and change no bit, per architecture.
+"""All fusion passes together, per architecture: the expected fusions are made, and no bit changes.
 
-On a CPU a fused call runs the operations it replaced, so the bits must be equal. The Triton
-kernels behind the same calls are tested in tests/kernels/fused/test_dispatch.py.
+On a CPU a fused call runs the operations that it replaced, so the bits must be equal.
+tests/kernels/fused/test_dispatch.py tests the Triton kernels behind the same calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention calls of a graph are given the order of a step's rows, worked out once."""
+"""All attention calls of a graph share one order of the step's rows, computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of graphs: what they match, where the replacement stands, and what they leave alone."""
+"""Graph rules: their matches, where the replacement is inserted, and what they leave unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs hold to the spec after every pass, and each rule finds its violation."""
+"""Graphs satisfy the graph specification after every pass, and each rule detects its violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complex numbers, of which Inductor makes no code, stay outside of regions."""
+"""Complex tensors stay outside of compiled regions, because Inductor generates no code for them."""
 
 from __future__ import annotations
 

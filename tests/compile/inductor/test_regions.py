@@ -1,6 +1,6 @@
-"""Regions: the right nodes, each distinct piece once, and the same result around them.
+"""Compiled regions: the expected nodes, one compilation per distinct region, and unchanged results.
 
-In the tests of the cutting the compiler runs a region as it is; those of Inductor are the last.
+Tests of the partitioning use a compiler that runs a region uncompiled. The last tests use Inductor.
 """
 
 from __future__ import annotations

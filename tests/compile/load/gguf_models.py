@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, whole: weights as llama.cpp orders and names them, and a tokenizer."""
+"""Complete GGUF files of tiny models: weights in llama.cpp's order and names, and a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""One of two ranks that write a checkpoint through their weight maps, each its part:
-``python -m tests.compile.load.rank_weights RANK STORE OLD NEW``. It fails unless the engine then
-gives the answers of a fresh one of the changed checkpoint."""
+"""One of two ranks that each write their part of a checkpoint through the weight map.
+
+    python -m tests.compile.load.rank_weights RANK STORE OLD NEW
+
+Fails unless the engine then gives the answers of a new engine of the changed checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End tokens: what the files of a model name, held to its vocabulary."""
+"""End tokens from a model's files, checked against its vocabulary."""
 
 from __future__ import annotations
 

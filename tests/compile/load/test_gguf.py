@@ -1,4 +1,4 @@
-"""The cache of converted GGUF files: what is damaged or left over in it."""
+"""The cache of converted GGUF files: damaged and leftover entries."""
 
 from __future__ import annotations
 

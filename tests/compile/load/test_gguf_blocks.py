@@ -1,4 +1,4 @@
-"""Blocks of a GGUF file for the parameters made from it, and their cache on the disk."""
+"""Quantised blocks of a GGUF file for the parameters made from it, and their disk cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files with tensors and settings that transformers does not read: refused by name."""
+"""GGUF files with tensors and settings that transformers does not read are rejected by name."""
 
 from __future__ import annotations
 

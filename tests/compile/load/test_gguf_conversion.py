@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer, templates and ends, as the model that is loaded has them."""
+"""The tokenizer, chat templates and end tokens of a loaded GGUF file."""
 
 from __future__ import annotations
 

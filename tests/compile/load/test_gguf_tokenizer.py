@@ -1,6 +1,6 @@
-"""Tokenizers of GGUF files beside what llama.cpp made of the same files.
+"""Tokenizers of GGUF files against llama.cpp's results for the same files.
 
-``gguf_tokenizers.json`` was written by ``python -m tests.coverage.gguf_tokenizers --record FILE``.
+``python -m tests.coverage.gguf_tokenizers --record FILE`` wrote ``gguf_tokenizers.json``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""All 16 values of every 4-bit field, beside all 16 values of its neighbours, in each format.
+"""Every 4-bit format: all 16 values of each field, next to all 16 values of its neighbours.
 
-The oracle is plain Python: integers of any size, from the definition of each format. Weights and
-zero points are de Bruijn sequences, shifted row by row, so that every run of two (or three) values
-occurs at every place of a packed word.
+The reference is plain Python with integers of any size, written from each format's definition.
+Weights and zero points are de Bruijn sequences, shifted row by row. So every sequence of two (or
+three) values occurs at every place of a packed word.
 """
 
 from __future__ import annotations

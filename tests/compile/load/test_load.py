@@ -1,4 +1,4 @@
-"""Loading: folders, GGUF, what is refused at the door."""
+"""Loading of model folders and GGUF files, and input that is rejected at once."""
 
 from __future__ import annotations
 

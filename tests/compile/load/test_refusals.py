@@ -1,4 +1,4 @@
-"""Folders with code, adapters or generation settings of their own: not run, refused, named."""
+"""Folders with their own code, adapters or generation settings: not run, rejected, named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of tiny models, with threads as ranks, beside the whole model."""
+"""Shards of tiny models against the whole model; ranks are threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The weight map: every tensor of a checkpoint is written through it, and the model then is that of
-a fresh load of the changed checkpoint, to the bit."""
+"""The weight map: write every tensor of a checkpoint through it.
+
+The model must then be bit-identical to a newly loaded one of the changed checkpoint.
+"""
 
 from __future__ import annotations
 

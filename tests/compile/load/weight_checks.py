@@ -1,4 +1,4 @@
-"""Engines whose weights are written through their weight maps, and what they then give."""
+"""Helpers that write an engine's weights through its weight map and check its answers."""
 
 from __future__ import annotations
 

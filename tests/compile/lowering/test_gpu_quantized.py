@@ -1,4 +1,4 @@
-"""FP8 matmuls of a GPU in a graph: which calls, and what they compute beside those of a CPU."""
+"""FP8 matmuls of a GPU in a graph: the chosen calls, and their results against a CPU's."""
 
 from __future__ import annotations
 

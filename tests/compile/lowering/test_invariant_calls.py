@@ -1,4 +1,4 @@
-"""Products with a constant, however they are written: a row has the same bits among any others."""
+"""Matmuls with a constant, in every spelling: the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 

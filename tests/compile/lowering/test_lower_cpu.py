@@ -1,4 +1,4 @@
-"""Packed copies of weights: as many as there is room for, and only where nobody changes them."""
+"""Packed copies of weights: as many as fit in memory, and only of weights that nothing changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model calls other functions in a block of one thread; afterwards all is as it was."""
+"""Attention functions are replaced for one thread inside a block, and restored afterwards."""
 
 from __future__ import annotations
 

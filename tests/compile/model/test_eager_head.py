@@ -1,4 +1,4 @@
-"""The head of a module that runs as it is, softcaps included; nothing is left changed."""
+"""An eager module's output head, softcaps included; the module is restored afterwards."""
 
 from __future__ import annotations
 

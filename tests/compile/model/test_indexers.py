@@ -1,4 +1,4 @@
-"""Indexers are known by what they compute, and refused where that is something else."""
+"""Indexers are recognised by their computation, and rejected if it is not a top-k indexer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences of models: found, replaced where models call them, and refused where unknown."""
+"""Recurrences of models: found, replaced where models call them, and rejected if unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores are read however a model writes them, and refused where they are something else."""
+"""Attention scores are recognised in every spelling, and rejected if they compute anything else."""
 
 from __future__ import annotations
 

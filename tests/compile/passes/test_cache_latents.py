@@ -1,4 +1,4 @@
-"""Latents are cached where the graph is that of latent attention, and nowhere else."""
+"""Latents are cached if the graph is that of latent attention, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that do nothing are removed, so that what stands behind them is seen."""
+"""No-op calls are removed, so that later passes see the nodes behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexers behind the passes for a GPU: whole engines on the interpreted Triton kernels."""
+"""Indexers after the GPU passes: whole engines on interpreted Triton kernels."""
 
 from __future__ import annotations
 

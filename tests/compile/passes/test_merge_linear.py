@@ -1,4 +1,4 @@
-"""The merge pass fires, moves storage once, and changes nothing."""
+"""The merge pass fires, moves storage once, and changes no result."""
 
 from __future__ import annotations
 

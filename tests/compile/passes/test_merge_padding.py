@@ -1,5 +1,7 @@
-"""A merged weight whose rows of results would not be whole 16-byte units has rows of zeros at its
-end, which change nothing and stay where they are."""
+"""Merged weights are padded with rows of zeros until a row of results is whole 16-byte units.
+
+The padding changes no result and stays in place.
+"""
 
 from __future__ import annotations
 

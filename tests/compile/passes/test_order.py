@@ -1,4 +1,4 @@
-"""The order of passes follows from what each declares."""
+"""The order of passes follows from the constraints that each pass declares."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models with recurrent layers behind the passes for a GPU, run on a CPU: tokens stay those of
-Hugging Face, and Mamba's matmul from the left is one of ours."""
+"""Recurrent models after the GPU passes, run on a CPU, match Hugging Face's tokens.
+
+Mamba's matmul from the left must be lowered to a call of ours.
+"""
 
 from __future__ import annotations
 

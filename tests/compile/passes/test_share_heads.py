@@ -1,4 +1,4 @@
-"""Heads that are repeated for the delta rule are handed to it once, and near misses are left."""
+"""Heads repeated for the delta rule are passed to it once; near misses are unchanged."""
 
 from __future__ import annotations
 

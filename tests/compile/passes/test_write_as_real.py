@@ -1,5 +1,8 @@
-"""A rotation in complex numbers is written in real ones: the same values, for every number of rows.
-Complex numbers that are anything else stay."""
+"""A rotation in complex numbers is rewritten in real ones, with equal values for any number of
+rows.
+
+Other uses of complex numbers are unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Routers that multiply with a copy of their weight.
 
-The copy's address is not taken for a dependence on the pass, and a dependence is seen.
+The probe must not take the copy's address for a dependence on the forward pass. It must still
+detect a real dependence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pattern that a mask closure stands for, and the slopes of a bias."""
+"""The mask pattern that a mask closure computes, and the slopes of a bias."""
 
 from __future__ import annotations
 

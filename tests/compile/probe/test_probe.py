@@ -1,4 +1,4 @@
-"""What the probe finds, and what it refuses."""
+"""Results of the probe, and models that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which integers of a config are tried, and at what lengths of a pass."""
+"""Which integers of a config the probe tests, and with which lengths of a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it grows, with tokenizers whose tokens may end inside a character."""
+"""Incremental detokenization, with tokenizers whose tokens may end inside a character."""
 
 from __future__ import annotations
 

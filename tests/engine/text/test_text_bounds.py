@@ -1,4 +1,4 @@
-"""The least number of tokens of a text is never above their number."""
+"""The lower bound on a text's number of tokens never exceeds the real number."""
 
 from __future__ import annotations
 

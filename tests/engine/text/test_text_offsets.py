@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that is given back; the text is the detokenizer's."""
+"""The offset of each token in the returned text, which is the detokenizer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, beside the text of whole sequences."""
+"""The bytes of single tokens, against the text of whole sequences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Compiles decode attention for Hopper, which needs no GPU; prints what its bits hang on (JSON).
+"""Compile decode attention for Hopper and print the facts that its bits depend on (JSON).
 
-A process of its own, started by ``test_triton_turn.py``: there, Triton interprets.
+Needs no GPU. ``test_decode_prologue.py`` runs this program in a process without Triton's
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compiles attention over e4m3 caches for Hopper, which needs no GPU; prints what was made (JSON).
+"""Compile attention over e4m3 caches for Hopper and print properties of the result (JSON).
 
-A process of its own, started by ``test_e4m3_tiles.py``: there, Triton interprets.
+Needs no GPU. ``test_e4m3_tiles.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compiles Hopper's prefill, which needs no GPU, and prints what it became (JSON).
+"""Compile the Hopper prefill kernel and print properties of the result (JSON).
 
-A process of its own, started by ``test_prefill_sm90.py``: there, Triton interprets.
+Needs no GPU. ``test_prefill_sm90.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Run by test_decode_forms.py, in a process without Triton's interpreter: prints the forms of the
-decode kernel that batches ask for, as if on an H100. Nothing is compiled and nothing launched."""
+"""Print the variants of the decode kernel that batches need, as if on an H100.
+
+Nothing is compiled or launched. ``test_decode_forms.py`` runs this program in a process without
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of norm, rotation, store and attention, as one launch and as two."""
+"""Norm, rotation, cache write and attention, called as one launch and as two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and what is refused, with the GPU's answers replaced."""
+"""The choice of the attention backend, and rejected settings, with simulated GPU properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's aligned attention: right, and the same bits for a position in any step."""
+"""The CPU's aligned attention is correct, and a position has the same bits in any step."""
 
 from __future__ import annotations
 

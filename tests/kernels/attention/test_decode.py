@@ -1,8 +1,10 @@
-"""The Triton kernels on the CPU, under Triton's interpreter, at small shapes.
+"""The attention kernels on the CPU, under Triton's interpreter, at small shapes.
 
-`tests/conftest.py` switches the interpreter on where there is no GPU. Where there is one, the
-kernels are compiled, this file is not collected, and test_decode_gpu.py tests the same and more.
-No bfloat16 here: the interpreter of Triton 3.7 lacks it, and that of 3.9 multiplies its bits.
+`tests/conftest.py` enables the interpreter if there is no GPU. With a GPU the kernels are compiled,
+this file is not collected, and test_decode_gpu.py runs a superset of its tests.
+
+No test uses bfloat16: the interpreter of Triton 3.7 lacks it, and that of 3.9 multiplies its bit
+patterns as integers.
 """
 
 from __future__ import annotations

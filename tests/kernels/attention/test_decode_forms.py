@@ -1,4 +1,4 @@
-"""A start that has run a few sizes of batches has every form of the decode kernel."""
+"""A start that has run a few batch sizes has built every variant of the decode kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Triton kernels on a GPU: against float64, and bit against bit.
+"""The attention kernels on a GPU: against float64, and bit against bit.
 
 Bitwise tests compare a query's output under different schedules: repeated, alone or among others,
-as a decode, in chunks or in one prefill. Uninitialised memory is filled with NaN throughout.
+as a decode, in chunks or in one prefill. All uninitialised memory is filled with NaN.
 """
 
 from __future__ import annotations

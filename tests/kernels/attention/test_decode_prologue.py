@@ -1,8 +1,8 @@
-"""Norm, rotation, store and attention in one launch: the bits of two, under Triton's interpreter,
-and what that hangs on where the kernels are compiled.
+"""Norm, rotation, cache write and attention in one launch have the bits of two launches.
 
-`tests/conftest.py` switches the interpreter on where there is no GPU; where there is one, this file
-is not collected, and test_decode_prologue_gpu.py tests the same on it.
+Also tests the facts about the compiled kernels on which this depends. `tests/conftest.py` enables
+Triton's interpreter if there is no GPU. With a GPU, this file is not collected, and
+test_decode_prologue_gpu.py runs the same tests.
 """
 
 from __future__ import annotations

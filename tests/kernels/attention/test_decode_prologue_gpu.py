@@ -1,4 +1,4 @@
-"""Norm, rotation, store and attention in one launch on a GPU: the bits of two launches."""
+"""Norm, rotation, cache write and attention in one launch on a GPU: the bits of two launches."""
 
 from __future__ import annotations
 

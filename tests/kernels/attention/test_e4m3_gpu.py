@@ -1,4 +1,7 @@
-"""Attention over e4m3 caches on a GPU: bytes, bounds, bit against bit; see test_decode_gpu.py."""
+"""Attention over e4m3 caches on a GPU: bytes, error bounds, and bit against bit.
+
+The setting is that of test_decode_gpu.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention over e4m3 caches on the CPU, under Triton's interpreter, at small shapes.
 
-Beside float64 on the numbers that the caches hold, and bit against bit; see test_decode.py.
+Results are compared with float64 on the cached values, and bit against bit, as in test_decode.py.
 """
 
 from __future__ import annotations

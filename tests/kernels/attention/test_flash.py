@@ -1,8 +1,7 @@
-"""The FlashAttention adapters with the libraries' functions replaced: what they are handed, and
-what becomes of their answer. Neither a library nor a GPU is needed.
+"""The FlashAttention adapters with fake library functions: arguments passed, results used.
 
-The replacements compute: they gather pages as the real functions do, with bottom-right causal
-masks, so that a wrong argument gives a wrong result.
+Needs neither a library nor a GPU. The fakes compute: they gather pages as the real functions do,
+with bottom-right causal masks, so a wrong argument gives a wrong result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The prefill kernel's bits are the decode kernel's, under Triton's interpreter.
+"""The prefill kernel has the bits of the decode kernel, under Triton's interpreter.
 
-Tiles of queries begin and end anywhere, and the splits of the keys begin and end within them.
+Tiles of queries and splits of keys begin and end at arbitrary positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Hopper's prefill without a GPU: what it takes, and that it compiles as it has to.
+"""The Hopper prefill kernel without a GPU: the shapes that it supports, and its compiled form.
 
-Triton's interpreter does not run Gluon. The bits are compared on a GPU.
+Triton's interpreter does not run Gluon. GPU tests compare the bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Outputs that attention quantises itself, under Triton's interpreter: those of the kernel that
-quantises stored outputs, to the bit. On a GPU: test_quantized_results_gpu.py."""
+"""Attention that quantises its output, under Triton's interpreter.
+
+The result must be bit-identical to that of the kernel that quantises stored outputs.
+test_quantized_results_gpu.py runs on a GPU.
+"""
 
 from __future__ import annotations
 

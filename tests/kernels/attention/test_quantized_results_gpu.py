@@ -1,5 +1,8 @@
-"""Outputs that attention quantises itself, on a GPU: bit for bit those of the kernel that quantises
-stored outputs; alone, before the matmul that reads them, and in whole engines."""
+"""Attention that quantises its output, on a GPU.
+
+The result must be bit-identical to that of the kernel that quantises stored outputs: alone, before
+the matmul that reads it, and in whole engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference kernels against a naive float64 attention, over ragged mixed batches."""
+"""The reference attention against a naive float64 attention, over ragged mixed batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Launches an all-reduce joined with its norm, and the norm alone, as if on an H100; prints what
-they became (JSON). They are compiled, which needs no GPU, and left out.
+"""Compile an all-reduce fused with its norm, and the norm alone, as if on an H100.
 
-A process of its own, started by ``test_peer_memory.py``: there, Triton interprets.
+Prints properties of the results (JSON). The launches are compiled but not executed, so no GPU is
+needed. ``test_peer_memory.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

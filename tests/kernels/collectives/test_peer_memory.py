@@ -1,4 +1,7 @@
-"""Collectives over peer memory, under the interpreter: ranks are processes that share memory."""
+"""Collectives over peer memory, under Triton's interpreter; ranks are processes.
+
+The processes share memory in place of peer memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives on two GPUs: bits of every form of call, alone and in replayed CUDA graphs."""
+"""The collectives on two GPUs: the bits of every form of call, alone and in CUDA graphs."""
 
 from __future__ import annotations
 

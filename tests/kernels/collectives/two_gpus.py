@@ -1,6 +1,6 @@
-"""Runs the collectives on two GPUs that reach each other's memory, and fails where a bit is wrong.
+"""Run the collectives on two GPUs with peer access; fail if a bit is wrong.
 
-A process of its own, started by ``test_peer_memory_gpu.py``; it starts one for each rank.
+``test_peer_memory_gpu.py`` starts this program, which starts one process per rank.
 """
 
 from __future__ import annotations

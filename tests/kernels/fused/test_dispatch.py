@@ -1,8 +1,8 @@
 """The fused Triton kernels under Triton's interpreter, against torch's own operations.
 
-Without a norm the rotation is compared bit for bit. Elsewhere one unit in the last place is allowed
-in 16 bits, and four in float32: means are added up in another order, and ``exp`` is another
-library's.
+Without a norm, the rotation is compared bit for bit. Elsewhere the tolerance is one unit in the
+last place in 16 bits, and four in float32: means are summed in another order, and ``exp`` comes
+from another library.
 """
 
 from __future__ import annotations

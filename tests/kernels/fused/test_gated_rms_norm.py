@@ -1,4 +1,4 @@
-"""RMSNorm with a gate under the interpreter, against torch's operations."""
+"""RMSNorm with a gate, under Triton's interpreter, against torch's operations."""
 
 from __future__ import annotations
 

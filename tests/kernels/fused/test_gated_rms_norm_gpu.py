@@ -1,4 +1,6 @@
-"""RMSNorm with a gate on a GPU: near torch's operations, and a row's bits in any batch."""
+"""RMSNorm with a gate on a GPU: close to torch's operations; a row's bits do not depend on the
+batch.
+"""
 
 from __future__ import annotations
 

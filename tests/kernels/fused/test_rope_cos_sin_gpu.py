@@ -1,4 +1,4 @@
-"""The table of angles on a GPU: the bits of torch's own operations there."""
+"""The table of rotation angles on a GPU: the bits of torch's own operations there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Kernels that launches ask for are built side by side, in threads or in other processes: as if for
-an H100, with a driver that only notes what is loaded and launched. The compiler is Triton's own."""
+"""Kernels that launches need are built in parallel, in threads or in other processes.
+
+The tests compile with Triton's own compiler for an H100. A fake driver only records loads and
+launches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs ``parallel_build_cases.py`` in a process of its own: here, Triton interprets."""
+"""Run ``parallel_build_cases.py`` in a process without Triton's interpreter."""
 
 from __future__ import annotations
 

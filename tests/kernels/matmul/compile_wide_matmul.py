@@ -1,7 +1,7 @@
-"""Compiles the float32 matmul of 16-bit rows and weight for Hopper and prints what it became
-(JSON), by tile and dtype.
+"""Compile the float32 matmul of 16-bit rows and weight for Hopper, per tile and dtype.
 
-A process of its own, started by ``test_wide_matmul.py``: there, Triton interprets.
+Prints properties of the results (JSON). ``test_wide_matmul.py`` runs this program in a process
+without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Few-row products on a GPU: against float64, bit against bit, and against cuBLAS kept in order."""
+"""Few-row matmuls on a GPU: against float64, bit against bit, and against cuBLAS in fixed order."""
 
 from __future__ import annotations
 

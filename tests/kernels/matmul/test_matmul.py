@@ -1,8 +1,8 @@
-"""The Triton product on the CPU, under Triton's interpreter, at tiny shapes; and its routing.
+"""The Triton matmul and its dispatch on the CPU, under Triton's interpreter, at tiny shapes.
 
-The interpreter multiplies with NumPy, whose order of summation is its own. So bitwise tests across
-tiles use small integers, whose sums are exact: they show that every summand is counted once.
-It cuts bfloat16 off rather than rounding it.
+The interpreter multiplies with NumPy, which has its own order of summation. So bitwise tests across
+tiles use small integers, whose sums are exact: the tests show that every term is added once. The
+interpreter truncates to bfloat16 instead of rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans of products are swept once a shape, kept on disk, and only for what they hold for."""
+"""Matmul plans are measured once per shape, stored on disk, and reused only if they are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiles that are chosen for matmuls, of whole models and of their shards."""
+"""The tiles chosen for the matmuls of whole models and of their shards."""
 
 from __future__ import annotations
 

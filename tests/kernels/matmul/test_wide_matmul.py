@@ -1,5 +1,7 @@
-"""The float32 matmul of 16-bit rows and weight under Triton's interpreter, and what it becomes on
-Hopper."""
+"""The float32 matmul of 16-bit rows and weight, under Triton's interpreter.
+
+Also tests its compiled form for Hopper.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The float32 matmul of 16-bit rows and weight on a GPU: one order of additions for all numbers of
-rows and all tiles, as near to float64 as a float32 matmul, and captured."""
+"""The float32 matmul of 16-bit rows and weight on a GPU.
+
+It must add in one order for all numbers of rows and all tiles, be as close to float64 as a float32
+matmul, and run in CUDA graphs.
+"""
 
 from __future__ import annotations
 

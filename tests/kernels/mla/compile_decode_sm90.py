@@ -1,6 +1,6 @@
-"""Compiles Hopper's latent decode, which needs no GPU, and prints what it became (JSON).
+"""Compile the Hopper latent decode kernel and print properties of the result (JSON).
 
-A process of its own, started by ``test_decode_sm90.py``: there, Triton interprets.
+Needs no GPU. ``test_decode_sm90.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

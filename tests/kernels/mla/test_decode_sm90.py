@@ -1,6 +1,6 @@
-"""Hopper's latent decode without a GPU: it compiles as it has to.
+"""The compiled form of the Hopper latent decode kernel, without a GPU.
 
-Triton's interpreter does not run Gluon. The bits are compared on a GPU.
+Triton's interpreter does not run Gluon. GPU tests compare the bits.
 """
 
 from __future__ import annotations

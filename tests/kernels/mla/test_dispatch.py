@@ -1,4 +1,4 @@
-"""Latent attention on a CPU: against float64, and bit against bit."""
+"""Latent attention (MLA) on a CPU: against float64, and bit against bit."""
 
 from __future__ import annotations
 

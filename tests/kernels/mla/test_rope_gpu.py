@@ -1,5 +1,7 @@
-"""Norm and rotation in the kernels that store latents and absorb queries, bit against bit with the
-calls they replace; and no schedule changes a bit."""
+"""Norm and rotation inside the kernels that write latents and absorb queries, on a GPU.
+
+They must be bit-identical to the calls that they replace, in any schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compiles the kernels around experts of few tokens for Hopper, at the shape of Qwen3-30B-A3B, and
-prints what they became (JSON).
+"""Compile the kernels around experts of few tokens for Hopper, at the shape of Qwen3-30B-A3B.
 
-A process of its own, started by ``test_experts_sm90.py``: there, Triton interprets.
+Prints properties of the results (JSON). ``test_experts_sm90.py`` runs this program in a process
+without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The sum over experts, a shared expert, the residual and the norm in one launch, under the
-interpreter, against the kernels and operations one after the other, bit for bit."""
+"""The sum over experts, a shared expert, the residual and the norm in one launch.
+
+Under Triton's interpreter, it must be bit-identical to the separate kernels and operations.
+"""
 
 from __future__ import annotations
 

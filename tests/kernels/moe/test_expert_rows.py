@@ -1,4 +1,4 @@
-"""Rows to experts and their sums back, under the interpreter, against eager torch bit for bit."""
+"""Copies of rows to experts and the sums back, under Triton's interpreter: eager torch's bits."""
 
 from __future__ import annotations
 

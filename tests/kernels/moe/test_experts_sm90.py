@@ -1,4 +1,4 @@
-"""What kernels around experts of few tokens become on Hopper, from the compiler alone."""
+"""The compiled form of the kernels around experts of few tokens on Hopper, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is one launch for few tokens around experts, on a GPU: bits of the kernels it replaces, and
-captured, where each kernel may start before the one it follows has ended."""
+"""The fused launches around experts of few tokens, on a GPU: the bits of the separate kernels.
+
+Also tests them in CUDA graphs, where a kernel may start before the previous one has ended.
+"""
 
 from __future__ import annotations
 

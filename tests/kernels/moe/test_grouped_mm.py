@@ -1,4 +1,4 @@
-"""Grouped products under the interpreter, against a loop over the experts."""
+"""Grouped matmuls under Triton's interpreter, against a loop over the experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products on a GPU: against each expert's own product, and bit against bit over tiles."""
+"""Grouped matmuls on a GPU: against one matmul per expert, and bit against bit over tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's kernel under the interpreter, against torch's softmax and a stable sort."""
+"""The router's kernel under Triton's interpreter, against torch's softmax and a stable sort."""
 
 from __future__ import annotations
 

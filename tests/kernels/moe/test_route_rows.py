@@ -1,5 +1,7 @@
-"""Router, sort and copy of few tokens in one launch, under the interpreter, against what three
-kernels give, bit for bit."""
+"""Router, sort and copy of few tokens in one launch.
+
+Under Triton's interpreter, it must be bit-identical to the three separate kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counting sort by expert under the interpreter, against torch's stable sort."""
+"""The counting sort by expert under Triton's interpreter, against torch's stable sort."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the native CPU kernels compute, operation by operation in float32, in numpy.
+"""A numpy model of the native CPU kernels, operation by operation in float32.
 
-Written against the sources in ``src/kernels/native``: the same operations on every element in the
-same order, so that results are equal in every bit, whichever instructions the kernels use.
+Written from the sources in ``src/kernels/native``: the same operations on every element in the same
+order. So results must be equal in every bit, whichever instructions the kernels use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The compiled kernels: made once, kept, and done without where they cannot be made."""
+"""The compiled library of native kernels: built once, cached, and optional where it cannot be
+built.
+"""
 
 from __future__ import annotations
 

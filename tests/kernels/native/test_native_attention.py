@@ -1,4 +1,4 @@
-"""The native attention: right, and the same bits for a position in any step."""
+"""The native attention kernel is correct, and a position has the same bits in any step."""
 
 from __future__ import annotations
 

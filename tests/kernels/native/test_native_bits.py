@@ -1,7 +1,7 @@
-"""The native kernels beside a model of their operations: every bit, on every processor alike.
+"""The native kernels against a numpy model of their operations: every bit, on every processor.
 
-AVX512 and AVX2 are two implementations of one order of operations (``vectors.h``); what holds here
-on a machine with the one and on a machine with the other makes their bits equal.
+AVX512 and AVX2 are two implementations of one order of operations (``vectors.h``). If the test
+passes on a machine of each kind, both implementations give equal bits.
 """
 
 from __future__ import annotations

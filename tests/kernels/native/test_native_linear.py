@@ -1,4 +1,4 @@
-"""Native matmuls in 4 and 8 bits: their error, and bits of rows in any batch."""
+"""Native matmuls with 4-bit and 8-bit weights: their error, and a row's bits in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Native norms, activations and rotation, against torch's own operations; and bits of rows."""
+"""Native norms, activations and rotation: against torch's operations, and a row's bits in any
+batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded calls of native kernels: equal to those made one by one, for any step of their shape."""
+"""Recorded calls of native kernels equal direct calls, for any step of their shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of the recurrent ops, and steps that run sequences in cuts over one tensor of states."""
+"""Inputs of the recurrent ops, and steps that run sequences in chunks over one state tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compiles the recurrent kernels at the shapes of large models, for Hopper; prints registers and
-spilled bytes (JSON).
+"""Compile the recurrent kernels for Hopper at the shapes of large models.
 
-A process of its own, started by ``test_kernels.py``: there, Triton interprets.
+Prints registers and spilled bytes (JSON). ``test_kernels.py`` runs this program in a process
+without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of which row each program gets, as a kernel of its own."""
+"""The assignment of parts of rows to programs, as its own kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrent ops give what the functions of Hugging Face's modules give, for every family."""
+"""The recurrent ops give the results of Hugging Face's functions, for every family of models."""
 
 from __future__ import annotations
 

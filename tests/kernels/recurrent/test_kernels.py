@@ -1,5 +1,8 @@
-"""The recurrent Triton kernels without a GPU: under Triton's interpreter they are close to the
-CPU's implementation and give the same bits in any schedule, and they compile for Hopper."""
+"""The recurrent Triton kernels without a GPU.
+
+Under Triton's interpreter they must be close to the CPU implementation and have the same bits in
+any schedule. They must also compile for Hopper.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent ops give a token the same bits in any schedule, and keep states where they belong."""
+"""Recurrent ops give a token the same bits in any schedule and write states to their own slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrent ops on a GPU, where they are Triton kernels: the tests of a CPU, and against it."""
+"""The recurrent ops on a GPU (Triton kernels): the CPU's tests, and a comparison with the CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Prints how often tokens of edited rows are drawn, beside the probabilities of the definition.
+"""Print how often tokens of edited rows are drawn, next to the reference probabilities.
 
-``python -m tests.kernels.sampling.frequencies [cuda]``: a line for each parameter and for some
-together, with the chi-square of the draws and the probability of one as large. On a GPU through its
-kernels.
+    python -m tests.kernels.sampling.frequencies [cuda]
+
+Prints one line per parameter and for some combinations, with the chi-square statistic of the draws
+and its p-value. With `cuda`, the GPU kernels draw.
 """
 
 from __future__ import annotations

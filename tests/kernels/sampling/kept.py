@@ -1,6 +1,6 @@
-"""Rows of sampling parameters, and what the kernel that samples from part of a row keeps of them.
+"""Rows of sampling parameters, and the tokens that the truncated-sampling kernel keeps for them.
 
-The kernel of this module shares all but the noise with :func:`sample_truncated`.
+The kernel of this module shares all code but the noise with :func:`sample_truncated`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens of edited rows are drawn as often as the definition says; the seeds are fixed."""
+"""Tokens of edited rows are drawn with the reference probabilities; the seeds are fixed."""
 
 from __future__ import annotations
 

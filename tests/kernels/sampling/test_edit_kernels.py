@@ -1,4 +1,4 @@
-"""The kernels that edit logits, interpreted, beside the reference and the plain definition."""
+"""The kernels that edit logits, interpreted, against torch and the plain-Python reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simple sampling by the Triton kernels, under the interpreter, against the torch sampler."""
+"""Simple sampling by the Triton kernels, under Triton's interpreter, against the torch sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities by the Triton kernels, under the interpreter, and in torch, against float64."""
+"""Log-probabilities by the Triton kernels, interpreted, and by torch, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows sampled straight from masked logits, interpreted, beside the copies that edits make."""
+"""Rows sampled directly from masked logits, interpreted, against copies with edited logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked rows by the compiled kernels: the tokens of the same kernels on logits that are masked."""
+"""Masked rows by the compiled kernels, against the same kernels on logits that are masked first."""
 
 from __future__ import annotations
 

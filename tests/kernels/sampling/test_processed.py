@@ -1,4 +1,4 @@
-"""What a row is sampled from, by the Triton kernel under the interpreter, against the sampler."""
+"""The distribution that a row is sampled from: the Triton kernel, interpreted, against torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler: Philox test vectors, distributions, masks, independence of the batch."""
+"""The sampler: Philox test vectors, distributions, masks, and independence of the batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Truncated sampling on a GPU: against the torch sampler at a real vocabulary, in a CUDA graph, and
-in an engine, where no step may wait for the device."""
+"""Truncated sampling on a GPU: against the torch sampler with a real vocabulary, and in CUDA
+graphs.
+
+Also tests an engine in which no step may wait for the device.
+"""
 
 from __future__ import annotations
 

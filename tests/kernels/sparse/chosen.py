@@ -1,4 +1,4 @@
-"""Positions chosen at random for the queries of a batch, and attention to them in float64."""
+"""Random choices of positions for the queries of a batch, and float64 attention to them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Compiles the kernels of indexers for Hopper, which needs no GPU, and prints what the assembler
-says of them (JSON).
+"""Compile the indexer kernels for Hopper and print the assembler's report (JSON).
 
-A process of its own, started by ``test_index_kernels.py``: there, Triton interprets.
+Needs no GPU. ``test_index_kernels.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

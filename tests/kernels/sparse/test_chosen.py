@@ -1,4 +1,4 @@
-"""Attention to chosen positions in Triton under its interpreter, of heads and of latents."""
+"""Sparse attention to chosen positions, of heads and of latents, under Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Top-k indexers in Triton under its interpreter: beside the CPU's, and bit against bit."""
+"""Top-k indexers under Triton's interpreter: against the CPU's, and bit against bit."""
 
 from __future__ import annotations
 

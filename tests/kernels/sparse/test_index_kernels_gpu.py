@@ -1,4 +1,4 @@
-"""Indexers and attention to what they choose on a GPU: beside float64, and bit against bit."""
+"""Indexers and sparse attention on a GPU: against float64, and bit against bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls that expand quantised weights: exact, and one set of bits for a row in any batch."""
+"""CPU matmuls that expand quantised weights: exact, and a row's bits do not depend on the batch."""
 
 from __future__ import annotations
 

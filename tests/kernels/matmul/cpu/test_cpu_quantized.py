@@ -1,4 +1,4 @@
-"""Matmuls with weights in 4 bits and in float16: their error, and bits of rows in any batch."""
+"""CPU matmuls with 4-bit and float16 weights: their error, and a row's bits in any batch."""
 
 from __future__ import annotations
 

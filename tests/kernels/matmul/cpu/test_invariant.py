@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the few-rows product, and the row-invariant operators."""
+"""Linear layers on a CPU: the few-rows matmul, and the row-invariant operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of a CPU's matmuls are tried out once for a shape, processor and library."""
+"""Matmul recipes of a CPU are measured once per shape, processor and library."""
 
 from __future__ import annotations
 

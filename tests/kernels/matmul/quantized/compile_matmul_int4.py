@@ -1,7 +1,6 @@
-"""Compiles the matmul with 4-bit weights for Hopper, which needs no GPU, and prints what it became
-(JSON).
+"""Compile the matmul with 4-bit weights for Hopper and print properties of the result (JSON).
 
-A process of its own, started by ``test_matmul_int4.py``: there, Triton interprets.
+Needs no GPU. ``test_matmul_int4.py`` runs this program in a process without Triton's interpreter.
 """
 
 from __future__ import annotations

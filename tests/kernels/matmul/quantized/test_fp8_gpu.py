@@ -1,4 +1,4 @@
-"""FP8 matmuls on a GPU: the formula, and bit against bit over tiles and numbers of rows."""
+"""FP8 matmuls on a GPU: against the formula, and bit against bit over tiles and numbers of rows."""
 
 from __future__ import annotations
 

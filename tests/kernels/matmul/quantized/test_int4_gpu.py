@@ -1,4 +1,4 @@
-"""Matmuls with weights in 4 and 8 bits on a GPU: the bits of a matmul with the dequantised ones."""
+"""Matmuls with 4-bit and 8-bit weights on a GPU: the bits of a matmul with dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The FP8 matmul in Triton, under its interpreter, beside the formula in float64.
+"""The FP8 matmul under Triton's interpreter, against the formula in float64.
 
-The interpreter multiplies with NumPy, whose order of summation within a group is its own.
+The interpreter multiplies with NumPy, which has its own order of summation within a group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matmuls with weights in 4 and 8 bits in Triton, under its interpreter, beside float64."""
+"""Matmuls with 4-bit and 8-bit weights under Triton's interpreter, against float64."""
 
 from __future__ import annotations
 

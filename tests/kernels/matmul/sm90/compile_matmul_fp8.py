@@ -1,6 +1,7 @@
-"""Compiles the FP8 matmuls for Hopper, which needs no GPU, and prints what they became (JSON).
+"""Compile the FP8 matmuls for Hopper and print properties of the results (JSON).
 
-A process of its own, started by ``test_matmul_fp8_sm90.py``: there, Triton interprets.
+Needs no GPU. ``test_matmul_fp8_sm90.py`` runs this program in a process without Triton's
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compiles the matmul of many rows for Hopper, without a GPU, and prints what it became (JSON).
+"""Compile the Hopper matmul for many rows and print properties of the result (JSON).
 
-A process of its own, started by ``test_matmul_sm90_many.py``: there, Triton interprets.
+Needs no GPU. ``test_matmul_sm90_many.py`` runs this program in a process without Triton's
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""silu as the Hopper matmul of many rows has it, for a test that tries all inputs."""
+"""The silu of the Hopper matmul for many rows as its own kernel, for a test of all inputs."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

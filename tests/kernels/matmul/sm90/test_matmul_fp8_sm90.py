@@ -1,4 +1,4 @@
-"""FP8 matmuls without a GPU: which tiles are chosen, and what they become for Hopper.
+"""FP8 matmuls without a GPU: the chosen tiles, and their compiled form for Hopper.
 
 Triton's interpreter does not run Gluon; tests/kernels/matmul/quantized/test_fp8_gpu.py runs it.
 """

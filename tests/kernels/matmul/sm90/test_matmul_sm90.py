@@ -1,4 +1,4 @@
-"""The product in Gluon without a GPU: which shapes it takes, and that it compiles for Hopper.
+"""The Gluon matmul without a GPU: the shapes that it supports, and its compiled form for Hopper.
 
 Triton's interpreter does not run Gluon; tests/kernels/matmul/test_dispatch_gpu.py runs it.
 """

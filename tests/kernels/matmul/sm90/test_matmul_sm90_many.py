@@ -1,4 +1,4 @@
-"""The matmul of many rows without a GPU: when it is taken, and that it compiles for Hopper.
+"""The Hopper matmul for many rows without a GPU: when it is used, and its compiled form.
 
 Triton's interpreter does not run Gluon; test_matmul_sm90_many_gpu.py runs it.
 """

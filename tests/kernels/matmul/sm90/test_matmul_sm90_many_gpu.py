@@ -1,4 +1,4 @@
-"""The matmul of many rows on a GPU, bit against bit: with our other kernels, and with cuBLAS."""
+"""The Hopper matmul for many rows on a GPU, bit against bit: our other kernels, and cuBLAS."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""When a norm and its product are one launch, and when two. On a GPU the bits are compared, too:
-tests/kernels/matmul/test_dispatch_gpu.py."""
+"""When a norm and its matmul are one launch, and when two.
+
+tests/kernels/matmul/test_dispatch_gpu.py also compares the bits on a GPU.
+"""
 
 from __future__ import annotations
 
