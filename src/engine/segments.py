@@ -68,7 +68,7 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
             raise InvalidInputError(f"segments[{i}].content_hash", b"", "must not be empty")
     total = sum(segment.length for segment in segments)
     if total != num_tokens:
-        limit = f"must have {num_tokens} positions in total, like the prompt"
+        limit = f"must have the {num_tokens} positions of the prompt in total"
         raise InvalidInputError("segments", f"{total} positions", limit)
 
 

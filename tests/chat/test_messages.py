@@ -164,7 +164,7 @@ SHOWN = [
 )
 def test_tools_that_the_template_does_not_show_are_refused(template: str) -> None:
     with pytest.raises(
-        InvalidInputError, match=r"^tools = \['weather'\]: .*template shows no tools"
+        InvalidInputError, match=r"^tools = \['weather'\]: .*template does not show tools"
     ):
         CHAT.read([USER], tools=[WEATHER], chat_template=template)
     for none in (None, []):
@@ -180,7 +180,7 @@ def test_tools_that_the_template_shows_reach_the_model(template: str) -> None:
 
 
 def test_tools_that_this_conversation_does_not_show_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"^tools = .*shows no tools"):
+    with pytest.raises(InvalidInputError, match=r"^tools = .*does not show tools"):
         CHAT.read([USER], tools=[WEATHER], chat_template=SHOWN[2])
 
 

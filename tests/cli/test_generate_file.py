@@ -227,7 +227,7 @@ def test_every_line_has_a_seed_of_its_own(desk: Desk) -> None:
 def test_blank_lines_get_no_row_and_are_numbered(desk: Desk) -> None:
     """As the help says. However many there are, an interrupted run goes on at the right line."""
     help_text = " ".join(call("generate", "--help").output.split())
-    assert "one row for each line that is not blank" in help_text
+    assert "one row per non-blank line" in help_text
     a, b, c = (json.dumps({"prompt": name}) for name in "abc")
     desk.source.write_text(f"\n{a}\n\n \t\r\n{b}\n\nbad\n{c}\n\n")
     desk.run_file()
