@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from pagespec import embedded_model_path
+
 from .blocks import ROOT, Block
 from .check import commands_of, is_install
 
 START_S = 120.0
 _STOP_S = 30.0
-# The pages assume a file of prompts.
+# The pages assume a file of prompts, and `model.gguf`.
 _FILES = {
     "prompts.jsonl": "".join(
         json.dumps({"prompt": text, "max_tokens": 8, "temperature": 0}) + "\n"
@@ -205,6 +207,8 @@ def _page_folder() -> Iterator[Path]:
         for path in ROOT.iterdir():
             if not path.name.startswith(".") and path.name not in ("build", "dist", "site"):
                 (folder / "root" / path.name).symlink_to(path)
+        if (model := embedded_model_path()) is not None:
+            (folder / "root" / "model.gguf").symlink_to(model)
         for file, text in _FILES.items():
             (folder / "root" / file).write_text(text)
         # The interpreter in use, also for scripts of the package.
