@@ -72,9 +72,9 @@ Hugging Face `generate`, and the reason for each refusal. Use it to check whethe
 _METHOD = f"""## Method
 
 Each model is built from its default config with every size reduced and with random weights. It runs
-in float32 on a CPU, in its own process with a limit of {SECONDS_AN_ENTRY} s. "Equal" means that
-every token is the one that transformers' own greedy `generate` chooses, and that logits are within
-1e-4 of the largest logit, under three conditions:
+in float32 on a CPU, in its own process with a limit of {SECONDS_AN_ENTRY} s. "Equal" means two
+things: every token is the one that transformers' own greedy `generate` chooses, and logits are
+within 1e-4 of the largest logit. Each model runs under three conditions:
 
 - a budget of 24 tokens per step and a pool so small that requests are preempted; every prompt runs
   again with its prefix cached;
