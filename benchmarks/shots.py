@@ -43,7 +43,7 @@ QUESTIONS = (
     "When do you close on Sunday?",
     "How long may I keep a film?",
     "May I bring my dog?",
-    "Who wrote Moby Dick?",
+    "Did Melville write Moby Dick?",
     "Can I renew a book?",
     "What do you cost?",
     "Do you have maps?",
@@ -51,7 +51,7 @@ QUESTIONS = (
     "Is there coffee?",
     "May I print here?",
 )
-STORY = "Once upon a time there was a lighthouse keeper who counted the ships that passed. " * 28
+STORY = "Once upon a time there was a lighthouse keeper with a list of the ships that passed. " * 28
 
 
 def requests() -> list[tuple[str, int]]:

@@ -181,10 +181,10 @@ def verify(
       pagespec verify --quick
       pagespec verify --model Qwen/Qwen3-0.6B --device cuda --max-num-seqs 256
 
-    Requests run alone in a fresh engine, and then again in batches of every size
-    up to --max-num-seqs, next to requests that arrive, end and are aborted, with
-    their prompts split at all positions, from the prefix cache, and preempted
-    after every token. Their tokens and all bits of their logits must be equal.
+    Requests run alone in a fresh engine, and then again in other schedules:
+    batches of every size up to --max-num-seqs, beside requests that arrive, end
+    and are aborted, prompts split at all positions, prefix hits, and preemption
+    after every token. Tokens and all bits of the logits must be equal.
     Controls without transparency show that the check detects differences. Exit
     code: 0 if no answer differs, 1 if any does or if none was cached or
     preempted.

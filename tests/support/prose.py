@@ -156,6 +156,12 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", "·", match.group())
 
 
+def _without_fields(string: str) -> str:
+    """An f-string without its expressions."""
+    is_formatted = re.match(r"[rR]?[fF]", string)
+    return re.sub(r"\{[^{}\n]*\}", _blank, string) if is_formatted else string
+
+
 def _without_code(text: str) -> str:
     """Inline code, link targets and addresses replaced by dots, lines kept."""
     text = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", _blank, text, flags=re.DOTALL)
@@ -190,7 +196,7 @@ def _python_prose(text: str) -> Iterator[tuple[int, str]]:
                 comment_line = token.start[0]
             comment.append(token.string.lstrip("#! "))
         elif token.type in _STRINGS and " " in token.string:
-            yield from _paragraphs(_without_code(token.string), token.start[0])
+            yield from _paragraphs(_without_code(_without_fields(token.string)), token.start[0])
     if comment:
         yield comment_line, _without_code("\n".join(comment))
 

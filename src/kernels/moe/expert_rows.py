@@ -54,7 +54,7 @@ def _sum_of_experts(  # type: ignore[no-untyped-def]
     H: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The sum over a token's experts, in their order, and a shared one, as float32. Weighted rows
-    are rounded to PRODUCT, the sum to DTYPE. The same for few tokens and many."""
+    are rounded to ``PRODUCT``, the sum to ``DTYPE``. The same for few tokens and many."""
     places = ()
     factors = ()
     for j in tl.static_range(K):
@@ -90,7 +90,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``out[t] = sum over j of rows[inverse[t * K + j]] * weights[t * K + j]``, plus
     ``sigmoid(gate[t]) * shared[t]`` if there is a shared expert; each summand is rounded to
-    PRODUCT. Grid: ``(tokens * ceil(H / BLOCK),)``."""
+    ``PRODUCT``. Grid: ``(tokens * ceil(H / BLOCK),)``."""
     overlap(PDL)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
