@@ -1,8 +1,8 @@
 """Capture a Hugging Face module into one graph, and run that graph without guards.
 
-The graph comes from Dynamo (:mod:`.dynamo`), or from disk if it was traced before. Then the passes
-run. From then on it is called with one flat list of arguments: parameters are bound once, per-step
-tensors are filled in by name, and sizes are read from the tensors.
+The graph comes from Dynamo (:mod:`.capture.dynamo`), or from disk if it was traced before. Then the
+passes run. From then on it is called with one flat list of arguments: parameters are bound once,
+per-step tensors are filled in by name, and sizes are read from the tensors.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class CaptureOptions:
 
     Attributes:
         compile: "graph" runs the captured graph after the passes. "inductor" also compiles the
-            regions between its matmuls and kernels (:mod:`.regions`). "eager" runs the module
-            itself with the project's attention.
+            regions between its matmuls and kernels (:mod:`.inductor.regions`). "eager" runs the
+            module itself with the project's attention.
         transparent: whether a row's bits are independent of the rest of the batch.
         attention: the implementation to call; None keeps the ops.
         packing_bytes: memory for copies of weights in a layout with which a matmul of few rows
@@ -149,7 +149,7 @@ class CaptureOptions:
         matmul_plan_dir: folder for the results of matmul sweeps on a GPU, and of trials on a CPU;
             None keeps none.
         threads: see :class:`.passes.PassContext`. The number in use does not change a row's bits.
-        is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
+        is_native: whether a quantised model may call :mod:`..kernels.native`, which reads float32
             caches and rounds rows to 8 bits.
         mla_latent_cache: whether to cache latent vectors instead of keys and values, if the graph
             has multi-head latent attention (:mod:`.passes.cache_latents`).

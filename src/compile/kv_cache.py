@@ -42,7 +42,7 @@ def allocate_kv_caches(
     call has only keys. A call with an indexer has index keys as the last tensor.
 
     Zeroed, with the null block as the last one. uint8 caches contain rows and float8_e4m3fn caches
-    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes per vector. Index keys have their own dtype.
+    planes of :mod:`..kernels.e4m3`: ``D + 4`` bytes per vector. Index keys have their own dtype.
     """
     num_more = _num_scale_bytes(dtype)
 

@@ -2,7 +2,7 @@
 
 There are four cases. A parameter or buffer is in the safetensors files under its name; or it is
 another name of the same tensor; or the module computed it, and it is in the record; or it is a
-stand-in for a quantised weight (:mod:`.fx.stand_in`), which is read from the files as in the first
+stand-in for a quantised weight (:mod:`.weights`), which is read from the files as in the first
 start.
 """
 

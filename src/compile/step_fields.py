@@ -1,7 +1,7 @@
 """The fields of a step: one declared list, from which graphs, packing, buffers and ranks follow.
 
 A field that is an input of the graph is traced with it (:mod:`.step_inputs`), and is part of the
-keys of stored graphs and start records. :mod:`.runner.layout` defines how fields are stored in the
+keys of stored graphs and start records. :mod:`..runner.layout` defines how fields are stored in the
 sent words.
 """
 

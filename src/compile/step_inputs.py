@@ -18,7 +18,7 @@ has an indexer."""
 
 class RecurrentStates(NamedTuple):
     """The recurrent states of requests. A request's *state table* has a slot for each *interval* of
-    its positions (:mod:`.kernels.recurrent.ops`).
+    its positions (:mod:`..kernels.recurrent.ops`).
 
     Attributes:
         tensors: per recurrent call, ``[num_slots + 1, ...]``.
@@ -44,7 +44,7 @@ class StepInputs:
         logits_to_keep: int64 ``[S]``, the tokens whose logits are computed.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         block_tables: int32 ``[R, M]``, R >= B. table_rows: int32 ``[B]``, the row of
-            ``block_tables`` for each row. For these five see :mod:`.ops`.
+            ``block_tables`` for each row. For these five see :mod:`..kernels.ops`.
         state_tables: int32 ``[R, N]``, R as for ``block_tables`` and N at least ``MIN_SIZE``, for a
             model with recurrent calls (:class:`RecurrentStates`).
         more: other inputs by name, each ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]``; with a

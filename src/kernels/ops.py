@@ -100,7 +100,7 @@ def index_topk(
     num_chosen: int,
 ) -> Tensor:
     """Write new index keys into the cache, in place, and select the positions with the highest
-    scores for each query (:mod:`.attention.indexer`).
+    scores for each query (:mod:`.sparse.indexer`).
 
     Args:
         query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.

@@ -58,7 +58,7 @@ class LocalRunner(ABC):
         block_size: tokens per KV block. num_blocks: blocks besides the null block.
         max_num_tokens: most tokens per step. max_num_rows: most requests per step.
         max_num_blocks: most blocks per request.
-        kv_cache_dtype: "fp8" for caches in e4m3 (:mod:`.kernels.e4m3`).
+        kv_cache_dtype: "fp8" for caches in e4m3 (:mod:`..kernels.e4m3`).
         num_state_slots, state_interval: for a model with recurrent layers: slots besides the null
             slot, and tokens per interval.
         overlap: whether the next step may be dispatched before the tokens of a step are collected.

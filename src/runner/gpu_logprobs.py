@@ -98,7 +98,7 @@ class GpuLogprobs:
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
             truncated: fields of the rows that use top_k, top_p or min_p, see
                 :func:`.sample_truncated`.
-            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, see :mod:`.logprobs`.
+            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, see :mod:`..engine.logprobs`.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of ``hidden
                 [T, H]``, the hidden states before the LM head.
         """

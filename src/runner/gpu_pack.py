@@ -26,8 +26,8 @@ class StagedStep(NamedTuple):
     """The integers that the host sends for a step. They are, in this order: ``num_step`` that the
     kernels unpack; ``num_truncated`` for rows that use top_k, top_p or min_p; ``num_logprobs`` for
     sampled rows and ``num_prompt_logprobs`` for prompt positions with requested log-probabilities
-    (:mod:`.logprobs`); and two for each of ``num_writes`` to the table store and of ``num_copies``
-    of blocks.
+    (:mod:`..engine.logprobs`); and two for each of ``num_writes`` to the table store and of
+    ``num_copies`` of blocks.
 
     Attributes:
         shape: shape of the step. is_captured: whether there is a graph of that shape.

@@ -1,4 +1,5 @@
-"""The step layout: how the fields of a step (:mod:`.step_fields`) are stored in its int32 words.
+"""The step layout: how the fields of a step (:mod:`..compile.step_fields`) are stored in its int32
+words.
 
 The host packs the fields of a plan one after the other, padded to the sizes of the step. Device
 code reads them in place, as views whose addresses depend only on the sizes, so that CUDA graphs can

@@ -32,15 +32,15 @@ class PassContext:
             placeholder for a constant adds it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory for packed copies of weights; 0 if weights may change.
-        matmul_plan_dir: folder for matmul plans (:mod:`.plan_cache`), on a CPU for recipes
-            (:mod:`.recipe_cache`).
+        matmul_plan_dir: folder for matmul plans (:mod:`...kernels.matmul.plan_cache`), on a CPU for
+            recipes (:mod:`...kernels.matmul.cpu.recipe_cache`).
         threads: thread counts with which a CPU may run the graph, in descending order; empty: only
             the present count.
         attention: the implementation to call instead of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant whose values they have,
             or which stands in for them; None for float16.
-        is_native: whether to call :mod:`.kernels.native` for these weights and the operations
+        is_native: whether to call :mod:`...kernels.native` for these weights and the operations
             between them.
         weight_formats: if there are such weights, the number of elements per format.
         float32_matrices: names of the other parameters, except vectors. These stay float32, on a

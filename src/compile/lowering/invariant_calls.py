@@ -1,9 +1,10 @@
 """Batch-invariant calls on a CPU. They replace matmuls, and activations whose bits depend on the
 place of an element.
 
-``linear`` and experts become calls of :mod:`.matmul.cpu.invariant`. Any other matmul with a
-constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) becomes a call of
-:mod:`.matmul.cpu.products`. Weights are packed once, as far as the context has memory for them.
+``linear`` and experts become calls of :mod:`...kernels.matmul.cpu.invariant`. Any other matmul with
+a constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) becomes a call of
+:mod:`...kernels.matmul.cpu.products`. Weights are packed once, as far as the context has memory for
+them.
 """
 
 from __future__ import annotations

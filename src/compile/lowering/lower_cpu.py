@@ -8,10 +8,10 @@
 - Matmuls, and activations whose bits depend on the place of an element, become batch-invariant
   calls if the context is transparent (:mod:`.invariant_calls`). If not, ``linear`` with a float32
   constant weight becomes :func:`~.few_rows.linear_few_rows`.
-- In both cases, matmuls whose weights stay quantised become calls of :mod:`.matmul.cpu.quantized`
-  (:mod:`.quantize_linear`).
+- In both cases, matmuls whose weights stay quantised become calls of
+  :mod:`...kernels.matmul.cpu.quantized` (:mod:`.quantize_linear`).
 - In a native context, which has such weights, attention and the results of the fusion passes become
-  calls of :mod:`.native.calls`.
+  calls of :mod:`...kernels.native.calls`.
 """
 
 from __future__ import annotations

@@ -59,10 +59,11 @@ class LoadedModel:
         default_sampling: settings of the generation config, by names of ``SamplingParams``.
         ignored_settings: names of its other settings that would change the tokens of ``generate``.
         quantization: a description of how a checkpoint's layers are quantised; their parameters are
-            stand-ins (:mod:`.stand_in`).
+            stand-ins (:mod:`..weights`).
         is_quantized_at_load: whether the loader quantised them, because the checkpoint is not
             quantised.
-        module, config: for a restored model (:mod:`.start_record`), a :class:`TensorTree` and None.
+        module, config: for a restored model (:mod:`..start_record`), a :class:`TensorTree` and
+            None.
     """
 
     module: PreTrainedModel

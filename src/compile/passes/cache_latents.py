@@ -8,7 +8,8 @@ With H heads, a latent of R elements and a rotated key of P elements, which head
     rope [1, 1, T, P] ─ expand ─► [1, H, T, P];   key = [k', expanded rope], value = v
     kv_store(key, value, ..);   out = paged_attention(query [T, H, N + P], ..)
 
-is rewritten to, with W_k ``[H, N, R]`` and W_v ``[H, R, V]`` views of W (:mod:`..mla.dispatch`)::
+is rewritten to, with W_k ``[H, N, R]`` and W_v ``[H, R, V]`` views of W
+(:mod:`...kernels.mla.dispatch`)::
 
     store_latent(latent, rope, cache);   q = latent_query(query, W_k)
     out = head_values(attention(q, cache), W_v)

@@ -43,8 +43,8 @@ from ..weights import is_stand_in, stand_in
 _UNIT_BYTES = 16
 _PADDED_TO = 16
 """Outputs are padded to a multiple of this. 16-byte units would need less, but Triton specialises
-strides on multiples of 16. Without it some CPU matmuls (:mod:`.matmul.cpu.invariant`) would pad
-outputs to 16 in every call."""
+strides on multiples of 16. Without it some CPU matmuls (:mod:`...kernels.matmul.cpu.invariant`)
+would pad outputs to 16 in every call."""
 
 
 def _storage(tensor: Tensor) -> int:

@@ -25,8 +25,8 @@ class AttentionSpec:
             (ALiBi); empty for none.
         is_latent: whether the values are the first ``v_dim`` elements of the keys. Then only the
             keys are cached (:mod:`..mla.dispatch`).
-        num_chosen: the most positions that a query sees, selected by an indexer (:mod:`.indexer`);
-            0 means all.
+        num_chosen: the most positions that a query sees, selected by an indexer
+            (:mod:`..sparse.indexer`); 0 means all.
         index_dim: elements of the index key per token, if this call has its own indexer; else 0.
             index_dtype: name of their dtype.
     """

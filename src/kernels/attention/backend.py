@@ -1,6 +1,6 @@
 """The attention backend of an engine (Triton, FlashAttention or torch), selected at startup.
 
-Three implementations serve the ops of :mod:`.ops`: the Triton kernels, a FlashAttention library,
+Three implementations serve the ops of :mod:`..ops`: the Triton kernels, a FlashAttention library,
 and the reference in plain torch. The runner replaces the ops in the graph by the functions of an
 :class:`AttentionBackend`, so a step makes no choice.
 """

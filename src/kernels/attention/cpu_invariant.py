@@ -213,7 +213,7 @@ def attend(
 
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """Compute layout and attention; shapes as in :mod:`.ops`."""
+    """Compute layout and attention; shapes as in :mod:`..ops`."""
     masks = params.window, params.chunk, params.alibi_slopes
     layout = build_layout(kv.k_cache, *kv[2:], *masks)
     return attend(query, kv.k_cache, kv.v_cache, layout, params)

@@ -148,7 +148,7 @@ def _float32_attention(
 
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """Layout and attention in one; shapes as in :mod:`.ops`."""
+    """Layout and attention in one; shapes as in :mod:`..ops`."""
     masks = params.window, params.chunk, params.alibi_slopes
     layout = build_layout(query, kv.k_cache, *kv[2:], *masks)
     return attend(query, kv.k_cache, kv.v_cache, layout, params)

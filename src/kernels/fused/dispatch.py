@@ -163,8 +163,8 @@ def kv_store(
     """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
 
     Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or contain rows or planes of
-    :mod:`.e4m3`. ``slot_mapping`` is int64 ``[T]``; slot = block id * block_size + offset. Repeated
-    slots (those of padding tokens, in the null block) end with any one of the values.
+    :mod:`..e4m3`. ``slot_mapping`` is int64 ``[T]``; slot = block id * block_size + offset.
+    Repeated slots (those of padding tokens, in the null block) end with any one of the values.
     """
     if e4m3.are_planes(k_cache):
         e4m3.store_planes(k_cache, slot_mapping, key)

@@ -3,13 +3,13 @@ bits.
 
 cuBLAS selects another algorithm, and with it another order of summation, as the number of rows
 changes. Without split-K it uses the plain order from some number of rows up. The own kernels use
-the same order: :mod:`.matmul_sm90` on Hopper, where it has a tile, and :mod:`.matmul` elsewhere. Up
-to 16, 64 or 256 rows they are also faster. So each shape needs one value, ``max_custom_rows``: up
-to it the own kernels compute, above it cuBLAS. :func:`.plan.choose_plan` finds it on this GPU by
-comparing bits. Above it :mod:`.matmul_sm90_many` replaces cuBLAS where it is faster, which depends
-on the number of rows (:mod:`.tiles`) and changes no bits. Where equal bits of all tiles are not
-established (float32, rows that are not whole 16-byte units), the Triton kernel computes all rows
-with one tile. A norm before a matmul of a few rows may be fused with it
+the same order: :mod:`.sm90.matmul_sm90` on Hopper, where it has a tile, and :mod:`.matmul`
+elsewhere. Up to 16, 64 or 256 rows they are also faster. So each shape needs one value,
+``max_custom_rows``: up to it the own kernels compute, above it cuBLAS. :func:`.plan.choose_plan`
+finds it on this GPU by comparing bits. Above it :mod:`.sm90.matmul_sm90_many` replaces cuBLAS where
+it is faster, which depends on the number of rows (:mod:`.tiles`) and changes no bits. Where equal
+bits of all tiles are not established (float32, rows that are not whole 16-byte units), the Triton
+kernel computes all rows with one tile. A norm before a matmul of a few rows may be fused with it
 (:func:`.matmul_sm90.norm_matmul`).
 """
 

@@ -17,7 +17,7 @@ _MOST_STAGES = 16
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last bucket also serves all larger counts
 
 
-MANY_ROWS = 128  # rows of x in a tile of :mod:`.matmul_sm90_many`
+MANY_ROWS = 128  # rows of x in a tile of :mod:`.sm90.matmul_sm90_many`
 MANY_WEIGHT_ROWS = 256  # rows of the weight in such a tile; with a gate half of them are up's
 _LEAST_MANY_ROWS = 512
 _MOST_MANY_SUMMANDS = 4096
@@ -210,7 +210,7 @@ def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -
 
 
 def fits_many_rows(num_outs: int, k_size: int) -> bool:
-    """Whether :mod:`.matmul_sm90_many` supports such a matmul.
+    """Whether :mod:`.sm90.matmul_sm90_many` supports such a matmul.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -222,7 +222,7 @@ def fits_many_rows(num_outs: int, k_size: int) -> bool:
 
 
 def count_many_tiles(num_rows: int, num_outs: int, has_gate: bool) -> int:
-    """Number of tiles of :mod:`.matmul_sm90_many`."""
+    """Number of tiles of :mod:`.sm90.matmul_sm90_many`."""
     return -(-num_rows // MANY_ROWS) * -(-num_outs // _outs_per_tile(has_gate))
 
 
@@ -240,7 +240,7 @@ def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool) -> bool:
 def is_quicker_for_many_rows(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
 ) -> bool:
-    """Whether :mod:`.matmul_sm90_many` is faster than cuBLAS, as far as measured.
+    """Whether :mod:`.sm90.matmul_sm90_many` is faster than cuBLAS, as far as measured.
 
     It has one tile size, so its time is that of whole waves of tiles, one per multiprocessor.
     cuBLAS switches to smaller tiles, which are slower where waves are full. So the result depends

@@ -1,8 +1,8 @@
 """Attention over the positions that an indexer selected, for caches that hold all heads.
 
 For models without latent caches (:mod:`..mla` serves those with latent caches). The steps are those
-of :mod:`.online_softmax` with one split: tiles of BLOCK_N selected positions, in order of position.
-So the bits of a query depend only on its own text.
+of :mod:`..attention.online_softmax` with one split: tiles of BLOCK_N selected positions, in order
+of position. So the bits of a query depend only on its own text.
 """
 
 from __future__ import annotations

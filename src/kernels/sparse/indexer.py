@@ -10,8 +10,8 @@ equal scores at the threshold, the selection is that of ``torch.topk`` over the 
 as transformers has it when it decodes the query's token. In a longer prompt, transformers also
 passes the hidden positions after them to ``topk``, which may break such a tie otherwise.
 
-As in :mod:`.cpu_invariant`, every matmul has the shape of a tile of keys that begins at a fixed
-position. So a score has the same bits in any step, and the selection is the same.
+As in :mod:`..attention.cpu_invariant`, every matmul has the shape of a tile of keys that begins at
+a fixed position. So a score has the same bits in any step, and the selection is the same.
 """
 
 from __future__ import annotations

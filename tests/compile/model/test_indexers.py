@@ -164,7 +164,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (_WithSigmoid, "products through 'sigmoid', not relu"),
+        (_WithSigmoid, "applies 'sigmoid' to queries times keys, not relu"),
         (_OfOneHead, "scores from 'getitem'"),
         (_WithBias, "a mask from 'add'"),
         (_OfLowest, "a choice of 7 in another form"),
@@ -175,7 +175,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
     ],
 )
 def test_another_computation_is_refused(kind: type[_Indexer], reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} chooses .* {reason}"):
+    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} selects .* {reason}"):
         probe_model(load_model(_with_indexer(kind)))
 
 

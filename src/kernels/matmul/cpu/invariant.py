@@ -19,7 +19,7 @@ size and dtype of a weight determine its library, never a timing: bits must not 
 results of one machine are not assumed on another. :func:`choose_recipe` tests every recipe with the
 exact shape and every number of threads that may be used, before it returns one. The fallbacks are
 calls of one fixed shape, calls with one thread, and sums in an explicit order
-(:mod:`..fixed_order`).
+(:mod:`...fixed_order`).
 
 A packed weight is a second copy that later changes of the weight do not reach, so only constant
 weights are packed. All layers of SmolLM2-135M (120 weights, none in the cache; 900 rows: five times

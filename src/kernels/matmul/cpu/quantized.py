@@ -1,7 +1,7 @@
 """CPU matmuls with 4-bit, 8-bit or float16 weights that are never expanded to float32.
 
 A decode step of few rows takes the time of reading the weights, so fewer bytes give more tokens per
-second. Where :mod:`..native` can be built, it multiplies weights with groups of 32 inputs
+second. Where :mod:`...native` can be built, it multiplies weights with groups of 32 inputs
 (:class:`Int4Weight`, :class:`Int8Weight`) with the values in the file (:func:`pack_native`).
 Elsewhere two torch operations replace it. Both sum in float32. They are used where a row has the
 same bits whatever the number of rows, which a trial determines once per shape

@@ -2,7 +2,7 @@
 multiplied on the FP8 matrix units.
 
 The bits of a row do not depend on the number of rows: see :mod:`.matmul_fp8` for the order of
-summation and :mod:`..fused.quantize_rows` for the rounding. A preceding norm or gated activation
+summation and :mod:`...fused.quantize_rows` for the rounding. A preceding norm or gated activation
 may quantise its own result.
 """
 

@@ -1,7 +1,7 @@
 """Matmul of FP8 rows and an FP8 weight on a Hopper GPU: the entry, and the kernel for few rows.
 
-The two kernels compute the bits of :mod:`.matmul_fp8`. They support weights whose outputs share
-their scales in whole blocks of 128, or have one scale each for all inputs.
+The two kernels compute the bits of :mod:`..quantized.matmul_fp8`. They support weights whose
+outputs share their scales in whole blocks of 128, or have one scale each for all inputs.
 :mod:`.matmul_fp8_sm90_many` has the kernel for many rows.
 
 The kernel for few rows prefetches its weight, as :mod:`.matmul_sm90` does for bfloat16. A group of

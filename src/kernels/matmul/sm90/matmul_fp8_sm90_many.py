@@ -4,7 +4,7 @@ A program computes tile after tile. Two producer warps keep the stages of shared
 including those of the next tile. Each of two or three consumer warpgroups multiplies 64 of the rows
 and releases the stages. While the matrix unit works for one warpgroup, another scales and adds its
 results, or stores. Rows of x are the left operand of the unit, so a thread has two of them, and two
-scales. The bits are those of :mod:`.matmul_fp8`.
+scales. The bits are those of :mod:`..quantized.matmul_fp8`.
 
 A stage holds a group of 128 inputs: 64 rows of x per consumer warpgroup, rows of the weight, and
 the scales of both. One warp fills it by TMA, and another loads scales by ``cp.async``; its barrier

@@ -12,7 +12,8 @@ A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_r
 runs over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, with the weight as the
 left operand, by one or two warpgroups. If it owns fewer rows of the weight than wgmma takes, the
 rest of the operand is whatever follows in shared memory. Those results are discarded, because rows
-of a matmul do not mix. The order of summation, and therefore the bits, are those of :mod:`.matmul`.
+of a matmul do not mix. The order of summation, and therefore the bits, are those of
+:mod:`..matmul`.
 
 Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
@@ -21,7 +22,7 @@ the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of
 The norm before a matmul of up to four rows may be fused with it (:func:`norm_matmul`). At batch 1 a
 separate norm kernel has a microsecond of work. Here each program adds the residual and normalises
 all of x after the same wait, while its weights are loading. The bits are those of
-:mod:`..fused.rms_norm` and of the separate matmul. A row is distributed over four warps as in that
+:mod:`...fused.rms_norm` and of the separate matmul. A row is distributed over four warps as in that
 norm, so additions have the same order. This bounds K (:func:`serves_norm`).
 """
 
@@ -182,7 +183,7 @@ def push_outputs(
 ):  # fmt: skip
     """Round the accumulators ``total [LEFT, X_ROWS]``, and push those of weight rows ``begin`` to
     ``begin + PART`` into the box that each rank (this one included) has for this rank
-    (:mod:`..collectives.peer_memory`). ``half [X_ROWS]``: half of the box, 0 or 1."""
+    (:mod:`...collectives.peer_memory`). ``half [X_ROWS]``: half of the box, 0 or 1."""
     LEFT: gl.constexpr = total.shape[0]
     SUM: gl.constexpr = total.type.layout
     bits = total.to(gl.bfloat16).to(gl.int16, bitcast=True)
