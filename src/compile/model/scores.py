@@ -289,17 +289,17 @@ def find_index_scores(gm: GraphModule, keys: Node) -> IndexScores:
         raise Unreadable(f"has a mask from {_name(masked)!r}")
     if calls(weighed, "squeeze") and weighed.args[1:] == (-2,):
         weighed = weighed.args[0]
-    row, products = _pair(weighed, *_MATMULS) or (None, None)
+    row, activated = _pair(weighed, *_MATMULS) or (None, None)
     if row is None:
         raise Unreadable(f"has scores from {_name(weighed)!r}")
     if not calls(row, "unsqueeze") or row.args[1] != -2:
         raise Unreadable(f"has weights from {_name(row)!r}")
-    if not calls(products, "relu"):
-        raise Unreadable(f"applies {_name(products)!r} to queries times keys, not relu")
-    product = _walk_up(products.args[0], scores, [_scaled])
-    query, columns = _pair(product, *_MATMULS) or (None, None)
+    if not calls(activated, "relu"):
+        raise Unreadable(f"applies {_name(activated)!r} to queries times keys, not relu")
+    dots = _walk_up(activated.args[0], scores, [_scaled])
+    query, columns = _pair(dots, *_MATMULS) or (None, None)
     if query is None:
-        raise Unreadable(f"multiplies queries and keys by {_name(product)!r}, not by a matmul")
+        raise Unreadable(f"multiplies queries and keys by {_name(dots)!r}, not by a matmul")
     if not _are_columns(columns, keys):
         raise Unreadable("multiplies queries with something other than its keys")
     weights = row.args[0]
