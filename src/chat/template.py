@@ -1,5 +1,4 @@
-"""Determines properties of a chat template, and the format of its answers, by rendering small
-conversations.
+"""Determines a chat template's properties and answer format by rendering small conversations.
 
 A template is a program: it may read content as text or as a list of parts, and may ignore tools.
 These properties show in its output, not in its source. To detect the format, a conversation with a

@@ -1,5 +1,4 @@
-"""The pool of KV-cache blocks. For models with recurrent layers, it also holds the pool of state
-slots.
+"""The pool of KV-cache blocks and, for models with recurrent layers, the pool of state slots.
 
 Property numbers (S1, S2 ...) are those of ``spec/README.md``.
 """

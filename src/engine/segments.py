@@ -2,8 +2,8 @@
 
 A content segment has placeholder tokens, which are the same for all contents. A block key therefore
 covers the block's tokens and, for each content segment that overlaps the block, three values: the
-positions it covers, the content's hash, and the offset of its first position in the content. The key
-of a block without content segments covers its tokens only.
+positions it covers, the content's hash, and the offset of its first position in the content. The
+key of a block without content segments covers its tokens only.
 
 A row, a prefix hit and a copied block may end anywhere inside a content segment: attention is
 causal, so the KV of a position depends on no later position, and every row reads the embeddings of

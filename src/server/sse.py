@@ -1,5 +1,4 @@
-"""Answers of generating endpoints: one JSON body, or server-sent events that end with ``data:
-[DONE]``.
+"""Answers of generating endpoints: one JSON body, or server-sent events ending in ``[DONE]``.
 
 An error after the first byte is sent as an event with the body of an error response, and ends the
 stream. There are no SSE comments and no heartbeats: some clients read every line as data. The base
