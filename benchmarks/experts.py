@@ -3,11 +3,11 @@
     python -m benchmarks.experts [--tokens 1 64 256 8192] [--sweep] [--seconds 60]
     TRITON_INTERPRET=1 python -m benchmarks.experts --dry       # a tiny shape, on a CPU
 
-128 experts, 8 per token, 2048 x 768, bfloat16. The eight experts are drawn uniformly, anew for each
-call of a graph. The roofline is the larger of two times: the bytes of the experts that have a
-token, with input and output rows, at the GPU's read bandwidth; and the operations at its matmul
-rate (:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits
-with those of the tile in use.
+128 experts, 8 per token, 2048 x 768, bfloat16. Each call of a graph draws its eight experts
+uniformly. The roofline is the larger of two times: the bytes of the experts that have a token, with
+input and output rows, at the GPU's read bandwidth; and the operations at its matmul rate
+(:mod:`benchmarks.card`). ``--sweep`` times the tiles of both matmuls and compares their bits with
+those of the tile in use.
 """
 
 from __future__ import annotations

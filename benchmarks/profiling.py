@@ -31,7 +31,7 @@ class Interval:
 
 
 def advances(intervals: Iterable[Interval]) -> Iterator[tuple[str, float]]:
-    """For each interval, by begin: its name, and by how many microseconds it ends after all
+    """For each interval, by start: its name, and by how many microseconds it ends after all
     intervals before it.
 
     A kernel with dependent launch starts early and waits for those before it, so its time on the
@@ -49,7 +49,7 @@ def busy_time(intervals: Iterable[Interval]) -> float:
 
 
 def idle_fraction(intervals: Iterable[Interval]) -> float:
-    """Fraction of the time from the first begin to the last end in which nothing ran.
+    """Fraction of the time from the first start to the last end in which nothing ran.
 
     Raises:
         ValueError: there are no intervals, or they take no time.
@@ -57,7 +57,7 @@ def idle_fraction(intervals: Iterable[Interval]) -> float:
     known = list(intervals)
     span = max((i.end for i in known), default=0.0) - min((i.begin for i in known), default=0.0)
     if span <= 0:
-        raise ValueError("no time passes between the first begin and the last end")
+        raise ValueError("no time passes between the first start and the last end")
     return 1.0 - busy_time(known) / span
 
 

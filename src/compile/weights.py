@@ -157,7 +157,7 @@ class WeightNames(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all tensors of the checkpoint."""
+        """The names of all tensors of the checkpoint."""
 
     @property
     def ties(self) -> Sequence[Sequence[str]]:

@@ -133,7 +133,7 @@ class Channel:
         return arrays
 
     def run(self, rank: int, step: int, launch: Callable[[list[NDArray[Any]]], _T]) -> _T:
-        """Launch a step on this rank, and count it in its cell: before, and after."""
+        """Launch one step on this rank, and count it in its cell: before, and after."""
         cell, arrays = self.cells[rank], self.read(step)
         cell.digest = digest_of(step, arrays, cell.digest)
         cell.num_started = step + 1

@@ -171,7 +171,7 @@ class GpuStepPacker:
 def send(
     b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray
 ) -> tuple[Tensor, Tensor]:
-    """Copy a step to the device from buffer ``index`` of a ring, and apply its writes to the store.
+    """Send a step to the device from buffer ``index`` of a ring, and apply its writes to the store.
 
     Args:
         array: the step; either that buffer, or a separate longer array.

@@ -116,7 +116,7 @@ def inputs_of_groups(
 
     Args:
         nodes: from :func:`.graph_json.encode`.
-        prefix: the begin of the names of layers' parameters, before the layer's number.
+        prefix: the start of the names of layers' parameters, before the layer's number.
 
     Raises:
         LayersDiffer: the compared groups have different inputs.

@@ -119,8 +119,7 @@ class ResultEncoder:
         return [name, *map(self._expression, value.args)]
 
     def symbols(self) -> list[Any]:
-        """Those that results have, in the order in which they were made, which their names depend
-        on."""
+        """The symbols of results, in the order of their creation, which determines their names."""
         if self._shape_env is None:
             return []
         found = []

@@ -2,7 +2,7 @@
 group.
 
 The *segment* between two groups of layers is the graph from the last attention call (or recurrence)
-of one group to that of the next: the end of one group and the begin of the next. If groups are
+of one group to that of the next: the end of one group and the start of the next. If groups are
 equal, segments are, too: each node reads nodes of its own segment, of the preceding segment, a
 value that all layers read, or a parameter, cache or state of its segment's two groups. The last two
 segments are compared, and the last one is repeated.
@@ -26,7 +26,7 @@ def repeat_layers(
 
     Args:
         data: a graph whose caches and states have the numbers of the model's calls.
-        prefix: the begin of the names of layers' parameters, before the number, for example
+        prefix: the start of the names of layers' parameters, before the number, for example
             "model.layers.".
         groups: the groups whose layers are in the graph. calls: the calls that they make.
 

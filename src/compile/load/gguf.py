@@ -77,7 +77,7 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
 
 
 def _manifest(folder: Path) -> dict[str, list[int | str]]:
-    """Size and digest of each file. Only the begin and the end of a large file are read, because
+    """Size and digest of each file. Only the start and the end of a large file are read, because
     reading all of it takes as long as loading it. They reveal what a full disk or a crash
     leaves."""
     found: dict[str, list[int | str]] = {}

@@ -230,7 +230,7 @@ def _check_ties(file: str, found: Sequence[tuple[float, str, Iterable[object]]])
         texts = [text for _, text, _ in tied]
         if len(texts) == 1:
             continue
-        # Two merges conflict if the end of one text is the begin of another.
+        # Two merges conflict if the end of one text is the start of another.
         heads = {text[:cut] for text in texts for cut in range(1, len(text))}
         tails = {text[cut:] for text in texts for cut in range(1, len(text))}
         shared = heads & tails

@@ -29,7 +29,7 @@ _NUM_KEPT = ("size", "logits_to_keep", 0)
 
 
 def keep_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``[1, S, H]`` from ``[1, T, H]``: the begin of the head."""
+    """``[1, S, H]`` from ``[1, T, H]``: the start of the head."""
     return hidden[:, rows, :]
 
 

@@ -223,7 +223,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
     low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS)
     if worker > last_segment - first_segment:
-        return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
+        return  # before the wait, to free its slot; worker 0 goes on
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + tl.load(table_rows + some_row).to(tl.int64) * table_stride
     begin = segment_begin(last_segment - worker, low, num_first, SPLITS, BLOCK_N)

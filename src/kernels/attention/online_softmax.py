@@ -150,7 +150,7 @@ def split_begin(split, splits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def begins_split(start, splits):  # type: ignore[no-untyped-def]
-    """Whether a split begins at ``start``, the begin of a tile."""
+    """Whether a split begins at ``start``, the start of a tile."""
     size = tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
     return start & (size - 1) == 0
 

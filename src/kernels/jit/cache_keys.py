@@ -19,8 +19,8 @@ from triton.runtime.jit import JITCallable
 
 
 def read_triton_early() -> threading.Thread:
-    """Compute the digest of Triton's files in a thread. All names contain it, and one file has
-    400 MB: half a second or more. It is known once the thread is joined."""
+    """Compute the digest of Triton's files in a thread. All names contain it, and one file has 400
+    MB, so this takes half a second or more. The digest is available once the thread is joined."""
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()
     return thread

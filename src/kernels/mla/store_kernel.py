@@ -1,5 +1,5 @@
-"""The store of latent vectors as Triton kernels: one program copies a token's vector to its slot,
-either unchanged or normalised and rotated."""
+"""The store of latent vectors as Triton kernels: one program copies the vector of a token to its
+slot, either unchanged or normalised and rotated."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
 
     Args:
         lines: :class:`Lines`.
-        begin: first position, the begin of a split. end: one after the last position.
+        begin: first position, the start of a split. end: one after the last position.
         last: last position that any of the lines sees. positions: positions of the lines, ``[M]``.
             With selected positions, all four are indices of these.
         factor: converts scores to base-2 logarithms.

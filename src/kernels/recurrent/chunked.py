@@ -1,6 +1,6 @@
 """The gated delta rule and Mamba-2 as Triton kernels, one chunk of positions at a time.
 
-For a chunk that begins with state S, with g the cumulative sum of log decays from its begin:
+For a chunk that begins with state S, with g the cumulative sum of log decays from its start:
 
     A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]) for j < i
     P[i, j] = exp(g[i] - g[j]) (q[i] . k[j])         for j <= i
@@ -12,7 +12,7 @@ For a chunk that begins with state S, with g the cumulative sum of log decays fr
 positions after i, if their inputs are finite. So a position's result does not depend on how much of
 its chunk is present: a decode step computes it as a prompt does, with the chunk's earlier positions
 from the slot. The slot contains the state before the chunk and the inputs since
-(:mod:`.recurrent_spec`). The state is written at a chunk's end, and at the begin of an interval to
+(:mod:`.recurrent_spec`). The state is written at a chunk's end, and at the start of an interval to
 another slot.
 
 Matmuls are bfloat16 with float32 accumulators. A float32 factor is split into two bfloat16, which

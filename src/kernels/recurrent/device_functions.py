@@ -151,7 +151,7 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``[i, j]``: the logarithm of the decays from a chunk's begin to position i."""
+    """``[i, j]``: the logarithm of the decays from a chunk's start to position i."""
     # exp of smaller values is also 0, and a larger sum would leave fewer digits for later
     # logarithms.
     decay = tl.maximum(decay, _SMALLEST_LOGARITHM, propagate_nan=tl.PropagateNan.ALL)
@@ -244,7 +244,7 @@ def halves(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def read_state(state, reads, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """What the queries of a chunk, and in the delta rule also its keys, read of ``state [V, K]``,
-    the state at the chunk's begin."""
+    the state at the chunk's start."""
     zeros = tl.zeros((state.shape[0], reads.shape[0]), tl.float32)
     return matmul(state, tl.trans(reads), zeros, SPLIT)
 

@@ -35,7 +35,7 @@ class StagedEdits(NamedTuple):
     Attributes:
         fields: ``[EDIT_FIELDS, rows]``.
         bias: ``[2, n]``: ids and bits of float32 values, row after row.
-        words: ``[w + 1]``: the begin of each bad word in ``word_ids``, row after row.
+        words: ``[w + 1]``: the start of each bad word in ``word_ids``, row after row.
         word_ids: the tokens of all bad words.
         masks: ``[m, ceil(V / 32)]``.
         constrained: ``[.., >= ceil(V / 32)]``, rows contiguous: masks that were sent before.
@@ -183,7 +183,7 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     for back in range(1, num_word_tokens):
         is_part = mask & (last - back >= begin)
         wanted = tl.load(word_ids + last - back, mask=is_part, other=0)
-        # -1, which is no id, before the begin of the output.
+        # -1, which is no id, before the start of the output.
         place = num_tokens - back
         found = tl.load(base + place, mask=place >= num_prompt, other=-1)
         mask &= (last - back < begin) | (found == wanted)
