@@ -1,8 +1,8 @@
 """The sizes of a model that rooflines need: matrices, experts, KV cache and states.
 
-transformers builds the modules on the meta device, so any architecture is supported whose attention
-has the projections of Llama or DeepSeek, whose experts are stacked in one tensor, and whose
-recurrences have a ``conv1d`` and an ``out_proj``.
+transformers builds the modules on the meta device, so most architectures are supported. Attention
+must have the projections of Llama or DeepSeek, experts must be stacked in one tensor, and
+recurrences must have a ``conv1d`` and an ``out_proj``.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ cache is always warm. Modules are compiled to bytecode as Python does it: once, 
 process, if the bytecode is missing or stale.
 
 vLLM has two figures. One is the start of its engine as reported by vLLM, without interpreter and
-imports. The other is the seconds from the start of its process to the line with its first result,
-which includes some 30 tokens more than the first one (about 0.05 s at its 1.5 ms per token on an
-H100).
+imports. The other is the time from the start of its process to the line with its first result. It
+includes some 30 tokens more than the first one (about 0.05 s at its 1.5 ms per token on an H100).
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A window, a compression rate, a lower bound, a chunk size or an original context length is a number
 of tokens or a position in the config. Names do not decide which integers are thresholds. Each
-integer that a context can reach is tested, at t - 1, t and t + 1, and also each that the number of
-tokens of a pass can reach, which serves many contexts at once. A large model cannot afford all
-tests. Integers that are also the size of a weight or of attention heads, as most are, come after
-the others. They are not omitted: a window of 128 and a head size of 128 are the same integer.
+integer that a context can reach is tested, at t - 1, t and t + 1. The same holds for each that the
+number of tokens of a pass can reach; such a pass serves many contexts at once. A large model cannot
+afford all tests. Integers that are also the size of a weight or of attention heads, as most are,
+come after the others. They are not omitted: a window of 128 and a head size of 128 are the same
+integer.
 
 The cost of passes is measured in elements computed, never in seconds: the load of the machine must
 not decide which models are refused.
