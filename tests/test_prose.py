@@ -41,7 +41,7 @@ def test_sentences_of_the_documentation_are_short(name: str) -> None:
         ("src/a.py", 'raise ValueError(f"{x} is not what it asked for")\n', ["asked for"]),
         ("src/a.py", 'x = {"product": "nobody"}\n', []),
         ("src/a.py", "# a thread who waits\n", ["who"]),
-        ("docs/a.md", "Users who serve models.", []),
+        ("a.md", "Users who serve models.", []),
     ],
 )
 def test_places_are_found_in_prose_and_not_in_code(name: str, text: str, found: list[str]) -> None:

@@ -9,8 +9,8 @@ docstrings and string literals that contain a space. Names in code are not prose
 from __future__ import annotations
 
 import io
+import os
 import re
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "deploy", "docs", "examples", "spec", "src", "tests")
 SUFFIXES = (".md", ".py")
 # Python 3.12 splits f-strings.
 _STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
@@ -110,19 +111,15 @@ class Place:
 
 
 def prose_files() -> list[str]:
-    """Markdown and Python files of the repository, by path, as git lists them."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    return sorted(
-        name
-        for name in listed
-        if name.endswith(SUFFIXES) and name not in LEFT_OUT and (ROOT / name).exists()
-    )
+    """Markdown and Python files of the repository, by path; hidden folders are left out."""
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        # A link to a folder, which a development environment may need, is not followed.
+        for directory, folders, names in os.walk(ROOT / folder):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            found += [Path(directory) / name for name in names]
+    paths = (path.relative_to(ROOT).as_posix() for path in found if path.suffix in SUFFIXES)
+    return sorted(path for path in paths if path not in LEFT_OUT)
 
 
 def find_places(names: Iterable[str]) -> list[Place]:
