@@ -1,4 +1,4 @@
-"""The project's prose leaves out the words of ``tests/support/prose.py``, and sentences are short."""
+"""Prose leaves out the words of ``tests/support/prose.py``, and its sentences are short."""
 
 from __future__ import annotations
 
