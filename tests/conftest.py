@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported. Tiny matrices gain nothing from threads, and on a machine that is shared
-# OpenMP's threads wait for one another at every product: a hundred times slower was seen.
+# OpenMP's threads wait for each other at every matmul: runs 100 times slower have been measured.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch

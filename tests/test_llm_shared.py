@@ -38,7 +38,7 @@ def failing(llm: LLM, error: BaseException) -> Iterator[None]:
     runner.dispatch = dispatch  # type: ignore[method-assign]
 
 
-# Somebody else's failure ------------------------------------------------------------------------
+# A failure of another call ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])

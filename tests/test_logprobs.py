@@ -149,7 +149,7 @@ def test_a_score_is_the_float_that_was_sampled(condition: str) -> None:
 
 
 def test_the_best_of_the_likeliest_is_the_greedy_token() -> None:
-    """As lm-eval asks it: the token's own float against the largest of the dict."""
+    """As in lm-eval: the token's own float is compared with the largest of the dict."""
     llm = make_llm()
     prompt = prompts(12)[0]
     answer = generate(llm, [prompt])[0].outputs[0].token_ids

@@ -65,7 +65,7 @@ def test_commands_refuse_them_too() -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub that has the models of ``org``; what it was asked for."""
+    """A fake hub with the models of ``org``; yields the requested names."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

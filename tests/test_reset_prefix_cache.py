@@ -48,7 +48,7 @@ def test_there_are_hits_before_and_none_after() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_is_being_served_goes_on(depth: int, tmp_path: Path) -> None:
-    """A stream that runs, one whose siblings pend, and one that waits: all of them end as ever."""
+    """A running stream, one with pending siblings, and a waiting one all give unchanged answers."""
     path = tmp_path / "trace.jsonl"
     llm = content_llm(
         pipeline_depth=depth,

@@ -15,7 +15,7 @@ SMALL = ["bench", "-m", "x", "--device", "cpu", "--num-prompts", "6", "--input-l
 
 
 class FakeLLM:
-    """Generates as many tokens as it is asked for, or ``short`` fewer."""
+    """Generates the requested number of tokens, or ``short`` fewer."""
 
     def __init__(self) -> None:
         self.tokenizer = range(50)

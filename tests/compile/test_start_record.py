@@ -33,7 +33,7 @@ from tests.support.gguf_files import gguf_model
 from tests.support.models import BY_DAY, tiny_model
 from tests.support.quantized_files import SIZES, write_quantized
 from tests.support.tokenizers import byte_level
-from tests.test_rooms import MODULES, path_of, read_imports, room
+from tests.test_imports import MODULES, layer_of, path_of, read_imports
 
 CPU = torch.device("cpu")
 # What they cost is most of a start that needs them.
@@ -270,12 +270,12 @@ def test_a_damaged_record_is_not_used(
     assert record_of(folder, cache).restore() is None
 
 
-def test_the_code_of_all_rooms_that_load_probe_and_trace_counts() -> None:
+def test_the_code_of_all_packages_that_load_probe_and_trace_counts() -> None:
     begun = {"load", "probe", "capture"}
     reached = {
-        room(edge.target, "compile")
+        layer_of(edge.target, "compile")
         for module, is_package in MODULES.items()
-        if module.startswith("compile.") and room(module, "compile") in begun
+        if module.startswith("compile.") and layer_of(module, "compile") in begun
         for edge in read_imports(path_of(module, is_package).read_text(), module, MODULES)
         if edge.target.startswith("compile.")
     }

@@ -29,11 +29,11 @@ HOSTILE: dict[str, Any] = {
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 BOUND_S = 30.0
-"""Within which any fault must be told, and all processes gone."""
+"""The time within which a fault must be reported and all processes must end."""
 
 
 class Group:
-    """An engine of two ranks for all tests; what ends it is followed by another."""
+    """An engine of two ranks for all tests; after a test has ended it, a new one starts."""
 
     def __init__(self, folder: Path, traces: Path) -> None:
         self._folder, self._traces = folder, traces
@@ -77,13 +77,13 @@ class Group:
         return [list(result.outputs[0].token_ids) for result in results]
 
     def drop(self) -> None:
-        """As a user does who deletes it."""
+        """Delete the engine as a user does."""
         self._llm = None
         gc.collect()
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Within the time in which a killed process goes."""
+    """All processes must end within the time that a killed process needs."""
     end = time.monotonic() + BOUND_S
     for pid in pids:
         while is_there(pid):
@@ -97,7 +97,7 @@ def is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"  # one whose parent has not asked: it is at its end
+    return state != "Z"  # a zombie, whose parent has not waited for it yet, has ended
 
 
 def check_trace(group: Group) -> replay.Verdict:
@@ -107,8 +107,8 @@ def check_trace(group: Group) -> replay.Verdict:
 
 
 def lose(group: Group, what: str, fault: Callable[[], None], at: int = 5) -> str:
-    """Have a fault come while a step is computed: it is told in time, and again at each call, and
-    nothing is left of the group."""
+    """Cause a fault while a step is computed. The engine must report it in time and at each later
+    call, and no process may remain."""
     llm, num_steps = group.llm, 0
 
     def on_step(_plan: StepPlan) -> None:

@@ -143,7 +143,7 @@ def test_no_sample_can_exceed_the_longest_form() -> None:
 
 
 def test_drafts_take_what_is_left_of_the_budget() -> None:
-    """Behind every row, also of younger requests; the eldest's drafts come first."""
+    """Behind every row, also of younger requests; the oldest request's drafts come first."""
     scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=8)
     added(scheduler, "a")
     added(scheduler, "b", prompt=[3, 4, 5])

@@ -43,8 +43,8 @@ def test_a_plan_has_whole_tables_of_the_admitted_and_growth_of_the_others() -> N
 
 
 def test_hits_and_one_block_more_are_one_whole_table() -> None:
-    """Paused when its blocks were full and resumed with all of them cached, a request needs just
-    one more block: the way that takes no thought gives it."""
+    """A request is paused when its blocks are full and resumed when all of them are cached. It
+    needs just one more block, which the fast path allocates."""
     scheduler = make_scheduler(num_blocks=8)
     add(scheduler, "a", 4, 8)
     step(scheduler)

@@ -76,7 +76,7 @@ def test_chunks_of_a_settled_only_prompt_wait_for_nothing() -> None:
 
 
 def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:
-    """The eldest takes a block of the youngest, which it has published: an eviction."""
+    """The oldest request takes a block that the youngest had published: an eviction."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     account = explained(scheduler)
     add(scheduler, "a", 3, 5)

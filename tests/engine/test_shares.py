@@ -85,7 +85,7 @@ def test_owners_with_requests_that_wait_are_served_equally() -> None:
 
 
 def test_a_long_answer_costs_its_owner_more_turns_than_a_short_one() -> None:
-    """Charged is what was computed, not what was asked for: one owner's answers end early."""
+    """Owners are charged for computed, not requested, tokens: one owner's answers end early."""
     scheduler = fair_scheduler(max_num_seqs=1)
     for i in range(250):
         add(scheduler, f"short{i}", 4, 200, owner="short", stop_token_ids=frozenset({7}))

@@ -34,11 +34,11 @@ MAX_RELATIVE_ERROR = 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """What `generate` says: prompts, output ids, and the logits each output was chosen from."""
+    """Results of `generate`: prompts, output ids, and the logits of each output."""
 
     prompts: list[list[int]]
     outputs: list[list[int]]
-    logits: list[torch.Tensor]  # [num_outputs, vocab_size] a prompt
+    logits: list[torch.Tensor]  # per prompt: [num_outputs, vocab_size]
 
 
 @dataclass
@@ -79,7 +79,7 @@ class GoldenRow:
 
 @dataclass(frozen=True)
 class Condition:
-    """Engine settings, and what must have happened under them."""
+    """Engine settings, and the events that must occur under them."""
 
     name: str
     settings: dict[str, Any]
@@ -90,7 +90,7 @@ class Condition:
 
 
 def conditions(longest: int, *, pool_tokens: int) -> list[Condition]:
-    """The usual one, then the hostile ones.
+    """The plain condition, then the hostile ones.
 
     Args:
         longest: tokens of the longest request, prompt and output.
@@ -166,7 +166,7 @@ def reference_of(
 
 @dataclass
 class Watcher:
-    """Looks at every step of a golden run."""
+    """Records every step of a golden run and checks the structural properties."""
 
     row: GoldenRow
     llm: LLM | None = None
@@ -190,8 +190,8 @@ class Watcher:
 
 
 class Subject:
-    """A model under test. It is loaded, probed and captured once, and then serves engines of any
-    settings: the captured graph knows nothing of pools and budgets."""
+    """A model under test. It is loaded, probed and captured once, for engines with any settings:
+    the captured graph does not depend on pools and budgets."""
 
     def __init__(self, name: str, model: PreTrainedModel | str, **settings: Any) -> None:
         self.name = name
@@ -203,9 +203,9 @@ class Subject:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "capture_model" and not isinstance(self._model, str):
-                kwargs["graph_cache"] = graph_cache()  # the model is this subject's alone
+                kwargs["graph_cache"] = graph_cache()  # no other subject has this model
             if name == "load_model" and "max_model_len" in self._settings:
-                # Of a model that has no longest context: whichever condition comes first.
+                # For a model without a longest context: the same value for all conditions.
                 kwargs["max_model_len"] = self._settings["max_model_len"]
             if name not in self._cache:
                 self._cache[name] = function(*args, **kwargs)
@@ -225,7 +225,7 @@ class Subject:
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.jsonl"
             llm = self.llm(on_logits=watcher, trace=trace, **condition.settings)
-            # With ranks it is called in a thread, beside which the scheduler goes on.
+            # With several ranks, a thread calls the watcher while the scheduler runs.
             watcher.llm = llm if llm.config.tensor_parallel_size == 1 else None
             compare(llm, condition.num_rounds, reference, watcher)
             with trace.open() as lines:
@@ -234,7 +234,7 @@ class Subject:
 
 
 def compare(llm: LLM, num_rounds: int, reference: Reference, watcher: Watcher) -> None:
-    """Serve what the reference was asked, and note in the row of the watcher how far that is."""
+    """Serve the prompts of the reference and record the differences in the watcher's row."""
     row = watcher.row
     params = [
         SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True)
@@ -251,7 +251,7 @@ def compare(llm: LLM, num_rounds: int, reference: Reference, watcher: Watcher) -
             row.num_cached_tokens += result.metrics.num_cached_tokens
             ours = torch.stack([watcher.logits[result.request_id, i] for i in range(len(output))])
             error = (ours - logits).abs().amax(-1) / logits.abs().amax(-1)
-            # NaN stays, which max would drop.
+            # np.maximum keeps NaN, which max would drop.
             largest = np.maximum(row.max_relative_error, error.max().item())
             row.max_relative_error = float(largest)
 

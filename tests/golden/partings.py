@@ -15,8 +15,8 @@ Rows = dict[str, Tensor]
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps, of each result with a row a token, that of one token. Left out are
-    those of which another size is the number of tokens as well."""
+    """Runs a graph and records one token's row of each result with one row per token. Results with
+    a second dimension of the same size are left out."""
 
     def __init__(self, gm: GraphModule, token: int) -> None:
         super().__init__(gm)
@@ -35,7 +35,7 @@ class _Recorder(Interpreter):
 
 
 def _rows_of(make_llm: LLMFactory, prompt: tuple[int, ...], cuts: list[int]) -> list[Rows]:
-    """Of the last token of each part of a prompt, one step a part, by node of the graph."""
+    """The rows of the last token of each part of a prompt, by node; each part is one step."""
     kept: list[Rows] = []
     stepped = SteppedEngine(
         make_llm, max_num_seqs=2, enable_prefix_caching=False, overlap=False, graph_batch_sizes=[]
@@ -56,8 +56,8 @@ def _rows_of(make_llm: LLMFactory, prompt: tuple[int, ...], cuts: list[int]) -> 
 
 
 def first_partings(make_llm: LLMFactory, prompt: tuple[int, ...], count: int = 6) -> list[str]:
-    """The first nodes, in order of the graph, at which the last token of a prompt gets other bits
-    behind a cut than in the prompt at once; steps run without CUDA graphs."""
+    """The first nodes, in order of the graph, whose bits for the last token of a prompt differ
+    between a prompt in chunks and the whole prompt in one step. Steps run without CUDA graphs."""
     last = len(prompt) - 1
     (whole,) = _rows_of(make_llm, prompt, [])
     found = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels import ops  # noqa: F401 - it defines the product's own
+from pagespec.kernels import ops  # noqa: F401 - defines pagespec's ops
 from pagespec.kernels.custom_op import custom_op
 from pagespec.kernels.recurrent import ops as recurrent_ops  # noqa: F401
 

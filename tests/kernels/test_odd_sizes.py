@@ -169,7 +169,7 @@ def test_a_written_order_is_a_matmul(shape: tuple[int, int, int]) -> None:
 
 
 def test_a_written_order_adds_halves() -> None:
-    """The order of summation, in plain Python: 5 products become 3, 2, 1."""
+    """The order of summation, in plain Python: 5 terms become 3, 2, 1."""
     rows, weight = torch.randn(1, 5), torch.randn(1, 5)
     p = [a * b for a, b in zip(rows[0], weight[0], strict=True)]
     assert fixed_order.linear(rows, weight)[0, 0] == ((p[0] + p[3]) + p[2]) + (p[1] + p[4])

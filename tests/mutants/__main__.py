@@ -22,16 +22,16 @@ from tests.mutants.syntax import PatchError, patch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
-ROOMS = ("engine", "runner")
+PACKAGES = ("engine", "runner")
 
 
 def read_sources(package: Path) -> dict[Path, str]:
-    """The text of every file of the rooms that have mutants."""
-    return {path: path.read_text() for room in ROOMS for path in (package / room).rglob("*.py")}
+    """The text of every file of the packages that have mutants."""
+    return {path: path.read_text() for name in PACKAGES for path in (package / name).rglob("*.py")}
 
 
 def mutate(mutant: Mutant, sources: Mapping[Path, str]) -> tuple[Path, str]:
-    """The changed file of a mutant. Raises SystemExit if the code has moved on."""
+    """The changed file of a mutant. Raises SystemExit if the patch does not apply to the code."""
     try:
         return patch(sources, mutant.where, mutant.old, mutant.new)
     except PatchError as error:
@@ -51,8 +51,8 @@ def mutated_sources(mutant: Mutant | None) -> Iterator[dict[str, str]]:
 
 
 def kill(mutant: Mutant | None) -> tuple[str, float]:
-    """What the kill suite says of a mutant ("" if it survives), and how long it took. None is
-    the code as it is, which must survive."""
+    """The kill suite's verdict on a mutant ("" if it survives), and the seconds that it took. None
+    is the unchanged code, which must survive."""
     with mutated_sources(mutant) as environment:
         begin = time.perf_counter()
         try:

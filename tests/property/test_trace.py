@@ -52,7 +52,7 @@ def trace_of(seed: int, *, has_states: bool | None = None) -> list[str]:
 
 @functools.cache
 def trace_in_full(seed: int) -> tuple[str, ...]:
-    """Told as a version would that knows neither of states nor of who is settled-only."""
+    """Written as by a version without states and settled-only requests."""
     scenario = Scenario(
         seed, has_states=False, may_be_fair=False, has_drafts=False, has_contents=False
     )
@@ -145,7 +145,7 @@ def test_rows_that_cannot_be_read_make_it_no_trace(rows: object) -> None:
 
 
 def test_every_reason_to_refuse_is_met_and_told_in_order() -> None:
-    """Times go up, and what an event says of itself lies before the next one."""
+    """Times increase, and the times inside an event are before the next event."""
     seen: set[str] = set()
     for seed in range(NUM_SCENARIOS):
         clock = 0.0
@@ -275,7 +275,7 @@ def paced_trace(seed: int) -> list[str]:
 
 
 def test_steps_of_any_budget_are_accepted_and_told() -> None:
-    """And a budget that is told wrongly is refused, where it decides something."""
+    """A wrong budget is rejected if it would change the plan."""
     num_refused, budgets = 0, set()
     for seed in range(25):
         lines = paced_trace(seed)
@@ -297,11 +297,13 @@ def test_steps_of_any_budget_are_accepted_and_told() -> None:
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
-    """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
-    nothing of reasons and times, version 4 nothing of who is settled-only, version 5 nothing of
-    state slots, version 6 nothing of owners, version 7 nothing of draft tokens, version 8 nothing
-    of segments; nothing is missed. Before version 5 every row of every plan is told, and before
-    version 8 whether it is sampled."""
+    """Traces of older versions lack fields, and the check must not need them.
+
+    Version 1 lacks block tables, version 2 histories and copies, version 3 reasons and times,
+    version 4 settled-only requests, version 5 state slots, version 6 owners, version 7 draft
+    tokens, version 8 segments. Before version 5 a trace has every row of every plan; before
+    version 8 it has whether a row is sampled.
+    """
     removed = ["segments"]
     if version < 8:
         removed += ["max_draft_tokens", "drafts", "accepted"]
@@ -366,7 +368,7 @@ def alter_drafts(event: dict[str, Any], how: str) -> bool:
             if unusual[0] == row:
                 unusual[1:] = [unusual[1] + 9, unusual[2] + 9]
     elif how == "sample" and any(n for _, n in event.get("accepted", ())):
-        # A right draft token is told as a wrong one.
+        # A correct draft token is recorded as a wrong one.
         event["token_ids"] = [(token + TOKEN_STRIDE) for token in event["token_ids"]]
     else:
         return False

@@ -67,8 +67,7 @@ class StagingRunner(ModelRunner):
 
 
 def make_requests() -> list[Request]:
-    """Plain ones, of which some are sampled and some are asked for log-probabilities; each third
-    edits its logits."""
+    """Plain requests: some sample, some return log-probabilities, every third edits its logits."""
     rng = random.Random(5)
     requests = []
     for i in range(8):

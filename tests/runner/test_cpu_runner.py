@@ -148,7 +148,7 @@ def test_block_tables_are_what_the_plans_say() -> None:
     assert table(new_blocks={0: (7,)}) == [5, 6, 7]
     assert table(released=("r0",), tables={0: (8, 9)}) == [8, 9]
     assert table(new_blocks={0: tuple(range(20, 60))}) == [8, 9, *range(20, 60)]
-    with pytest.raises(KeyError):  # nobody said what its table is
+    with pytest.raises(KeyError):  # its block table was never sent
         table(released=("r0",))
 
 
@@ -170,7 +170,7 @@ def test_state_tables_are_what_the_plans_say() -> None:
         return states[0].tolist()
 
     blocks = {0: tuple(range(30))}
-    # -1 is the null slot, and so is what lies behind a table.
+    # -1 is the null slot, and so are entries beyond the end of a table.
     assert table(tables=blocks, state_tables={0: (-1, 3, 7)}) == [20, 3, 7]
     assert table(start=12, new_state_slots={0: (7,)}) == [20, 3, 7, 7]
     with pytest.raises(ValueError, match="4 state slots for 17 tokens"):

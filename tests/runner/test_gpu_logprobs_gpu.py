@@ -136,5 +136,5 @@ def test_an_engine(arch: str, settings: dict[str, Any], monkeypatch: pytest.Monk
         if value is not None
     ]
     assert sorted(errors)[len(errors) // 2] < 0.3  # bfloat16, beside float32
-    if llm.stats().num_graphs:  # without any, kernels are compiled when a step asks for them
+    if llm.stats().num_graphs:  # without any, kernels are compiled when a step needs them
         assert late == []

@@ -67,7 +67,7 @@ class Staging:
 
 @dataclass
 class Row:
-    """A request, as the test knows it."""
+    """A request with the values that the test expects."""
 
     info: Any
     start: int

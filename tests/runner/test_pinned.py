@@ -9,7 +9,7 @@ from pagespec.runner.pinned import PinnedRing
 
 
 class FakeEvent:
-    """Stands for work on a GPU: done once somebody has waited for it."""
+    """Stands for work on a GPU, which is done after the first wait for it."""
 
     def __init__(self) -> None:
         self.is_done = True

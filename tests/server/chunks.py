@@ -70,7 +70,7 @@ def alike(answer: dict[str, Any]) -> dict[str, Any]:
     dropped = ("id", "request_id", "created", "object")
     kept = {key: value for key, value in answer.items() if key not in dropped and value is not None}
     if "usage" in kept:
-        # What is found in the cache depends on who came before.
+        # The number of cached tokens depends on earlier requests.
         del kept["usage"]["prompt_tokens_details"]
     for choice in kept["choices"]:
         if "message" in choice:

@@ -99,9 +99,9 @@ def test_the_same_tokens_on_a_crowded_engine(letters_url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_is_aborted(stream: bool) -> None:
-    """The others are answered, and no block stays owned. Answers to those who leave would take 390
-    steps, 4 s: nobody is answered before they leave."""
+def test_requests_of_disconnected_clients_are_aborted(stream: bool) -> None:
+    """The other clients get answers, and no block stays owned. The aborted answers would take 390
+    steps (4 s), so their clients disconnect before any answer is complete."""
     engine = AsyncLLM(slow_llm(0.01, num_blocks=200, block_size=2))
     body = {"prompt": "abc", "max_tokens": 390, "ignore_eos": True, "stream": stream}
 

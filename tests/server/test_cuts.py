@@ -39,7 +39,7 @@ EXAMPLES = settings(max_examples=60, deadline=None)
 
 
 class CutGeneration:
-    """A generation that was answered, and gives its deltas as it is told."""
+    """A finished generation that returns given deltas."""
 
     def __init__(self, generation: Generation, pieces: list[AnswerDelta]) -> None:
         self._generation, self._pieces = generation, pieces

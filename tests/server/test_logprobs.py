@@ -41,7 +41,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 
 
 def test_an_echoed_prompt_is_scored(http: httpx.Client, llm: LLM) -> None:
-    """As lm-eval asks for it: one token more is generated, and left out of the sum."""
+    """As in lm-eval's requests: one more token is generated and left out of the sum."""
     asked = {"prompt": [PROMPT], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
     logprobs = post(http, "/v1/completions", **asked, seed=1234)["choices"][0]["logprobs"]
     (score,) = llm.score([PROMPT], use_tqdm=False)

@@ -251,5 +251,5 @@ def test_siblings_look_their_prompt_up_once() -> None:
             return [found[f"vllm:prefix_cache_{name}_total"] for name in names]
 
         assert counted(n=4) == [13, 0]
-        assert counted(n=3) == [26, 12]  # the leader's: two tokens a block
+        assert counted(n=3) == [26, 12]  # the leader's: two tokens per block
         assert counted() == [39, 24]

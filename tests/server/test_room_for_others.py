@@ -88,7 +88,7 @@ def statuses(answers: Answers) -> Counter[int]:
 @pytest.mark.parametrize("has_keys", [True, False], ids=["keys", "users"])
 def test_a_flood_leaves_room_for_others(has_keys: bool) -> None:
     with clients(has_keys=has_keys) as server:
-        if not has_keys:  # of users the server knows those that it has seen
+        if not has_keys:  # without keys, the server counts users from their first request on
             assert statuses(server.send("two")) == {200: 1}
         with paused(server):
             flood = server.send("one", 30)

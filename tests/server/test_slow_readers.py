@@ -27,7 +27,7 @@ BODY = {"prompt": [0, 0], "max_tokens": 480, "ignore_eos": True, "seed": 1, "str
 @contextmanager
 def deaf_client(url: str, body: dict[str, Any] = BODY, path: str = "/v1/completions",
                 num_read: int = 0) -> Iterator[socket.socket]:  # fmt: skip
-    """A client that asks, and reads only so many bytes."""
+    """A client that sends a request and reads only ``num_read`` bytes of the answer."""
     parts = urlsplit(url)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

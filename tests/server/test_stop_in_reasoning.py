@@ -129,7 +129,7 @@ def test_offline_and_completions(http: httpx.Client, llm: LLM) -> None:
     assert other.outputs[0].text == "Is "
     prompt = llm.chat_reader.read(HELLO, chat_template_kwargs=OPENS)
     assert "".join(llm.stream(prompt, params)) == answer.text
-    # A prompt that is no conversation: as ever.
+    # A prompt that is not a conversation: stop strings apply to the whole text.
     (plain,) = llm.generate(prompt.text, params, use_tqdm=False)
     assert plain.outputs[0].text == "Is "
     served = http.post("/v1/completions", json={"prompt": prompt.text, "seed": 0, "stop": "9.8"})

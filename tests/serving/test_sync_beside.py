@@ -134,7 +134,7 @@ def test_each_caller_is_answered_whichever_thread_steps(pipeline_depth: int, see
 
 
 def test_what_a_synchronous_step_ends_while_the_engine_is_paused_is_told() -> None:
-    """No other thread takes a step then: all that is told comes from the synchronous call."""
+    """No other thread runs a step then: all results come from the synchronous call."""
     _, engine = made()
     params = SamplingParams(n=2, max_tokens=5, seed=3, ignore_eos=True)
 

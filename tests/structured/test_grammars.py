@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisf"),
     ({"json_object": True, "whitespace_pattern": "(("}, "regex"),
     ({"regex": "(?=a)"}, "look-around"),
-    ({"grammar": "start: nobody"}, "nobody"),
+    ({"grammar": "start: missing"}, "missing"),
     ({"grammar": "] garbage ["}, "garbage"),
     ({"grammar": 'start: more\nmore: more "x"'}, "no text|grammar"),
 ]

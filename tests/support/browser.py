@@ -86,7 +86,7 @@ def open_page(
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "request",
-        lambda request: _is_own(request.url, url) or errors.append(f"asks {request.url}"),
+        lambda request: _is_own(request.url, url) or errors.append(f"requests {request.url}"),
     )
     try:
         page.goto(url)

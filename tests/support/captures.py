@@ -35,7 +35,7 @@ PASSES = {"rope": fuse_rope_store, "norm": fuse_norm, "activation": fuse_activat
 # Names the folder of graphs that the processes of a test run share; set by tests/conftest.py, which
 # does without this module's imports.
 _SHARED_GRAPHS = "PAGESPEC_TEST_GRAPHS"
-# One layer is enough where all are alike and others stand for what lies between two.
+# One layer is enough if all layers are alike and other models cover the code between two layers.
 OVERRIDES = {
     "qwen3": {"num_hidden_layers": 1},
     "qwen2": {"num_hidden_layers": 2},

@@ -81,7 +81,7 @@ def drive(
 
 
 def hf_greedy(module: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """``generate`` with transformers' eager attention, the one that knows softcaps and sinks."""
+    """``generate`` with transformers' eager attention, which implements softcaps and sinks."""
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -33,7 +33,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 @dataclass
 class Lines:
-    """Of a room or a file.
+    """Line counts of a package or a file.
 
     Attributes:
         num_small_files: files of less than 60 lines.
@@ -111,19 +111,19 @@ def sources(revision: str | None) -> Iterator[tuple[PurePosixPath, str]]:
                 yield path.relative_to("src"), read.read().decode()
 
 
-def by_room(revision: str | None = None) -> Mapping[str, Lines]:
-    """Lines by the first folder below ``src``; modules beside the folders are one room."""
-    rooms: dict[str, Lines] = defaultdict(Lines)
+def by_package(revision: str | None = None) -> Mapping[str, Lines]:
+    """Lines per top-level folder of ``src``; modules outside the folders count as one package."""
+    packages: dict[str, Lines] = defaultdict(Lines)
     for path, text in sources(revision):
-        rooms[path.parts[0] if len(path.parts) > 1 else "(beside)"] += count(text)
-    return dict(sorted(rooms.items()))
+        packages[path.parts[0] if len(path.parts) > 1 else "(beside)"] += count(text)
+    return dict(sorted(packages.items()))
 
 
-def table(rooms: Mapping[str, Lines]) -> str:
-    """Rows of Markdown, and a sum."""
-    rows = ["| room | files | below 60 lines | code | prose | longest signature |"]
+def table(packages: Mapping[str, Lines]) -> str:
+    """A Markdown table with a row per package, and the sum."""
+    rows = ["| package | files | below 60 lines | code | prose | longest signature |"]
     rows.append("|---|---|---|---|---|---|")
-    for name, lines in [*rooms.items(), ("sum", sum(rooms.values(), Lines()))]:
+    for name, lines in [*packages.items(), ("sum", sum(packages.values(), Lines()))]:
         rows.append(f"| {name} | {' | '.join(str(value) for value in vars(lines).values())} |")
     return "\n".join(rows)
 
@@ -131,4 +131,4 @@ def table(rooms: Mapping[str, Lines]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", metavar="REV", help="a git revision; else the working tree")
-    print(table(by_room(parser.parse_args().at)))
+    print(table(by_package(parser.parse_args().at)))

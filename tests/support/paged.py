@@ -150,7 +150,7 @@ def make_batch(
 
 def scattered(tables: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
     """A store of more rows than ``tables [B, M]`` has, in another order, and ``table_rows [B]``:
-    where each table lies. Rows of no table name blocks of others."""
+    the row of each table. The other rows contain blocks of other tables."""
     num_rows = len(tables)
     rows = torch.tensor(rng.sample(range(num_rows + 2), num_rows), dtype=torch.int32)
     store = torch.randint(0, int(tables.max()) + 1, (num_rows + 2, tables.shape[1])).int()

@@ -90,8 +90,8 @@ def fp8_tensor(weight: Tensor) -> Encoded:
 class Int4:
     """Values 0 to 15 ``[N, K]``, zero points ``[N, G]`` and scales ``[N, G]``.
 
-    Scales have bfloat16's digits, and zero points are such that their products with scales have,
-    too: what kernels round to bfloat16 is then as it is here.
+    Scales are bfloat16 values, and so are zero points times scales. So the values that kernels
+    round to bfloat16 equal those computed here.
     """
 
     def __init__(

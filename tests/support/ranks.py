@@ -18,14 +18,14 @@ from pagespec.kernels.collectives.communicator import LoneRank
 
 
 class Exchange:
-    """What threads lay on one table."""
+    """An all-gather among threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks)
         self.parts: list[Any] = [None] * num_ranks
 
     def all(self, rank: int, part: Any) -> list[Any]:
-        """What every rank has laid down."""
+        """The parts of all ranks, by rank."""
         self.parts[rank] = part
         self.barrier.wait(60)
         parts = list(self.parts)

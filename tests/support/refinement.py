@@ -146,7 +146,7 @@ def _real_segments(template: Template) -> list[RealSegment] | None:
 
 
 def _abstract_segments(request: RealRequest) -> tuple[Segment, ...]:
-    """What a runner is told of them."""
+    """The segments in the form that a runner receives."""
     return tuple(
         Segment(length, None if content_hash is None else content_hash[0])
         for length, content_hash, _ in request.info.segments

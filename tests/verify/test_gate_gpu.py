@@ -27,7 +27,7 @@ SIZE = GateSize(
     budgets=(1, 2, 5, 16, 33),
     num_tokens=6,
 )
-# Of 513 to 1,024 elements, for which a norm joins the product behind it.
+# Hidden sizes of 513 to 1,024 elements, for which a norm is fused into the next matmul.
 WIDE = {"hidden_size": 576, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
 
 

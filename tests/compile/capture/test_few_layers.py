@@ -97,8 +97,8 @@ def description(traced: Traced) -> list[Any]:
     ]
 
 
-# Of the last two, the first layers have more than the others: sizes that all need, dense products.
-# The very last has both.
+# In the last two models, the first layers have something more than the others: sizes that all
+# layers need, or dense matmuls. The very last model has both.
 @pytest.mark.parametrize(
     "arch",
     [

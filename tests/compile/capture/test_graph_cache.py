@@ -290,6 +290,6 @@ def test_an_engine_keeps_the_graph_of_a_folder_but_not_of_a_module(
     assert run(tmp_path / "model") == given
     assert len(list((tmp_path / "cache" / "graphs").iterdir())) == 1
     assert run(tmp_path / "model") == (0, given[1])
-    # Wherever the folder lies.
+    # The folder's path does not matter.
     (tmp_path / "model").rename(tmp_path / "moved")
     assert run(tmp_path / "moved") == (0, given[1])

@@ -109,7 +109,7 @@ def test_padding_goes_to_no_expert() -> None:
 
 
 def _read(function: object, number: int) -> Change:
-    """The result of this number has a reader that no fused call knows."""
+    """The result with this index gets a reader that no fused call supports."""
 
     def change(gm: GraphModule) -> None:
         node = first(gm, function)

@@ -64,7 +64,7 @@ def _read_elsewhere(gm: GraphModule) -> None:
 
 
 def _rounded_silu(gm: GraphModule) -> None:
-    """The silu in bfloat16: its result is rounded before the product."""
+    """The silu in bfloat16: its result is rounded before the multiplication."""
     node = first(gm, "silu")
     gate = node.args[0].args[0]
     node.args = (gate,)

@@ -35,7 +35,7 @@ def graph_of(has_gate: bool, *, biased: bool = False, num_readers: int = 1) -> G
     norm = graph.call_function(fused.add_rms_norm, (x, residual, norm_weight, 1e-6, "rounded"))
     normed = graph.call_function(operator.getitem, (norm, 0))
     hidden = graph.call_function(operator.getitem, (norm, 1))
-    more = graph.call_function(operator.add, (hidden, 1))  # before the product
+    more = graph.call_function(operator.add, (hidden, 1))  # before the matmul
     call = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
     out = graph.call_function(call, (normed, weight, bias if biased else None, 0))
     out.meta["example_value"] = "what Dynamo recorded"

@@ -46,12 +46,12 @@ def test_tokens_are_those_of_hugging_face(
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4, state_interval=16)
     nodes = llm._runner.captured.graph.graph.nodes
     routers = [node for node in nodes if node.target is function]
-    # The sum over experts, with the next norm where nothing lies in between.
+    # The sum over experts, fused with the next norm if nothing is in between.
     sums = (expert_rows.combine_experts, combine_add_rms_norm)
     assert len(routers) == sum(node.target in sums for node in nodes) == 2
     assert all(normalisation in node.args for node in routers)
     assert not any(calls(node, "topk", "softmax") for node in nodes)
-    # Of Qwen3-Next a part of what the shared expert's projections give, read where it lies.
+    # Qwen3-Next: a slice of the shared expert's merged projections, read in place.
     parts = [node.args[0] for node in routers if calls(node.args[0], "getitem")]
     assert len(parts) == (2 if arch == "qwen3_next" else 0)
     # 69 columns, and padding.

@@ -96,7 +96,7 @@ def test_a_scaled_sum_keeps_its_kernels() -> None:
 
 
 def _parts(gm: GraphModule) -> tuple[Any, Any, Any]:
-    """(sum, product, gate) of the first shared expert."""
+    """(sum, multiplication, gate) of the first shared expert."""
     gate = next(node for node in gm.graph.nodes if calls(node, "sigmoid"))
     (product,) = gate.users
     (total,) = product.users

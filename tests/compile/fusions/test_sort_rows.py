@@ -22,7 +22,7 @@ from tests.support.captures import capture_plain, generate
 
 
 class Backend:
-    """Attention of torch that keeps what it was told."""
+    """Attention in torch that records its arguments."""
 
     def __init__(self) -> None:
         self.sorted: list[tuple[Tensor, int]] = []

@@ -30,7 +30,7 @@ from tests.support.models import BY_DAY, tiny_model
 
 
 class AsItIs:
-    """A compiler that only keeps the pieces, and what it was told about their inputs."""
+    """A compiler that only records the regions and the descriptions of their inputs."""
 
     def __init__(self) -> None:
         self.pieces: list[GraphModule] = []

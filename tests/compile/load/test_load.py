@@ -210,7 +210,7 @@ def test_gguf_is_converted_once() -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.chat_template
-    # "<|im_end|>", and the ends that llama.cpp knows by their text.
+    # "<|im_end|>", and the end tokens that llama.cpp recognises by their text.
     assert loaded.eos_token_ids == {0, 2, 4}
     assert loaded.module.lm_head.weight is loaded.module.get_input_embeddings().weight
 

@@ -21,7 +21,7 @@ CODE = "from pathlib import Path\nPath(__file__).with_name('was_run').touch()\n"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / "own.py").write_text(CODE)
-    # Who is asked for leave agrees.
+    # A prompt for permission would be answered with yes.
     monkeypatch.setattr(builtins, "input", lambda _: "y")
     return tmp_path
 

@@ -280,7 +280,7 @@ CONVERTERS = [
 def test_boxes_are_those_that_the_conversion_fills(
     sources: list[str], targets: list[str], operations: list[Any]
 ) -> None:
-    """What transformers makes of the tensors is what lies in their boxes."""
+    """The results of transformers' conversion equal the contents of the boxes."""
     converter = WeightConverter(sources, targets, operations)
     given = {
         pattern: {

@@ -66,7 +66,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def write_each(llm: LLM, groups: Iterable[dict[str, Tensor]]) -> None:
-    """Write one after the other. What changes lies in the places that were named, and some does."""
+    """Write the groups in order. Only memory at the located places may change, and some must."""
     weights, constants = map_of(llm), held_by(llm)
     before = {id(tensor): bits(tensor) for tensor in constants}
     for group in groups:

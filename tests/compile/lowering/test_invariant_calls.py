@@ -46,7 +46,7 @@ CASES = {
     "w.mT": Case(lambda x, w: torch.matmul(x, w.mT), (-1, K), 0, (N, K), True),
     "transpose": Case(lambda x, w: x.matmul(w.transpose(-1, 0)), (1, -1, K), 1, (N, K), True),
     "permute": Case(lambda x, w: torch.mm(x, w.permute(1, 0)), (-1, K), 0, (N, K), True),
-    "as it lies": Case(lambda x, w: x @ w.permute(0, 1), (1, -1, K), 1, (K, K)),
+    "as stored": Case(lambda x, w: x @ w.permute(0, 1), (1, -1, K), 1, (K, K)),
     "x @ w": Case(lambda x, w: x @ w, (1, -1, K), 1, (K, N)),
     "one of several": Case(lambda x, w: x @ w[1], (-1, K), 0, (E, K, N)),
     "several joined": Case(
@@ -183,7 +183,7 @@ def test_views_of_a_result_that_torch_lays_out_otherwise() -> None:
         lambda x, w: torch.einsum("btk,kn->bt", x, w),
         lambda x, w: torch.einsum("btk,btj,kn->jn", x, x, w),
     ],
-    ids=["two of the step", "constants", "one term", "no product", "diagonal", "sum", "three"],
+    ids=["two of the step", "constants", "one term", "no matmul", "diagonal", "sum", "three"],
 )
 def test_others_stay_what_they_are(function: Function) -> None:
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def test_packs_what_there_is_room_for() -> None:
         )
         for room in (0, 60_000, 1 << 30)
     ]
-    # Two layers of four products, and the head.
+    # Two layers of four matmuls, and the head.
     assert counts[0] == 0 < counts[1] < counts[2] == 9
 
 

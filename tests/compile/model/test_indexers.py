@@ -164,7 +164,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (_WithSigmoid, "applies 'sigmoid' to queries times keys, not relu"),
+        (_WithSigmoid, "through 'sigmoid', not relu"),
         (_OfOneHead, "scores from 'getitem'"),
         (_WithBias, "a mask from 'add'"),
         (_OfLowest, "a choice of 7 in another form"),
@@ -175,7 +175,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
     ],
 )
 def test_another_computation_is_refused(kind: type[_Indexer], reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} selects .* {reason}"):
+    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} chooses .* {reason}"):
         probe_model(load_model(_with_indexer(kind)))
 
 
@@ -204,7 +204,7 @@ def test_calls_out_of_place_are_refused() -> None:
     recorder.choose(module, _call())
     with pytest.raises(UnsupportedModelError, match="two indexers"):
         recorder.choose(nn.Identity(), _call())
-    with pytest.raises(UnsupportedModelError, match="does not get its indexer's selection"):
+    with pytest.raises(UnsupportedModelError, match="is not handed what its indexer chose"):
         recorder.attend(0, None)
     recorder = _recorder()
     chosen = recorder.choose(module, _call())

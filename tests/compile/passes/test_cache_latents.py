@@ -57,7 +57,7 @@ def test_without_the_setting_heads_are_cached() -> None:
 
 
 def test_a_vector_is_kept_once() -> None:
-    """DeepSeek-V3: 1,152 bytes a token and layer in bfloat16, of 81,920."""
+    """DeepSeek-V3: 1,152 bytes per token and layer in bfloat16, instead of 81,920."""
     heads = AttentionSpec(0, 128, 128, 192, 128, 1.0)
     latent = replace(heads, num_kv_heads=1, k_dim=576, v_dim=512, is_latent=True)
     assert kv_bytes_per_block(torch.bfloat16, [latent], 1) == 2 * (512 + 64)

@@ -80,7 +80,7 @@ def split_sizes(gm: GraphModule) -> list[int]:
 @pytest.mark.parametrize(
     ("sizes", "dtype", "padding"),
     [
-        # A router, what a shared expert asks, and its gate.
+        # A router, two projections of a shared expert, and its gate.
         ((6, 5, 5, 1), torch.float32, 15),
         ((6, 5, 5, 1), torch.bfloat16, 15),
         ((8, 24, 24, 1), torch.bfloat16, 7),

@@ -43,7 +43,7 @@ def tokens_first(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def other_words(x: Tensor, angles: Tensor) -> Tensor:
-    """A table of its parts, the product's parts read one by one."""
+    """A table made of its two parts; the parts of the complex multiplication are read singly."""
     table = torch.complex(angles.cos(), angles.sin())
     z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     table = table.unsqueeze(-1).transpose(2, 3).expand(-1, -1, x.shape[2], -1)
@@ -110,7 +110,7 @@ def test_a_rotation_is_written_in_real_numbers(
         assert rewritten.counts == (num_calls, 0)
         assert torch.equal(found, expected(x, angles))
         torch.testing.assert_close(found, rotation(x, angles))
-        # Not so of torch's complex product, for one head of 8.
+        # torch's complex multiplication is not row-invariant for one head of 8.
         for num_tokens in (1, 3):
             part = rewritten.run(x[:, :num_tokens], angles[:, :num_tokens])
             assert torch.equal(part, found[:, :num_tokens])

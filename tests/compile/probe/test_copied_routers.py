@@ -29,7 +29,7 @@ def in_bfloat16(arch: str, **options: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"])
 def test_routers_that_copy_their_weight_do_not_depend_on_the_pass(arch: str) -> None:
-    """A copy lies elsewhere in each pass; in float32 there is none."""
+    """The copy has another address in each pass; in float32 there is no copy."""
     loaded = load_model(in_bfloat16(arch, **_MANY))
     _, reach = probe_with_reach(loaded)
     assert reach.longest > 96

@@ -31,7 +31,7 @@ _POINTERS = {
     "slot_mapping": "*i64",
 }
 _FLOATS = ("eps", "factor", "cap_in", "cap_out")
-# The rope kernel's strides of a model's merged product; those of decode are in units of 16.
+# The rope kernel's strides of a model's merged projection; those of decode are in units of 16.
 _ALIGNED = {*_BF16, "partial", "stats", "scales", "arrival_counters"}
 _STRIDES = {f"{x}_{kind}" for x in "qkv" for kind in ("stride", "head_stride")}
 
@@ -117,7 +117,7 @@ def run_tool(built: Any, name: str, flag: str) -> str:
 
 
 def contracted(built: Any) -> int:
-    """Products and sums with one rounding; those with the addend zero are products."""
+    """The number of fused multiply-adds; those with the addend zero are multiplications."""
     text = run_tool(built, "nvdisasm", "-c")
     return len(re.findall(r"\bFFMA(?:\.\w+)* (?!.*\bRZ\b)", text))
 

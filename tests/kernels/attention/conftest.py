@@ -11,7 +11,8 @@ import pytest
 def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU.
 
-    The interpreter's own asks BLAS, whose order of summation changes from row to row of a tile.
+    The interpreter's own matmul calls BLAS, whose order of summation differs between the rows of a
+    tile.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

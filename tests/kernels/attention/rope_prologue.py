@@ -44,7 +44,7 @@ class Case:
         key, value, self.k_cache, self.v_cache, slots = batch.store
         query, _, _, *self.layout = batch.attend
         num_tokens, rotary = len(query), rotary_dim or s.dk
-        # Slices of one product, as the merged projection gives them; padding holds NaN.
+        # Slices of one tensor, as the merged projection gives them; padding holds NaN.
         merged = torch.cat([x.flatten(1) for x in (query, key, value)], 1)
         parts = merged.split([s.hq * s.dk, s.hkv * s.dk, s.hkv * s.dv], 1)
         qkv = [

@@ -178,7 +178,7 @@ def test_rows_are_taken_in_the_order_that_is_given() -> None:
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
     assert out[1].isnan().all()  # as fresh memory is here
     few = launch.paged_attention(query, kv, params, tiling=SMALL, order=order)
-    assert torch.equal(few, expected)  # with few programs no order is asked for
+    assert torch.equal(few, expected)  # with few programs no order is needed
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 100])
@@ -273,7 +273,7 @@ def test_default_tilings_serve_each_dtype() -> None:
 def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
     for k_dim, v_dim in ((3, 5), (16, 32)):
         k_cache, v_cache = torch.zeros(4, 4, 2, k_dim), torch.zeros(4, 4, 2, v_dim)
-        merged = torch.randn(3, 2 * k_dim + 2 * v_dim)  # as one product for K and V leaves them
+        merged = torch.randn(3, 2 * k_dim + 2 * v_dim)  # of a merged projection
         key = merged[:, : 2 * k_dim].view(3, 2, k_dim)
         value = merged[:, 2 * k_dim :].view(3, 2, v_dim)
         head_major = key.transpose(0, 1).contiguous().transpose(0, 1)
@@ -331,7 +331,7 @@ def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None
     assert all(10 <= n <= 30 for n in lengths)
     assert case.kv_bytes() == sum(lengths) * 2 * (16 + 16) * 2  # two heads, two bytes
     visible = sum(position + 1 for n in lengths for position in range(n))
-    assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two products
+    assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two matmuls
     seen = sum(min(position + 1, 12) for n in lengths for position in range(n))
     assert replace(case, window=12).flops() == seen * 4 * (2 * 16 + 2 * 16)
     assert reference_only([case]) is None  # it has what kernels are chosen by

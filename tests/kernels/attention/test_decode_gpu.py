@@ -247,7 +247,7 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
             kv,
             params,
             arrival_counters=arrival_counters,
-            order=longest_first(kv.context_lens, 512),  # asked for where there are many
+            order=longest_first(kv.context_lens, 512),  # needed with many programs
         )
 
     calls = {name: rescheduled(batch, ranges) for name, ranges in schedules.items()}

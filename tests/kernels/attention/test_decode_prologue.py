@@ -106,7 +106,7 @@ def test_shared_blocks() -> None:
 
 
 def test_bfloat16_is_rounded_as_by_two_launches() -> None:
-    """The interpreter's product of bfloat16 is none; what is stored needs no product."""
+    """The interpreter cannot multiply bfloat16; only stored values, which need no matmul, count."""
     shape = Shape(hq=16, hkv=2, dk=64, dv=64, dtype=torch.bfloat16)
     for form in ("", "rounded", "plus_one"):
         case = Case(shape, [(0, 1), (20, 1)], num_padding=0, form=form)

@@ -28,7 +28,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_launch_gives_the_bits_of_two(shape: Shape) -> None:
-    # Every split a program; the first segment to split_change; several tokens a row.
+    # One program per split; the first segment up to split_change; several tokens per row.
     for rows, num_padding in ((DECODE[-1:], 1), (DECODE, 2), (DECODE * 4, 0), (SEVERAL, 0)):
         case = Case(shape, rows, num_padding=num_padding, device="cuda")
         assert fits(*case.inputs[:3], has_norm=True)

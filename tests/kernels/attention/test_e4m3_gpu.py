@@ -257,7 +257,7 @@ def bytes_of(caches: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
 def test_a_store_writes_the_bytes_of_a_cpu(dtype: torch.dtype) -> None:
-    """Of numbers of every size, zeros among them; and the bytes of nobody else."""
+    """Values of every magnitude, including zeros. Other bytes of the cache do not change."""
     for hkv, dk, dv, page in ((8, 128, 128, 16), (3, 80, 96, 32), (1, 24, 40, 16)):
         shape = Shape(hq=2 * hkv, hkv=hkv, dk=dk, dv=dv, block_size=page, is_e4m3=True, dtype=dtype)
         batch = make_batch([(3, 400), (0, 70), (15, 1)], shape, device="cuda")

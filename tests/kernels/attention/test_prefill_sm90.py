@@ -62,7 +62,7 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know(
     # Never on a CPU.
     assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
     for case, built in zip(cases, answer["built"], strict=True):
-        # C7510 and its like: products that wait for each other.
+        # C7510 and similar warnings: serialised matmuls.
         assert built["warnings"] == [], case
         # Outside of the loops; over e4m3 numbers beside folds and in the loop that masks.
         most = 1200 if case.get("e4m3") else 160 if case["dim"] > 128 else 16

@@ -305,21 +305,22 @@ SHAPES = [
 
 
 def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
-    """With the sum or alone: the bits of a norm are the order of its additions. It is checked as
-    well that kernels are compiled before ranks meet."""
+    """A norm has the same order of additions, fused with the sum or alone, and so the same bits.
+    The program also checks that kernels are compiled before ranks wait for each other."""
     script = Path(__file__).with_name("compile_peer_memory.py")
     printed = run_apart(str(script), json.dumps(SHAPES))
     answer, (matmul, behind_it) = json.loads(printed)
     for shape, found in zip(SHAPES, answer, strict=True):
         few, joined, alone, few_order, order = found
         assert few == joined == alone, shape
-        # The weight is asked for before the wait; the flag comes behind what is pushed, and nothing
-        # is loaded between the two.
+        # The weight is loaded before the wait. The flag follows the pushed data, and nothing is
+        # loaded between the two.
         assert re.match(r"l+wd[lo]+s+bfp", order), (shape, order)
-        # Of few rows: what is pushed, then the next kernel's start and the looks for what comes.
+        # Few rows: pushes, then the start of the next kernel and the polls for arriving data.
         assert re.match(r"l+w[lo]+s+dm+b", few_order), (shape, few_order)
-    # A matmul that pushes asks for its half behind its wait, which lets the sum start; that lets
-    # the next one start, waits for data alone, and at its end for all before it.
+    # A matmul that pushes reads which half of the buffer to use after its wait, which lets the sum
+    # start. The sum lets the next kernel start and waits for data only. At its end it waits for
+    # all kernels before it.
     assert re.search(r"wd[bo]+$", matmul), matmul
     assert re.match(r"l+do?l+m+b", behind_it), behind_it
     assert behind_it.endswith("sw"), behind_it

@@ -118,7 +118,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
 
 
 class Rope:
-    """Operands of ``norm_rope_store`` as slices of one product, for ``num_tokens`` tokens."""
+    """Operands of ``norm_rope_store`` as slices of one tensor, for ``num_tokens`` tokens."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Rope:
         ]
         width = rotary_dim // 2 if half_table else rotary_dim
         angles = normal(1, width, num_tokens, dtype=torch.float32, seed=3, scale=9.0)
-        # Strided, as the product of frequencies and positions that they come from.
+        # Strided, as the matmul of frequencies and positions leaves them.
         angles = angles.transpose(1, 2)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.rotary_dim = rotary_dim

@@ -268,7 +268,7 @@ def test_a_sweep_names_the_row_counts_that_differ(
         return out
 
     torch_calls[F.linear] = off_at_three
-    # One summand: no rounding but the product's, so that all who compute it agree.
+    # One term: only the multiplication rounds, so all kernels agree.
     report = plans.sweep(normal(8, 1), None, (600, 1, 3, 2))
     assert report == plans.SweepReport((1, 2, 3, 600), (3,), ())
     assert plans.sweep(normal(8, 1), None, (1,)).cublas_differs == ()
@@ -282,7 +282,7 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(
 ) -> None:
     from pagespec.kernels.matmul import plan as plans
 
-    # One summand an output, and no rounding: all who compute it agree.
+    # One term per output, and no rounding: all kernels agree.
     weight = torch.eye(8, dtype=torch.float16)
     tried: set[int] = set()
     bad: set[int] = set()
@@ -336,7 +336,7 @@ def test_with_one_tile_or_few_outputs_the_library_is_not_asked(
     from pagespec.kernels.matmul import plan as plans
 
     def library(*_: object) -> Tensor:
-        raise AssertionError("cuBLAS was asked")
+        raise AssertionError("cuBLAS was called")
 
     torch_calls[F.linear] = library
     monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)

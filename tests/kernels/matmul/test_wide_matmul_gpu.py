@@ -45,8 +45,8 @@ def test_bits_do_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_outs", "k_size"), SHAPES)
 def test_all_tiles_have_the_same_bits(num_outs: int, k_size: int, dtype: torch.dtype) -> None:
-    """Those that are chosen for no number of rows of this weight, too: products by either of the
-    matrix unit's instructions."""
+    """Includes tiles that no number of rows of this weight selects. Tiles use either of the tensor
+    core's instructions."""
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.matmul import wide_matmul as kernel
 
@@ -67,7 +67,7 @@ def test_results_are_as_near_as_a_float32_matmul(
     weight = normal(num_outs, k_size, dtype=dtype, seed=1)
     for count in COUNTS:
         x = normal(count, k_size, dtype=dtype, seed=count)
-        # On the CPU: a product of cuBLAS in float64 takes a workspace of its own.
+        # On the CPU: a cuBLAS matmul in float64 would allocate a workspace.
         few = x[: min(count, 512)]
         expected = few.cpu().double() @ weight.cpu().double().T
         error = (wide_linear(x, weight)[: len(few)].cpu() - expected).abs().max()

@@ -36,7 +36,7 @@ def test_it_compiles_for_hopper() -> None:
     script = Path(__file__).with_name("compile_decode_sm90.py")
     printed = run_apart(str(script), json.dumps(CASES))
     for case, built in zip(CASES, json.loads(printed), strict=True):
-        # C7510 and its like: products that wait for each other.
+        # C7510 and similar warnings: serialised matmuls.
         assert built["warnings"] == [], case
         # Outside of the loops.
         assert built["spilled"] <= 32, case

@@ -46,7 +46,7 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
     # Never on a CPU.
     assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
     for case, built in zip(TAKEN, answer["built"], strict=True):
-        # C7510 and its like: products that wait for each other.
+        # C7510 and similar warnings: serialised matmuls.
         assert built["warnings"] == [], case
         # Outside of the loops.
         assert built["spilled"] <= 32, case

@@ -32,7 +32,7 @@ EVENTS = {
 
 
 class Hopper:
-    """A driver that is asked for nothing but its target."""
+    """A driver of which only the target is used."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -61,13 +61,13 @@ def compiled(module: Any, name: str, call: Callable[[], object]) -> Any:
 
 def events(kernel: Any) -> str:
     """The order of (d)ependents' start, the (w)ait, (p)refetches, (t)ensor copies, (l)oads,
-    (s)tores and (m)atrix products."""
+    (s)tores and (m)atmuls."""
     found = re.findall("|".join(map(re.escape, EVENTS)), kernel.asm["ptx"])
     return "".join(EVENTS[name] for name in found)
 
 
 def sum_layout(kernel: Any) -> str:
-    """How the row whose float32 elements are summed lies over the threads."""
+    """The layout over threads of the row whose float32 elements are summed."""
     text = kernel.asm["ttgir"]
     (name,) = re.findall(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32", text)
     return str(re.findall(f"^{name} = (.*)$", text, re.MULTILINE)[0])

@@ -13,14 +13,14 @@ from tests.support.apart import run_apart
 
 def test_what_waits_for_what_and_how_rows_lie() -> None:
     built = json.loads(run_apart(str(Path(__file__).with_name("compile_experts.py"))))
-    # All lets the next one start, reads nothing before it has waited, and stores behind that.
+    # Each kernel first lets the next one start. It reads and stores only after its wait.
     for each in (*built["routed"].values(), *built["routed by logits"].values()):
         assert each.startswith("dw")
         assert "l" in each
-    # Few rows: what comes behind starts when offs is there. Many: at once.
+    # Few rows: the next kernel starts when offs has been read. Many rows: at once.
     assert built["gated"]["2"].startswith("wdl")
     assert built["gated"]["16"].startswith("dwl")
-    # So the second matmul looks at it, and asks for weights, before it waits.
+    # So the second matmul reads offs and prefetches weights before it waits.
     assert built["down"]["2"].lstrip("l").startswith("pwd")
     assert built["down"]["2"][0] == "l"
     assert built["down"]["16"].startswith("dwl")

@@ -19,8 +19,8 @@ LANES, GROUP = 16, 32
 def fma(a: Any, b: Any, c: Any) -> Floats:
     """``a * b + c``, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there, from its error, so that
-    rounding it once more, to float32, gives what rounding the exact sum would.
+    The multiplication is exact in float64. The sum is rounded to odd there, from its error. So
+    rounding it again, to float32, gives the rounded exact sum.
     """
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     product, other = np.broadcast_arrays(product, np.asarray(c, np.float64))

@@ -63,7 +63,7 @@ def test_linear(shape: tuple[int, int], num_rows: int, format: calls.Format) -> 
 def test_sums_of_the_largest_products_are_exact(
     format: calls.Format, weights: str, inputs: str
 ) -> None:
-    """Where a sum of products of bytes in 16 bits would saturate."""
+    """Inputs for which a 16-bit sum of byte multiplications would saturate."""
     torch.manual_seed(0)
     largest, zero = (15, 0) if format == "int4" else (255, 128)
     choices = {"largest": [largest], "smallest": [0], "both": [0, largest]}[weights]

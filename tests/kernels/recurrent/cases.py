@@ -172,7 +172,7 @@ class Steps:
     def __init__(self, case: Case, num_slots: int, interval: int) -> None:
         self.case = case
         self.interval = interval
-        # Whatever lies in a slot that was not written must not matter.
+        # The contents of a slot that was not written must not matter.
         self.states = torch.full(
             (num_slots + 1, *case.slot_shape), float("nan"), dtype=case.state_dtype
         )

@@ -74,7 +74,7 @@ def test_short_conv(family: str, activation: str | None, dtype: torch.dtype) -> 
     theirs = module.causal_conv1d_fn(x, weight, bias, activation=activation)
     states = torch.zeros(2, 3, 24, dtype=dtype)
     ours = ops.short_conv(x[0].t(), weight, bias, *rows(states), activation or "")
-    # In bfloat16, one step of it where a sum lies on a boundary.
+    # In bfloat16, one unit in the last place where a sum is on a rounding boundary.
     assert_close(ours, theirs[0].t(), 1e-5 if dtype == torch.float32 else 2**-8)
     assert torch.equal(states[0], x[0, :, -3:].t())
 
@@ -185,7 +185,7 @@ def test_mamba_2(family: str, dtype: torch.dtype, limits: tuple[float, float]) -
 
 
 def test_mamba_2_token_by_token() -> None:
-    """The form of decoding, which knows no limits of dt."""
+    """The form for decoding, which does not clamp dt."""
     module = modelling("mamba2")
     x, dt = torch.randn(NUM_TOKENS, 4, 24), torch.randn(NUM_TOKENS, 4)
     B, C = torch.randn(2, NUM_TOKENS, 1, 16)

@@ -135,7 +135,7 @@ def test_each_part_of_each_row_has_a_program(size: int, more: int) -> None:
     deal[(num_programs,)](starts, out, len(lengths), size, more)
     found = [tuple(pair) for pair in out.tolist()]
     assert len(set(found)) == num_programs
-    # A row that begins at the last position of a chunk lies in one more than a whole number.
+    # A row that begins at the last position of a chunk is in one chunk more.
     most_inside = size - 1 if more == 2 else 0
     needed = {
         (row, i)

@@ -88,7 +88,7 @@ def test_ties_go_to_the_lowest_ids(compute: Rows) -> None:
 @BOTH
 def test_infinite_and_missing_logits(compute: Rows) -> None:
     logits = torch.full((6, VOCAB), -INF)
-    logits[0, [3, 4000]] = torch.tensor([1.0, 2.0])  # fewer than are asked for
+    logits[0, [3, 4000]] = torch.tensor([1.0, 2.0])  # fewer than requested
     logits[2] = NAN
     logits[3, 7] = INF
     logits[4] = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))

@@ -99,8 +99,8 @@ def test_equals_the_formula(kind: str, shape: tuple[int, int, int], has_gate: bo
 
 @pytest.mark.parametrize("kind", ["zeros", "int8"])
 def test_a_row_has_the_bits_of_any_batch_and_tile(kind: str) -> None:
-    """Sums that are exact in any order, as the interpreter's has no defined one: each product is
-    counted once, in every tile."""
+    """The sums are exact in any order, since the interpreter's order is undefined. Each term is
+    added once, in every tile."""
     from pagespec.kernels.matmul.matmul import Tile
     from pagespec.kernels.matmul.quantized.dispatch_int4 import linear
     from pagespec.kernels.matmul.quantized.int4_packing import pack

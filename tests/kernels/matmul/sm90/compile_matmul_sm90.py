@@ -33,7 +33,7 @@ def ptx_of(
 
 
 def events(ptx: str) -> str:
-    """The order of (d)ependents' start, (t)ensor copies, (l)oads, the (w)ait, (m)atrix products."""
+    """The order of (d)ependents' start, (t)ensor copies, (l)oads, the (w)ait, (m)atmuls."""
     kinds = {
         "griddepcontrol.launch_dependents": "d",
         "griddepcontrol.wait": "w",

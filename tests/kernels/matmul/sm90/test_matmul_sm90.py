@@ -113,7 +113,7 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         if is_late and num_steps == stages:
             num_asked = min(stages, stages * (6 << 20) // (n * (1 + has_gate) * k_size * 2))
         asked_behind = stages - num_asked
-        if has_norm:  # its weight is loaded with those of the product, x and the residual behind
+        if has_norm:  # the norm's weight is loaded with the matmul's; x and the residual follow
             loads = (4 if num_rows == 4 else 2) * 2 * "l"
             products = num_steps * atoms * 4 * "m"
             assert ahead == num_asked * "t" + "l", (case, order)

@@ -118,7 +118,7 @@ def set_kernel(monkeypatch: pytest.MonkeyPatch, matmul: Any) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, as_gpu: Callable[[Gpu], None]) -> list[Any]:
-    """Shapes of rows that our kernel was asked for, as if this were a Hopper GPU, and whether with
+    """The shapes of rows with which our kernel was called, as if on a Hopper GPU, and whether with
     a gate."""
 
     seen: list[Any] = []

@@ -27,7 +27,7 @@ N, K = 2048, 1024
 def launched(
     monkeypatch: pytest.MonkeyPatch, as_gpu: Callable[[Gpu], None]
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Shapes of x for which the one launch was asked; as if this were a Hopper GPU."""
+    """The shapes of x with which the fused launch was called, as if on a Hopper GPU."""
     shapes: list[tuple[int, ...]] = []
 
     def matmul(x: Tensor, residual: Tensor, *norm: Any, tile: object, has_gate: bool) -> Any:

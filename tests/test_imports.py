@@ -1,6 +1,8 @@
-"""The rooms of the package and the imports between them, read from the source.
+"""Imports between the packages of ``src`` follow a fixed order of layers, without cycles.
 
-An import counts wherever it stands: at the top of a module, in a function, under TYPE_CHECKING.
+The tests read the imports from the source text. Every import counts: at the top of a module, in a
+function, and under TYPE_CHECKING. The last tests plant a forbidden import and check that it is
+detected.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
-# Top down: a room may import those below it, and none beside it (in the same line).
-PACKAGE = (
+# From top to bottom: a package may import packages of lower lines, but none of its own line.
+LAYERS = (
     ("cli",),
     ("server",),
     ("serving",),
@@ -31,9 +33,9 @@ PACKAGE = (
     ("model_name", "params"),
     ("errors", "startup", "disk_cache"),
 )
-# A module that is a room of its own, above the rest of its folder.
+# A module with its own layer, above the rest of its package.
 APART = ("distributed.ray",)
-COMPILE = (
+COMPILE_LAYERS = (
     ("captured_model", "start_record"),
     ("start_tensors",),
     ("load", "probe", "capture", "passes", "inductor"),
@@ -44,7 +46,7 @@ COMPILE = (
     ("fx", "step_inputs"),
     ("step_fields", "weights"),
 )
-KERNELS = (
+KERNEL_LAYERS = (
     ("ops", "mla", "moe"),
     ("sparse",),
     ("attention", "matmul", "recurrent"),
@@ -56,14 +58,15 @@ KERNELS = (
     ("families",),
     ("arch",),
 )
-# The tests of a room are in the same folder of `tests`, but for those of these two.
+# The tests of a package are in the folder of the same name below `tests`, except for these two.
 TESTED_ELSEWHERE = {
     "kernels/families": "kernels/test_registry.py finds all that they register",
     "server/protocol": "server: through HTTP",
 }
-# Folders of `tests` that are of no single room; `src/spec` is a link to `spec`.
-BESIDE_ROOMS = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
-# The engine stands beside: these may import it, and it imports the lowest line only.
+# Folders of `tests` that do not test a single package; `src/spec` is a link to `spec`.
+WITHOUT_PACKAGE = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
+# The engine is outside the layers: only these packages may import it, and it may import only
+# `params` and the lowest line.
 ABOVE_ENGINE = (
     "cli",
     "server",
@@ -78,14 +81,14 @@ ABOVE_ENGINE = (
     "structured",
 )
 NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
-# The package's own `__init__` hands on public names on first use, and says its version.
+# `pagespec/__init__.py` loads public names on first use and has the version.
 ROOT, ABOVE_ROOT = "", ("cli", "server")
-# What stands outside `src`: the specification travels with the package, for `pagespec trace`.
+# The specification is outside `src`. The wheel contains it for `pagespec trace`.
 SPEC, ABOVE_SPEC = "spec", ("cli", "viewer")
 
 
 class Import(NamedTuple):
-    """``target``: a module of ours, by its name below the package; else as it is written."""
+    """``target``: a module of pagespec without the prefix ``pagespec.``, or a foreign module."""
 
     module: str
     target: str
@@ -97,7 +100,7 @@ class Import(NamedTuple):
 
 
 def read_modules(src: Path) -> dict[str, bool]:
-    """Every module's name below the package, and whether it is a package itself."""
+    """Every module's name without the prefix ``pagespec.``, and whether it is a package."""
     found = {}
     for path in src.rglob("*.py"):
         parts = path.relative_to(src).with_suffix("").parts
@@ -107,7 +110,7 @@ def read_modules(src: Path) -> dict[str, bool]:
 
 
 def read_imports(text: str, module: str, modules: Mapping[str, bool]) -> list[Import]:
-    """What a module of this text imports."""
+    """The imports of a module with this source text."""
     home = tuple(module.split(".")) if module else ()
     home = home if modules[module] else home[:-1]
     found = [
@@ -146,8 +149,8 @@ def _targets(
             yield (inner if inner in modules else base), True
 
 
-def room(name: str, above: str = "") -> str:
-    """The room of a module among those of the package, or of its part ``above``."""
+def layer_of(name: str, above: str = "") -> str:
+    """The top-level package of a module, or its subpackage within the package ``above``."""
     if not above and name in APART:
         return name
     rest = name[len(above) + 1 :] if above else name
@@ -155,17 +158,17 @@ def room(name: str, above: str = "") -> str:
 
 
 def upward(imports: list[Import], order: tuple[tuple[str, ...], ...], above: str = "") -> list[str]:
-    """The imports between the rooms of ``order`` that do not go down."""
+    """The imports between the packages of ``order`` that do not go to a lower line."""
     place = {name: number for number, line in enumerate(order) for name in line}
     broken = []
     for edge in imports:
         if above and not all(name.startswith(f"{above}.") for name in edge[:2]):
             continue
-        here, there = room(edge.module, above), room(edge.target, above)
+        here, there = layer_of(edge.module, above), layer_of(edge.target, above)
         if not edge.is_ours or here == there or here not in place or there not in place:
             continue
         if place[here] >= place[there]:
-            broken.append(f"{edge}: {here} stands {_relation(place, here, there)} {there}")
+            broken.append(f"{edge}: {here} is {_relation(place, here, there)} {there}")
     return broken
 
 
@@ -173,8 +176,8 @@ def _relation(place: Mapping[str, int], here: str, there: str) -> str:
     return "below" if place[here] > place[there] else "beside"
 
 
-def circles(imports: list[Import]) -> list[str]:
-    """Groups of modules that reach each other, with the imports among them."""
+def cycles(imports: list[Import]) -> list[str]:
+    """Groups of modules that import each other, with the imports among them."""
     graph: dict[str, set[str]] = {}
     for edge in imports:
         if edge.is_ours:
@@ -187,7 +190,7 @@ def circles(imports: list[Import]) -> list[str]:
             group = {other for other in others if module in reached.get(other, ())}
             seen |= group
             edges = [str(e) for e in imports if e.is_ours and {e.module, e.target} <= group]
-            found.append("\n    ".join([f"a circle of {len(group)} modules:", *edges]))
+            found.append("\n    ".join([f"a cycle of {len(group)} modules:", *edges]))
     return found
 
 
@@ -203,18 +206,18 @@ def _reached(graph: Mapping[str, set[str]], module: str) -> set[str]:
 
 
 def broken_rules(imports: list[Import]) -> list[str]:
-    """Everything but the order within kernels."""
-    broken = upward(imports, PACKAGE) + upward(imports, COMPILE, "compile") + circles(imports)
-    lowest = PACKAGE[-1]
+    """Violations of all rules except the order within ``kernels``."""
+    broken = upward(imports, LAYERS) + upward(imports, COMPILE_LAYERS, "compile") + cycles(imports)
+    lowest = LAYERS[-1]
     for edge in imports:
-        here, there = room(edge.module), room(edge.target)
+        here, there = layer_of(edge.module), layer_of(edge.target)
         if not edge.is_ours:
             if here == "engine" and there in NOT_FOR_ENGINE:
-                broken.append(f"{edge}: the engine knows no {there}")
+                broken.append(f"{edge}: the engine may not import {there}")
         elif here == "engine" and there not in ("engine", "params", *lowest):
-            broken.append(f"{edge}: the engine knows nobody above")
+            broken.append(f"{edge}: the engine may not import it")
         elif there == "engine" and here not in (ROOT, "engine", *ABOVE_ENGINE):
-            broken.append(f"{edge}: {here} knows no engine")
+            broken.append(f"{edge}: {here} may not import the engine")
         elif there == ROOT and here not in ABOVE_ROOT:
             broken.append(f"{edge}: only {ABOVE_ROOT} may")
         elif there == SPEC and here not in ABOVE_SPEC:
@@ -238,85 +241,86 @@ def report(broken: list[str]) -> str:
     return "\n".join(["", *broken])
 
 
-def test_nothing_is_imported_upwards_or_in_a_circle(imports: list[Import]) -> None:
+def test_no_import_goes_up_or_forms_a_cycle(imports: list[Import]) -> None:
     broken = broken_rules(imports)
     assert not broken, report(broken)
 
 
-def test_kernels_import_downwards(imports: list[Import]) -> None:
-    broken = upward(imports, KERNELS, "kernels")
+def test_kernel_packages_import_lower_ones_only(imports: list[Import]) -> None:
+    broken = upward(imports, KERNEL_LAYERS, "kernels")
     assert not broken, report(broken)
 
 
-def test_every_import_of_ours_is_found(imports: list[Import]) -> None:
+def test_every_imported_module_exists(imports: list[Import]) -> None:
     names = {*MODULES, SPEC}
     lost = [str(e) for e in imports if e.is_ours and not _is_known(e.target, names)]
     assert not lost, report(lost)
 
 
 def _is_known(target: str, names: set[str]) -> bool:
-    return target in names or room(target) == SPEC
+    return target in names or layer_of(target) == SPEC
 
 
-@pytest.mark.parametrize(("above", "order"), [("compile", COMPILE), ("kernels", KERNELS)])
-def test_every_room_of_a_part_has_its_place(above: str, order: tuple[tuple[str, ...], ...]) -> None:
-    rooms = {room(name, above) for name in MODULES if name.startswith(f"{above}.")}
-    assert rooms == {name for line in order for name in line}
+@pytest.mark.parametrize(
+    ("above", "order"), [("compile", COMPILE_LAYERS), ("kernels", KERNEL_LAYERS)]
+)
+def test_every_subpackage_has_a_layer(above: str, order: tuple[tuple[str, ...], ...]) -> None:
+    packages = {layer_of(name, above) for name in MODULES if name.startswith(f"{above}.")}
+    assert packages == {name for line in order for name in line}
 
 
-def test_every_room_has_its_place() -> None:
-    rooms = {room(name) for name in MODULES}
-    assert rooms == {ROOT, "engine", *(name for line in PACKAGE for name in line)}
+def test_every_package_has_a_layer() -> None:
+    packages = {layer_of(name) for name in MODULES}
+    assert packages == {ROOT, "engine", *(name for line in LAYERS for name in line)}
 
 
 def unmirrored(sources: Path, tests: Path) -> set[str]:
-    """Folders with modules in ``sources`` of which ``tests`` has no folder with tests, and those
-    with tests in ``tests`` of which ``sources`` has none."""
-    rooms, tested = (
+    """Folders with modules in ``sources`` but without tests in ``tests``, and the reverse."""
+    packages, tested = (
         {path.parent.relative_to(top).as_posix() for path in top.rglob(pattern)}
         for top, pattern in ((sources, "*.py"), (tests, "test_*.py"))
     )
-    return (rooms ^ tested) - {"."}
+    return (packages ^ tested) - {"."}
 
 
 def test_tests_mirror_the_package() -> None:
-    assert unmirrored(SRC, Path(__file__).parent) == {*TESTED_ELSEWHERE, *BESIDE_ROOMS}
+    assert unmirrored(SRC, Path(__file__).parent) == {*TESTED_ELSEWHERE, *WITHOUT_PACKAGE}
 
 
-# A test of the test -------------------------------------------------------------------------------
+# Tests of the checks ------------------------------------------------------------------------------
 
 PLANTED = [
-    ("runner.memory_profile", "from ..llm import LLM", "runner stands below llm"),
-    ("kernels.device", "from ..compile.fx import nodes", "kernels stands below compile"),
-    ("errors", "from .startup import gc_paused", "errors stands beside startup"),
-    ("verify.report", "def f():\n    from ..cli import main", "verify stands below cli"),
-    ("compile.model.layers", "from ..capture import dynamo", "model stands below capture"),
-    ("compile.model.loaded", "from ..load import source", "model stands below load"),
-    ("compile.model.linear_weights", "from ..probe import probe_pass", "model stands below probe"),
-    ("compile.load.load", "def f():\n    from ..probe import probe", "load stands beside probe"),
-    ("compile.probe.probe", "from ..load import quantized_load", "probe stands beside load"),
-    ("compile.capture.few_layers", "from ..load import load", "capture stands beside load"),
-    ("compile.capture.dynamo", "from ..probe import masks", "capture stands beside probe"),
-    ("compile.passes.cleanup", "from ..inductor import regions", "passes stands beside induc"),
-    ("compile.fusions.fuse_norm", "from ..passes import cleanup", "fusions stands below passes"),
-    ("compile.lowering.lower_gpu", "from ..fusions import sort_rows", "lowering stands below fus"),
-    ("compile.fx.nodes", "from ...engine import plan", "compile knows no engine"),
-    ("kernels.jit.compile_pool", "from ...engine import plan", "kernels knows no engine"),
-    ("engine.plan", "def f():\n    import torch.fx", "the engine knows no torch"),
-    ("engine.plan", "from ..llm import LLM", "the engine knows nobody above"),
-    ("engine.request", "from pagespec.runner import cpu_pack", "the engine knows nobody above"),
-    ("engine.request", "from . import plan", "a circle of 2 modules"),
+    ("runner.memory_profile", "from ..llm import LLM", "runner is below llm"),
+    ("kernels.device", "from ..compile.fx import nodes", "kernels is below compile"),
+    ("errors", "from .startup import gc_paused", "errors is beside startup"),
+    ("verify.report", "def f():\n    from ..cli import main", "verify is below cli"),
+    ("compile.model.layers", "from ..capture import dynamo", "model is below capture"),
+    ("compile.model.loaded", "from ..load import source", "model is below load"),
+    ("compile.model.linear_weights", "from ..probe import probe_pass", "model is below probe"),
+    ("compile.load.load", "def f():\n    from ..probe import probe", "load is beside probe"),
+    ("compile.probe.probe", "from ..load import quantized_load", "probe is beside load"),
+    ("compile.capture.few_layers", "from ..load import load", "capture is beside load"),
+    ("compile.capture.dynamo", "from ..probe import masks", "capture is beside probe"),
+    ("compile.passes.cleanup", "from ..inductor import regions", "passes is beside induc"),
+    ("compile.fusions.fuse_norm", "from ..passes import cleanup", "fusions is below passes"),
+    ("compile.lowering.lower_gpu", "from ..fusions import sort_rows", "lowering is below fus"),
+    ("compile.fx.nodes", "from ...engine import plan", "compile may not import the engine"),
+    ("kernels.jit.compile_pool", "from ...engine import plan", "kernels may not import the engine"),
+    ("engine.plan", "def f():\n    import torch.fx", "the engine may not import torch"),
+    ("engine.plan", "from ..llm import LLM", "the engine may not import it"),
+    ("engine.request", "from pagespec.runner import cpu_pack", "the engine may not import it"),
+    ("engine.request", "from . import plan", "a cycle of 2 modules"),
     (
         "engine.policy",
         "if TYPE_CHECKING:\n    from .scheduler import Scheduler",
-        "a circle of",
+        "a cycle of",
     ),
     ("build", "from . import __version__", "only ('cli', 'server') may"),
     ("llm", "from .spec.replay import replay", "only ('cli', 'viewer') may"),
 ]
 
 
-def test_a_planted_folder_is_noticed(tmp_path: Path) -> None:
+def test_a_folder_without_tests_is_detected(tmp_path: Path) -> None:
     for file in ("src/a/x.py", "src/a/b/y.py", "tests/a/test_x.py", "tests/c/test_z.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -324,7 +328,7 @@ def test_a_planted_folder_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "text", "found"), PLANTED)
-def test_a_planted_import_is_noticed(
+def test_a_forbidden_import_is_detected(
     imports: list[Import], module: str, text: str, found: str
 ) -> None:
     planted = [*imports, *read_imports(text, module, MODULES)]
@@ -334,15 +338,15 @@ def test_a_planted_import_is_noticed(
 
 
 PLANTED_AMONG_KERNELS = [
-    ("kernels.sampling.sampler", "kernels.matmul.plan", "sampling stands below matmul"),
-    ("kernels.matmul.dispatch", "kernels.moe.grouped_mm", "matmul stands below moe"),
-    ("kernels.sparse.chosen", "kernels.mla.decode", "sparse stands below mla"),
-    ("kernels.attention.decode", "kernels.matmul.plan", "attention stands beside matmul"),
-    ("kernels.moe.route", "kernels.mla.decode", "moe stands beside mla"),
+    ("kernels.sampling.sampler", "kernels.matmul.plan", "sampling is below matmul"),
+    ("kernels.matmul.dispatch", "kernels.moe.grouped_mm", "matmul is below moe"),
+    ("kernels.sparse.chosen", "kernels.mla.decode", "sparse is below mla"),
+    ("kernels.attention.decode", "kernels.matmul.plan", "attention is beside matmul"),
+    ("kernels.moe.route", "kernels.mla.decode", "moe is beside mla"),
 ]
 
 
 @pytest.mark.parametrize(("module", "target", "found"), PLANTED_AMONG_KERNELS)
-def test_a_planted_import_among_kernels_is_noticed(module: str, target: str, found: str) -> None:
-    (broken,) = upward([Import(module, target, True, 1)], KERNELS, "kernels")
+def test_a_forbidden_import_among_kernels_is_detected(module: str, target: str, found: str) -> None:
+    (broken,) = upward([Import(module, target, True, 1)], KERNEL_LAYERS, "kernels")
     assert broken.endswith(f"imports {target}: {found}")
