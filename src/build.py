@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,9 @@ def build(
         generation_config = read_generation_config(str(config.generation_config))
     stats = EngineStats()
     with stats.timed("load"), _bars_if_watched():
-        source = find_source(model) if isinstance(model, (str, os.PathLike)) else None
+        source = None
+        if isinstance(model, (str, os.PathLike)):
+            source = find_source(model, check_conversion=_check_conversion_fits)
         with gc_paused():
             record = platform.start_record(source)
             restored = record.restore() if record is not None and may_restore() else None
@@ -101,6 +104,9 @@ def build(
         else:
             with gc_paused():
                 from .compile.load.load import load_model
+                from .runner.weight_budget import check_weights_fit
+            if source is not None and shard.num_ranks == 1:
+                check_weights_fit(source, config, [device])
             given: Any = source or model
             loaded = load_model(
                 given,
@@ -183,6 +189,12 @@ def build(
             loaded, str(config.generation_config), generation_config, is_reported=shard.rank == 0
         ),
     )
+
+
+def _check_conversion_fits(path: Path) -> None:
+    from .runner.weight_budget import check_conversion_fits
+
+    check_conversion_fits(path)
 
 
 @contextmanager

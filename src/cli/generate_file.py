@@ -83,7 +83,9 @@ def _answerer(
 ) -> Iterator[Answer]:
     """A function that answers lines, once a model has loaded: in this process, or in replicas."""
     if replicas.replicas is None:
-        yield partial(answer_lines, make_llm.start_llm(engine), fingerprint)
+        llm = make_llm.start_llm(engine)
+        make_llm.note_template(llm, in_template=fingerprint.chat, is_default=not fingerprint.chat)
+        yield partial(answer_lines, llm, fingerprint)
         return
     from .replicas import open_replicas
 

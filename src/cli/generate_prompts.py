@@ -29,6 +29,7 @@ def answer_prompts(
     defaults = make_llm.sampling_defaults(llm)
     params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]
     in_template = llm.chat_reader.has_template if chat is None else chat
+    make_llm.note_template(llm, in_template=in_template, is_default=chat is None)
     given = [make_llm.read_message(llm, text) if in_template else text for text in prompts]
     requests = list(zip(given, params, strict=True))
     num_in = num_out = 0

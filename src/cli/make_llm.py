@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PagespecError
 from ..startup import gc_paused, log_shown
+from .command import note
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def sampling_defaults(llm: LLM) -> Mapping[str, Any]:
 def read_message(llm: LLM, text: str) -> PromptInput:
     """A conversation of one user message, as ``LLM.chat`` reads it."""
     return llm.read_messages([{"role": "user", "content": text}])
+
+
+def note_template(llm: LLM, *, in_template: bool, is_default: bool) -> None:
+    """Say on stderr how text prompts are read, if the command line leaves that open.
+
+    Args:
+        is_default: neither --chat nor --raw was given.
+    """
+    if not is_default:
+        return
+    if in_template:
+        note("prompts are put into the chat template; --raw passes them as they are")
+    elif llm.chat_reader.has_template:
+        note("prompts are passed as they are, without the chat template; --chat uses it")
 
 
 def find_embedded_model() -> Path | None:

@@ -13,12 +13,14 @@ import torch
 
 from ..build import BuiltEngine, build
 from ..compile.load.load import check_shared
+from ..compile.load.source import find_source
 from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..params.checks import path_of
 from ..runner.cpu_threads import rank_threads, torchs_number
 from ..runner.platform import resolve_device
+from ..runner.weight_budget import check_weights_fit
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store
 from .runner import DistributedRunner, LogitsCallback
@@ -52,6 +54,7 @@ def build_distributed(
     devices = _devices(config, num_ranks)
     has_peer_access = _has_peer_access(devices)
     check_shared(name, num_ranks)
+    check_weights_fit(find_source(name), config, devices)
     num_threads = torchs_number()
     if devices[0].type == "cpu":
         num_threads = rank_threads(config.threads, num_ranks)

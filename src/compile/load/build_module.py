@@ -95,6 +95,13 @@ def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -
     return module
 
 
+def require_accelerate(num_ranks: int) -> None:
+    """Raises InvalidInputError if several ranks could not read their slices."""
+    if importlib.util.find_spec("accelerate") is None:
+        limit = "needs the package accelerate: pip install accelerate, or install pagespec[tp]"
+        raise InvalidInputError("tensor_parallel_size", num_ranks, limit)
+
+
 def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
     """With accelerate, weights are read directly from the file to a GPU. With several ranks, each
     reads only the slices of transformers' plan."""
@@ -102,10 +109,7 @@ def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
     if shard.num_ranks == 1:
         is_direct = device.type == "cuda" and has_accelerate
         return {"device_map": {"": device} if is_direct else None}
-    if not has_accelerate:
-        raise InvalidInputError(
-            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
-        )
+    require_accelerate(shard.num_ranks)
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}

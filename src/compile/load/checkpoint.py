@@ -32,6 +32,31 @@ def files_of(source: str, **options: Any) -> Path:
     return Path(snapshot_download(source, **options))
 
 
+def weight_files(source: str) -> list[Path] | None:
+    """The safetensors files of a folder or of a hub id's folder in the cache; None if it is not
+    there.
+
+    Raises:
+        OSError, ValueError, KeyError: there are no such files, or their index is damaged.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = [try_to_load_from_cache(source, name) for name in (_ONE, _INDEX)]
+        known = [Path(path) for path in found if isinstance(path, str)]
+        if not known:
+            return None
+        folder = known[0].parent
+    return [folder / name for name in _file_names(folder)]
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / _ONE).is_file():
+        return [_ONE]
+    return sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+
+
 class Checkpoint:
     """The weights in ``folder``, from the files that transformers would read.
 
@@ -41,13 +66,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        one = folder / _ONE
-        if one.is_file():
-            files = {_ONE}
-        else:
-            files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
         self._get: dict[str, Callable[[str], Tensor]] = {}
-        for file in sorted(files):
+        for file in _file_names(folder):
             opened = safe_open(folder / file, framework="pt")
             self._get |= dict.fromkeys(opened.keys(), opened.get_tensor)
 

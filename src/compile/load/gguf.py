@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,11 @@ _MANIFEST = "manifest.json"  # of a conversion
 _CONVERSION_VERSION = 3
 
 
-def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def converted_folder(
+    path: Path,
+    cache_dir: str | os.PathLike[str] | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
     """The folder with config, float32 safetensors and tokenizer, converted from a GGUF file.
 
     The tokenizer, its chat templates and the tokens that end an answer come from the file itself
@@ -39,6 +44,9 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
     The conversion runs at first use, and again if the folder was damaged since. The key covers file
     name, size, content and transformers' version. The folder appears by one rename, so a reader
     never sees a partial folder and two writers do no harm.
+
+    Args:
+        check: called before a conversion; it may refuse the file.
 
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
@@ -59,6 +67,9 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
         raise InvalidInputError(
             "model", str(path), "reading a GGUF file needs the gguf package: pip install gguf"
         )
+    if check is not None:
+        with as_input_error(str(path), "must be a GGUF file that can be read"):
+            check(path)
     logger.info("converting %s, only once: %s keeps the result ...", path.name, target.parent)
     with work_folder(target.parent, ".converting-") as work:
         made = work / "made"

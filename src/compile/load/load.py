@@ -17,7 +17,7 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from ..weights import Cut
-from .build_module import build_module
+from .build_module import build_module, require_accelerate
 from .checkpoint import as_input_error, cause, code_not_run, needs_own_code
 from .generation_config import default_sampling, end_tokens, ignored_settings, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
@@ -100,12 +100,9 @@ def load_model(
     is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
     if is_quantised:
         check_quantized(name, config, quantization, torch_dtype, device, shard)
-    if torch_dtype is None:
-        text_config = config.get_text_config(decoder=True)
-        configured: Any = text_config.dtype or config.dtype or torch.bfloat16
-        if quantization == "gguf":
-            configured = torch.bfloat16  # its conversion is in float32
-        torch_dtype = torch.float32 if device.type == "cpu" else configured
+    if torch_dtype is None and quantization == "gguf" and device.type != "cpu":
+        torch_dtype = torch.bfloat16  # its conversion is in float32
+    torch_dtype = torch_dtype or dtype_of(config, dtype, device)
     options: dict[str, Any] = {}
     weights: Mapping[str, QuantizedWeight | None] = {}
     if is_quantised and load_format == "auto":
@@ -142,6 +139,23 @@ def load_model(
     return described
 
 
+def dtype_of(
+    config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of a model's weights. ``dtype``: as of :func:`load_model`."""
+    resolved = _resolved_dtype(dtype)
+    if resolved is not None or device.type == "cpu":
+        return resolved or torch.float32
+    text_config = config.get_text_config(decoder=True)
+    configured: Any = text_config.dtype or config.dtype or torch.bfloat16
+    return configured  # type: ignore[no-any-return]
+
+
+def read_config(model: ModelSource) -> PreTrainedConfig:
+    """The config of a model that is not loaded. Raises as :func:`load_model`."""
+    return _config_of(model, None)[2]
+
+
 def vocab_size_of(model: str | os.PathLike[str]) -> int:
     """Rows of the LM head of a model that is not loaded. Raises as :func:`load_model`."""
     _, _, config = _config_of(model, None)
@@ -151,6 +165,7 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
     """Refuse a missing model, or one whose heads cannot be distributed over this many ranks. This
     takes a fraction of the time to start the ranks. Raises as :func:`load_model`."""
+    require_accelerate(num_ranks)
     _, _, config = _config_of(model, None)
     check_heads(config, num_ranks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +38,14 @@ class ModelSource(NamedTuple):
 
 
 def find_source(
-    model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None
+    model: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    check_conversion: Callable[[Path], None] | None = None,
 ) -> ModelSource:
     """Find a model's files. Converts a GGUF file, and refuses what is not a model's name.
+
+    Args:
+        check_conversion: called with a GGUF file before its conversion; it may refuse the file.
 
     Raises:
         InvalidInputError: there is no such file or folder, or it does not contain a model.
@@ -50,4 +56,4 @@ def find_source(
         raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
     if not check_model_path(name) or not name.endswith(".gguf"):
         return ModelSource(name, name)
-    return ModelSource(name, str(converted_folder(Path(name), cache_dir)))
+    return ModelSource(name, str(converted_folder(Path(name), cache_dir, check_conversion)))

@@ -164,7 +164,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (_WithSigmoid, "through 'sigmoid', not relu"),
+        (_WithSigmoid, "applies 'sigmoid' to queries times keys, not relu"),
         (_OfOneHead, "scores from 'getitem'"),
         (_WithBias, "a mask from 'add'"),
         (_OfLowest, "a choice of 7 in another form"),

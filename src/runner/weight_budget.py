@@ -1,0 +1,149 @@
+"""Refuses a model whose weights do not fit the memory, before they are loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compile.load.checkpoint import weight_files
+from ..compile.load.gguf_vocabulary import open_gguf
+from ..compile.load.load import dtype_of, read_config
+from ..compile.load.quantized_load import quantization_of, stays_quantised
+from ..compile.load.source import ModelSource
+from ..engine.config import EngineConfig
+from ..errors import InvalidInputError
+from .host_memory import available_bytes
+
+GIB = 1 << 30
+_MOST_BYTES = 4  # of an element: float32
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
+_PACKED = 8  # elements in a byte, at most
+_COPIES_OF_CONVERSION = 2
+
+
+class Need(NamedTuple):
+    """Attributes:
+    num_bytes: that the weights take at least. form: of the weights, for errors.
+    """
+
+    num_bytes: int
+    form: str
+
+
+def check_weights_fit(
+    source: ModelSource, config: EngineConfig, devices: list[torch.device]
+) -> None:
+    """Compare the weights with the memory that is free on the devices.
+
+    Args:
+        devices: of all ranks.
+
+    Raises:
+        InvalidInputError: the weights certainly do not fit.
+    """
+    if config.quantization == "gguf":
+        return  # its float32 conversion stays in the file; blocks are read one by one
+    is_cpu = devices[0].type == "cpu"
+    if is_cpu:
+        free, place = available_bytes(), "available"
+    else:
+        # Of the first one: a look at another would leave a CUDA context there.
+        free, place = torch.cuda.mem_get_info(devices[0])[0], f"free on {devices[0]}"
+    is_dummy = config.load_format == "dummy"
+    if not is_dummy and (upper := _most_bytes(source)) is not None and upper <= free:
+        return
+    need = _need_of(source, config, devices[0])
+    if need is None:
+        return
+    num_bytes = need.num_bytes
+    if is_cpu and is_dummy:  # each rank makes all weights and keeps its part
+        num_bytes *= len(devices)
+    elif not is_cpu and not is_dummy:
+        num_bytes = -(-num_bytes // len(devices))
+    if num_bytes > free:
+        whose = "its weights" if len(devices) == 1 or is_cpu else "the weights of one rank"
+        raise InvalidInputError(
+            "model",
+            source.name,
+            f"{whose} take {num_bytes / GIB:.1f} GiB in {need.form}, more than the "
+            f"{free / GIB:.1f} GiB {place}; use a smaller model, a smaller dtype, quantization or "
+            "more GPUs",
+        )
+
+
+def check_conversion_fits(path: Path) -> None:
+    """Compare a GGUF file with the memory that its conversion to float32 takes.
+
+    Raises:
+        InvalidInputError: the conversion certainly does not fit.
+    """
+    num_elements = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
+    num_bytes, free = _COPIES_OF_CONVERSION * 4 * num_elements, available_bytes()
+    if num_bytes > free:
+        raise InvalidInputError(
+            "model",
+            str(path),
+            f"its conversion to float32 takes {num_bytes / GIB:.1f} GiB, more than the "
+            f"{free / GIB:.1f} GiB available; use a smaller model",
+        )
+
+
+def _most_bytes(source: ModelSource) -> int | None:
+    """What the weights of the files take at most, in float32; None for files that are not here."""
+    tensors = _tensors(source)
+    if tensors is None:
+        return None
+    return sum(
+        count * (_MOST_BYTES if dtype in _FLOATS else _PACKED * _MOST_BYTES)
+        for dtype, count in tensors
+    )
+
+
+def _tensors(source: ModelSource) -> list[tuple[str, int]] | None:
+    """Dtype and number of elements of the files' tensors; None if they are not here or damaged,
+    which loading reports."""
+    try:
+        files = weight_files(source.files)
+        return None if files is None else [each for file in files for each in _header(file)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _header(file: Path) -> Iterable[tuple[str, int]]:
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError(f"{file} is damaged")
+        header: dict[str, Any] = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    return [(entry["dtype"], math.prod(entry["shape"])) for entry in header.values()]
+
+
+def _need_of(source: ModelSource, config: EngineConfig, device: torch.device) -> Need | None:
+    """What loading allocates at least; None for weights that stay in the files' memory."""
+    from ..compile.load.build_module import skeleton_of
+
+    hf_config = read_config(source)
+    dtype = dtype_of(hf_config, config.dtype, device)
+    stays = config.load_format == "auto" and stays_quantised(hf_config)
+    if device.type == "cpu" and config.load_format == "auto" and not stays:
+        names = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
+        tensors = _tensors(source)
+        if tensors is None or {kind for kind, _ in tensors} & {*_FLOATS} <= {names[str(dtype)]}:
+            return None
+    try:
+        skeleton = skeleton_of(hf_config)
+    except (ValueError, ImportError, OSError):
+        return None  # loading reports it
+    num_elements = sum(parameter.numel() for parameter in skeleton.parameters())
+    if config.quantization == "fp8" or stays:
+        method = (quantization_of(hf_config) or {}).get("quant_method", "fp8")
+        if method == "fp8":
+            return Need(num_elements, "fp8")
+        return Need(num_elements // 2, "4 bits")
+    return Need(num_elements * dtype.itemsize, str(dtype).removeprefix("torch."))
