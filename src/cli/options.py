@@ -69,8 +69,8 @@ class PromptOptions:
         None,
         None,
         "Render a text prompt with the model's chat template, or pass it unchanged (raw). "
-        "Default: for --prompt, chat if the model has a template; for --input, raw, as LLM.generate "
-        "and /v1/completions do. stderr shows the choice.",
+        "Default: for --prompt, chat if the model has a template; for --input, raw, as in "
+        "LLM.generate and /v1/completions. stderr shows the choice.",
         "--chat/--raw",
         show_default=False,
     )
