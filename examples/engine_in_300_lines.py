@@ -229,7 +229,7 @@ def print_step(plan: StepPlan, scheduler: Scheduler) -> None:
         parts.append(part)
     account, blocks = scheduler.account, scheduler.blocks
     assert account is not None
-    for victim, asker in zip(plan.preempted, account.askers, strict=True):
+    for victim, asker in zip(plan.preempted, account.preempted_for, strict=True):
         parts.append(f"[{victim.request_id} preempted for {asker}]")
     owned = NUM_BLOCKS - blocks.num_available
     pool = f"{owned} owned, {len(blocks.lru)} cached, {len(blocks.free)} free"

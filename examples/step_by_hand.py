@@ -68,7 +68,7 @@ class AddingRunner:
 def explain(plan: StepPlan, account: PlanAccount, known: set[str]) -> list[str]:
     """Sentences that say what the plan does and why. ``known``: requests admitted earlier."""
     said = []
-    for victim, asker in zip(plan.preempted, account.askers, strict=True):
+    for victim, asker in zip(plan.preempted, account.preempted_for, strict=True):
         said.append(
             f"{asker} needs a block and none is free. {victim.request_id} is younger and is "
             f"preempted for {asker}: {victim.request_id} gives its blocks back and waits."
