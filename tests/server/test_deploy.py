@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from pagespec import AsyncLLM
 from pagespec.cli.serve import ServerOptions
+from pagespec.kernels.native.library import _COMPILERS
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
 from tests.support.content_llm import content_llm
@@ -83,6 +84,39 @@ def test_a_stop_takes_longer_than_a_drain() -> None:
     assert re.findall(r"--drain-timeout (\d+)", unit) == [f"{drain_s:.0f}"]
     compose = (DEPLOY / "compose.yaml").read_text()
     assert int(re.findall(r"stop_grace_period: (\d+)s", compose)[0]) > drain_s
+
+
+def test_the_unit_names_a_model_and_does_not_repeat_a_refused_start() -> None:
+    unit = (DEPLOY / "pagespec.service").read_text()
+    assert re.search(r"^RestartPreventExitStatus=2$", unit, re.M)
+    assert re.search(r"^Documentation=http://", unit, re.M), "the server speaks plain HTTP"
+    (line,) = re.findall(r"^ExecStart=\S+ (serve .+)$", unit, re.M)
+    assert "--model ${PAGESPEC_MODEL}" in line
+    assert re.search(r"^Environment=PAGESPEC_MODEL=\S+$", unit, re.M)
+    names = {name for option in ServerOptions.options() for name in option.names}
+    names |= {"--" + option.name.replace("_", "-") for option in ServerOptions.options()}
+    assert set(re.findall(r"--[a-z-]+", line)) <= names | {"--model"}
+
+
+def test_the_image_can_compile_kernels() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    base = text[text.index(" AS base") : text.index("FROM base AS cpu")]
+    assert any(re.search(rf"(?<!\S){re.escape(name)}(?!\S)", base) for name in _COMPILERS)
+
+
+def test_proxies_close_paths_for_administrators() -> None:
+    inside = {"metrics", "load", "get_world_size", "pause", "resume", "is_paused"}
+    inside.add("reset_prefix_cache")
+    for name in ("nginx.conf", "Caddyfile"):
+        text = (DEPLOY / name).read_text()
+        found = {path for group in re.findall(r"\^/\(([\w|]+)\)", text) for path in group.split("|")}
+        assert found == inside
+
+
+def test_no_version_is_pinned_twice() -> None:
+    lines = (DEPLOY.parent / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert len(pins) == len(set(pins))
 
 
 def test_proxies_let_as_large_bodies_through_and_do_not_buffer() -> None:
