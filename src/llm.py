@@ -41,6 +41,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pagespec")
 
 _SHOWN_S = 0.05  # of a part of a start
+_INSTEAD = {
+    "get_tokenizer": "use llm.tokenizer",
+    "get_metrics": "use llm.stats()",
+    "pause": "use AsyncLLM.pause_generation and resume_generation",
+    "start_profile": "use torch.profiler around the call",
+    "sleep": "delete the LLM, and make a new one",
+    "beam_search": "beam search is not supported; use SamplingParams(n=..., best_of=...)",
+    "embed": "embeddings are not supported",
+    "encode": "embeddings are not supported",
+    "classify": "classifiers are not supported",
+    "reward": "reward models are not supported",
+}
+"""Hints at what serves in place of methods of vLLM's LLM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -172,6 +185,14 @@ class LLM:
         )
         self._loop = GenerationLoop(self.engine, self.factory)
 
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for names that are not found, such as methods of vLLM's LLM."""
+            hint = _INSTEAD.get(name)
+            text = f"'LLM' object has no attribute {name!r}" + (f": {hint}" if hint else "")
+            raise AttributeError(text, name=name, obj=self)
+
     # Offline generation -----------------------------------------------------------------------
 
     def generate(
@@ -221,13 +242,22 @@ class LLM:
             name = f"generation_config.{error.field}"
             raise InvalidInputError(name, error.value, limit) from None
 
-    def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
+    def score(self, prompts: Any, *others: Any, use_tqdm: bool = True) -> list[ScoreOutput]:
         """The log-probability of each prompt token but the first, given the tokens before it. Each
         is the same float that ``logprobs`` of :class:`SamplingParams` gives for a sampled token.
 
         Args:
             prompts: as for ``generate``, but each may have ``max_model_len`` tokens.
+            others: refused. vLLM's ``score(text, texts)`` runs a cross-encoder.
+
+        Raises:
+            TypeError: there is a second text.
         """
+        if others:
+            raise TypeError(
+                "score() takes one argument, the prompts, and returns the log-probabilities of "
+                "their tokens; vLLM's score(text, texts) of a cross-encoder is not supported"
+            )
         inputs = self.reader.read_all(split_prompts(prompts), is_scored=True)
         return self._loop.score(inputs, use_tqdm)
 

@@ -50,7 +50,7 @@ def check_model_name(name: str) -> None:
     """
     if check_model_path(name):
         return
-    from httpx import HTTPError, TimeoutException
+    from httpx import HTTPError, TimeoutException, TransportError
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -66,6 +66,11 @@ def check_model_name(name: str) -> None:
     except (OSError, HTTPError, HFValidationError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         limit = f"is no folder and no .gguf file here, and was not found on the hub ({reason})"
+        if isinstance(error, (TransportError, ConnectionError)):
+            limit = (
+                "is no folder and no .gguf file here, is not in the hub's cache on this machine, "
+                f"and the hub cannot be reached ({reason})"
+            )
         raise InvalidInputError("model", name, limit) from error
 
 

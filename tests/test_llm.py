@@ -71,6 +71,26 @@ def test_a_model_without_tokenizer_takes_token_ids_and_gives_no_text(llm: LLM) -
         llm.chat([{"role": "user", "content": "hi"}])
 
 
+def test_default_parameters_may_be_changed_as_in_vllm(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature = 0.0
+    params.max_tokens = 3
+    [output] = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_methods_of_vllm_are_refused_with_what_serves_in_their_place(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="cross-encoder is not supported"):
+        llm.score("q", ["a", "b"])
+    with pytest.raises(AttributeError, match=r"'get_tokenizer': use llm\.tokenizer"):
+        llm.get_tokenizer()
+    with pytest.raises(AttributeError, match=r"AsyncLLM\.pause_generation"):
+        llm.pause()
+    with pytest.raises(AttributeError, match="no attribute 'other'$"):
+        _ = llm.other
+    assert not hasattr(llm, "pause")
+
+
 def test_requests_without_parameters_take_those_of_the_generation_config(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.generation_config.update(**ASKED, max_new_tokens=5, do_sample=True)

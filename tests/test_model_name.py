@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
+from pagespec.errors import InvalidInputError
+from pagespec.model_name import check_model_name
 from tests.support.apart import run_apart
 
 _PROGRAM = """
@@ -109,3 +112,15 @@ def test_names_on_the_hub(hub: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     said = run_apart("-c", _CHECK, "org/a", "other/a", "other/kept").splitlines()
     assert said == ["there", "not found", "there"]
     assert [path.split("/")[1] for path in hub] == ["org", "other"], "asked once each"
+
+
+def test_an_unreachable_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", _Unreachable)
+    with pytest.raises(InvalidInputError, match="not in the hub's cache .* cannot be reached"):
+        check_model_name("some/model")
+
+
+class _Unreachable:
+    def head(self, *_: object, **__: object) -> None:
+        raise httpx.ConnectError("[Errno -2] Name or service not known")

@@ -107,7 +107,7 @@ class ChatReader:
             InvalidInputError: an argument is refused, here or by the template.
         """
         if self.tokenizer is None or not (chat_template or self.has_template):
-            raise InvalidInputError(field, messages, "this model has no chat template")
+            raise InvalidInputError(field, messages, self._no_template())
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidInputError("chat_template", chat_template, "must be text")
         if continue_final_message and add_generation_prompt:
@@ -217,6 +217,11 @@ class ChatReader:
         if is_constrained and reasoning is not None:
             answer = ReasonedAnswer(reasoning, answer, content)
         return ResponseReader(text, answer)
+
+    def _no_template(self) -> str:
+        if self.tokenizer is None:
+            return "this model has no tokenizer, so there is no chat template"
+        return "this model has no chat template; give chat_template=, or a plain prompt to generate"
 
     @property
     def has_template(self) -> bool:

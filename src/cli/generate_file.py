@@ -66,7 +66,10 @@ def answer_file(
             note(f"{output}: keeping {found.rows} of {found.total} rows")
         num_errors = found.errors
         if found.rows < found.total:
-            with _answerer(engine, fingerprint, replicas, found.total - found.rows) as answer:
+            num_lines, is_default = found.total - found.rows, prompts.chat is None
+            with _answerer(
+                engine, fingerprint, replicas, num_lines, is_default=is_default
+            ) as answer:
                 # The incomplete or unwanted end is cut off only after a model has loaded.
                 _cut(file, found.size)
                 num_errors += _write_rest(file, answer, source, found)
@@ -79,12 +82,21 @@ def answer_file(
 
 @contextmanager
 def _answerer(
-    engine: EngineOptions, fingerprint: Fingerprint, replicas: ReplicaOptions, num_lines: int
+    engine: EngineOptions,
+    fingerprint: Fingerprint,
+    replicas: ReplicaOptions,
+    num_lines: int,
+    *,
+    is_default: bool,
 ) -> Iterator[Answer]:
-    """A function that answers lines, once a model has loaded: in this process, or in replicas."""
+    """A function that answers lines, once a model has loaded: in this process, or in replicas.
+
+    Args:
+        is_default: neither --chat nor --raw was given.
+    """
     if replicas.replicas is None:
         llm = make_llm.start_llm(engine)
-        make_llm.note_template(llm, in_template=fingerprint.chat, is_default=not fingerprint.chat)
+        make_llm.note_template(llm, in_template=fingerprint.chat, is_default=is_default)
         yield partial(answer_lines, llm, fingerprint)
         return
     from .replicas import open_replicas

@@ -251,3 +251,12 @@ def test_several_answers_are_a_list_and_have_seeds_of_their_own(desk: Desk) -> N
     assert "text" not in two
     assert (one["text"], "outputs" in one) == ("B", False)
     assert [params.seed for _, params in desk.llm.seen] == [5, 7, 9]
+
+
+def test_raw_prompts_of_a_file_are_said_unless_it_was_chosen(desk: Desk) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    desk.lines({"prompt": "a"})
+    said = "prompts are passed as they are, without the chat template; --chat uses it"
+    assert said in desk.run_file().stderr
+    for flag in ("--raw", "--chat"):
+        assert "chat template" not in desk.run_file(flag, "--overwrite").stderr

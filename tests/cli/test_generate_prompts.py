@@ -31,6 +31,18 @@ def test_a_prompt_goes_into_the_template_unless_raw(
     assert desk.run("--prompt", "hi", *flags).stdout.strip() == answer
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_said"), [([], True), (["--chat"], False), (["--raw"], False)]
+)
+def test_the_use_of_the_template_is_said_unless_it_was_chosen(
+    desk: Desk, flags: list[str], is_said: bool
+) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    result = desk.run("--prompt", "hi", *flags)
+    said = "prompts are put into the chat template; --raw passes them as they are"
+    assert (said in result.stderr) is is_said
+
+
 def test_chat_without_a_template_is_refused(desk: Desk) -> None:
     result = desk.run("--prompt", "hi", "--chat")
     assert result.exit_code == 2
