@@ -86,7 +86,7 @@ def test_methods_of_vllm_are_refused_with_what_serves_in_their_place(llm: LLM) -
         llm.get_tokenizer()
     with pytest.raises(AttributeError, match=r"AsyncLLM\.pause_generation"):
         llm.pause()
-    with pytest.raises(AttributeError, match="no attribute 'other'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
         _ = llm.other
     assert not hasattr(llm, "pause")
 

@@ -109,8 +109,8 @@ def test_proxies_close_paths_for_administrators() -> None:
     inside.add("reset_prefix_cache")
     for name in ("nginx.conf", "Caddyfile"):
         text = (DEPLOY / name).read_text()
-        found = {path for group in re.findall(r"\^/\(([\w|]+)\)", text) for path in group.split("|")}
-        assert found == inside
+        groups = re.findall(r"\^/\(([\w|]+)\)", text)
+        assert {path for group in groups for path in group.split("|")} == inside
 
 
 def test_no_version_is_pinned_twice() -> None:
