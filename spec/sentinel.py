@@ -1,5 +1,4 @@
-"""Model of an exchange without flags, by sentinel values: checks R4 and R5 for every order of
-writes.
+"""Model of an exchange by sentinel values, without flags: checks R4 and R5 for every write order.
 
 The model has one row and repeated calls. In call n each rank pushes its part into the box that
 every peer has for it, which must contain the sentinel. Then, for each peer in order, it waits until

@@ -49,7 +49,7 @@ def answer_file(
     if not source.is_file():
         raise InvalidInputError("--input", str(source), "must be a file (it is read twice)")
     if output.exists() and not output.is_file():
-        limit = "must be a regular file: the run continues after its rows"
+        limit = "must be a file: the run continues after its rows"
         raise InvalidInputError("--output", str(output), limit)
     if output.exists() and output.samefile(source):
         raise InvalidInputError("--output", str(output), "must not be the input file")

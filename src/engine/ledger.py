@@ -1,5 +1,4 @@
-"""Bookkeeping for the items of a pool: reference counts, an index by key, LRU eviction. It handles
-ids only, no tensors.
+"""Bookkeeping for the item ids of a pool: reference counts, an index by key, LRU eviction.
 
 Every item is in exactly one of three places (S2, S43), decided by its count and its key (S4)::
 

@@ -1,5 +1,5 @@
-"""Thread pools for the blocking work of event loops. Each *lane* is a pool, so long work never
-occupies the threads of short work.
+"""Thread pools for blocking work of event loops. Each *lane* is a pool, so long work never occupies
+the threads of short work.
 
 asyncio's executor has one queue for all work. A dozen grammars that take ten seconds each, or a
 dozen texts of megabytes, would delay every chat.

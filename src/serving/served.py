@@ -129,7 +129,7 @@ class LoopRequests:
         self._observers = observers
         self._served: dict[Served, None] = {}
         self._unpolled: list[Served] = []
-        self._is_posted = self._is_looking = False
+        self._is_posted = self._is_polling = False
 
     def add(self, served: Served) -> None:
         """Add a submitted prompt. Called on the loop."""
@@ -154,8 +154,8 @@ class LoopRequests:
 
     def _begin(self) -> None:
         """Start a pass over all requests, after the current pass if there is one."""
-        if not self._is_looking:
-            self._is_looking = True
+        if not self._is_polling:
+            self._is_polling = True
             self._poll_some()
 
     def _poll_some(self) -> None:
@@ -169,7 +169,7 @@ class LoopRequests:
         if self._unpolled or self._is_posted:
             self.loop.call_soon(self._poll_some)
         else:
-            self._is_looking = False
+            self._is_polling = False
 
 
 class Loops:

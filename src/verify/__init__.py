@@ -1,5 +1,5 @@
-"""Checks schedule transparency (batch invariance) on the user's machine: a request's tokens and
-logits are bit-identical, whatever else runs.
+"""Checks on the user's machine that tokens and logits are bit-identical, whatever else runs
+(schedule transparency, or batch invariance).
 
 Reading order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules, and scores
 compared with sampled log-probabilities), ``gate`` (compares each answer with the answer of the

@@ -16,7 +16,7 @@ class Seen:
         self.num_tokens = self.num_seen = 0
         self.has_ended = False
 
-    def look(self, _observers: list[Any]) -> bool:
+    def poll(self, _observers: list[Any]) -> bool:
         self.looks.append((self.turn[0], self.name))
         self.num_seen = self.num_tokens
         return self.has_ended
