@@ -73,6 +73,7 @@ def write_trace(path: Path) -> None:
         num_blocks=56,
         max_num_seqs=8,
         max_num_batched_tokens=96,
+        max_inter_token_ms=0,  # the same schedule at any speed of the machine
         trace=path,
     )
     prompts, lengths = zip(*requests(), strict=True)

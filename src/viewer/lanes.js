@@ -135,7 +135,7 @@ class Painter {
   _paintSegment(i, y, height) {
     const { context, view } = this, s = view.trace.segments, kind = s.kind[i];
     const x = Math.max(view.x(view.segmentBegin(i)), GUTTER - 5);
-    const end = Math.min(view.x(view.segmentEnd(i)), view.width + 5);
+    const end = Math.min(view.x(view.segmentEnd(i)), GUTTER + view.plotWidth);
     const gap = height >= 8 ? 1.5 : height > 3 ? 0.5 : 0;
     context.fillStyle = this.kindColours[kind];
     if (kind < PREFILL) {

@@ -104,7 +104,8 @@ function paintRuler(painter) {
   let gap = 10 ** Math.floor(Math.log10(span / (view.plotWidth / 90)));
   for (const factor of [2, 2.5, 2]) if (gap * view.scale < 90) gap *= factor;
   if (!view.isByTime) gap = Math.max(1, Math.round(gap));
-  const unit = view.isByTime ? gap < 1000 ? 1 : gap < 1e6 ? 1e3 : 1e6 : 1;
+  const isInSeconds = gap >= 1e5 || (gap >= 1000 && view.end >= 1e7);
+  const unit = view.isByTime ? isInSeconds ? 1e6 : gap < 1000 ? 1 : 1e3 : 1;
   const name = { 1: " µs", 1000: " ms", 1000000: " s" }[unit];
   painter.text(view.isByTime ? "Time" : "Steps", 12, y + height / 2, colours.muted);
   context.strokeStyle = colours.line;
@@ -122,6 +123,7 @@ function paintRuler(painter) {
     context.globalAlpha = 1;
     const value = place / unit;
     const label = view.isByTime ? Number(value.toFixed(3)) + name : String(place);
+    if (x + 3 + 6 * label.length > view.width) break;  // the label would be cut off
     painter.text(label, x + 3, y + height / 2 - 1, colours.muted, { size: 10.5 });
   }
 }
@@ -135,7 +137,7 @@ function paintHostAndDevice(painter) {
   painter.text("prompt", GUTTER - 10, LANES_TOP - 10, colours.muted, { size: 10.5, align: "right" });
   context.save();
   context.beginPath();
-  context.rect(GUTTER, HOST.y, view.plotWidth + 12, DEVICE.y + DEVICE.height - HOST.y);
+  context.rect(GUTTER, HOST.y, view.plotWidth, DEVICE.y + DEVICE.height - HOST.y);
   context.clip();
   const [first, last] = painter.range;
   const bar = (from, to, place, colour, least = 0.6) => {
