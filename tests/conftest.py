@@ -59,7 +59,7 @@ gc.set_threshold(50_000, 20, 20)
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_collected(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before ``-m`` deselects: see tests/by_day.py."""
+    """Mark nightly cases before ``-m`` deselects them: see tests/by_day.py."""
     from tests.by_day import mark_nightly
 
     is_whole = not any("::" in argument for argument in config.args)
@@ -68,7 +68,7 @@ def pytest_collected(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs of the GPU's tests by several processes: see tests/support/gpu_runs.py."""
+    """Order GPU tests for runs with several processes: see tests/support/gpu_runs.py."""
     if IS_WORKER and all(item.get_closest_marker("gpu") for item in items):
         from tests.support.gpu_runs import spread
 
@@ -102,9 +102,9 @@ def _shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_before() -> None:
-    """Keep what earlier files imported and cached out of the garbage collections of this one: to go
-    through the millions of objects of torch, sympy and transformers takes half a second, and an
-    engine that is closed collects."""
+    """Exclude objects that earlier files created from this file's garbage collections. A collection
+    through the millions of objects of torch, sympy and transformers takes half a second, and
+    closing an engine collects."""
     gc.collect()
     gc.freeze()
     if IS_WORKER and torch.cuda.is_initialized():
@@ -124,7 +124,7 @@ def _quiet_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def cuda_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
-    """Sets the compute capability that every GPU seems to have."""
+    """Sets the compute capability that every GPU reports."""
 
     def become(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
@@ -134,7 +134,7 @@ def cuda_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int
 
 @pytest.fixture
 def cpu_capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets the vector instructions that torch seems to find; "DEFAULT": none that we need."""
+    """Sets the vector instructions that torch reports; "DEFAULT" has none that pagespec needs."""
 
     def become(capability: str) -> None:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -153,15 +153,15 @@ class _Calls(TorchFunctionMode):
 
 @pytest.fixture
 def torch_calls() -> Iterator[dict[Any, Any]]:
-    """What is called in place of functions of torch, such as ``F.linear``; at first nothing."""
+    """Replacements for functions of torch, such as ``F.linear``; empty at first."""
     with _Calls() as mode:
         yield mode.made
 
 
 @pytest.fixture
 def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Sets the usable cores, and the seconds that matmuls take with a number of threads. What the
-    process measured is forgotten."""
+    """Sets the usable cores, and the measured seconds of matmuls per number of threads. Clears the
+    process's earlier measurements."""
     from pagespec.runner import cpu_threads
 
     def become(num_cores: int, measure: Callable[[int], float]) -> None:
@@ -182,7 +182,7 @@ def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the bytes of host memory that engines find free."""
+    """Sets the bytes of free host memory that engines see."""
     from pagespec.runner import kv_budget
 
     return lambda size: monkeypatch.setattr(kv_budget, "available_bytes", lambda: size)
@@ -190,7 +190,8 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def interpreted_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, too, the norm is Triton's kernel: its mean is that of kernels which join it."""
+    """Uses the interpreted Triton norm on a CPU too, since fused kernels compute their mean as it
+    does."""
     from pagespec.kernels.fused import dispatch, rms_norm
 
     monkeypatch.setattr(dispatch, "add_rms_norm", rms_norm.add_rms_norm)

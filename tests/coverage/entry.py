@@ -59,12 +59,12 @@ BEYOND = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one entry.
+    """The result of one entry.
 
     Attributes:
         model_type: its name in the mapping. architecture: its class, if it was built.
         outcome: one of :data:`OUTCOMES`. reason: why it is not "equal".
-        notes: what its attention has, recurrent layers, and experts.
+        notes: features of its attention, recurrent layers, and experts.
         longest: tokens of the longest prompt.
     """
 
@@ -78,7 +78,7 @@ class Entry:
 
 
 def run_entry(model_type: str) -> Entry:
-    """Build it, load it, and run it under every condition."""
+    """Build a model of the entry, load it, and run it under every condition."""
     begin = time.perf_counter()
     found: dict[str, Any] = {}
     try:
@@ -131,7 +131,7 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
 
 
 def built(config: PreTrainedConfig) -> PreTrainedModel:
-    """Raises ValueError for a model that is not tiny after all."""
+    """Raises ValueError if the model is not tiny."""
     with torch.device("meta"):
         empty = auto_class(config).from_config(config)
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
@@ -141,7 +141,7 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
-    """What sets its attention apart, and whether it has recurrent layers and experts."""
+    """Features of its attention, and whether it has recurrent layers and experts."""
     windows = {spec.window for spec in specs}
     found = {
         "sliding window": bool(windows - {0}),
@@ -161,7 +161,7 @@ def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The first lines of a message, on one."""
+    """The beginning of a message, on one line."""
     text = " ".join(str(error).split())
     shown = text if len(text) <= 240 else text[:237] + "..."
     is_ours = isinstance(error, (AssertionError, InvalidInputError, UnsupportedModelError))

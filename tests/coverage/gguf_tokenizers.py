@@ -42,7 +42,7 @@ _HTML = "</s>"
 
 @dataclass(slots=True)
 class Comparison:
-    """How many texts were compared; for each difference the text, ours and llama.cpp's."""
+    """The number of compared texts; for each difference the text, our result and llama.cpp's."""
 
     num_texts: int = 0
     ids: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -80,10 +80,10 @@ class LlamaCpp:
 
 
 def compare(path: Path, texts: Sequence[str]) -> Comparison:
-    """A file's tokenizer beside llama.cpp's.
+    """Compare a file's tokenizer with llama.cpp's.
 
     Raises:
-        UnsupportedModelError: the file is refused.
+        UnsupportedModelError: the file is rejected.
     """
     vocabulary = read_vocabulary(path)
     assert vocabulary is not None
@@ -132,7 +132,7 @@ def _with_key(vocabulary: dict[str, Any], name: str, value: Any) -> dict[str, An
 
 
 def record(file: Path) -> None:
-    """Keeps what llama.cpp makes of some texts with :func:`cases`, for tests without it."""
+    """Save llama.cpp's results for some texts with :func:`cases`, for tests without llama.cpp."""
     texts = [text for text in hard_texts(24, extra=[*SPECIAL, *USER_DEFINED]) if len(text) < 70]
     texts = [*texts[:-12:4], *texts[-12:]]
     outcomes: list[Any] = []

@@ -27,7 +27,7 @@ ENTRIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 @dataclass
 class Sweep:
-    """What became of the entries under one pair of versions."""
+    """The results of the entries with one pair of versions."""
 
     transformers: str
     torch: str
@@ -50,7 +50,7 @@ class Sweep:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def run(self, model_types: Sequence[str]) -> Iterator[Entry]:
-        """Adds each as it ends, and yields it."""
+        """Adds each result when its entry ends, and yields it."""
         begin = time.perf_counter()
         for entry in results(model_types, self.num_processes):
             self.entries.append(entry)
@@ -59,10 +59,10 @@ class Sweep:
 
 
 def results(model_types: Sequence[str], num_processes: int) -> Iterator[Entry]:
-    """What became of each, as they end.
+    """The result of each entry, in the order in which they end.
 
-    Processes are forked from this one, which has imported everything and computed nothing: an
-    import of torch and transformers takes longer than most entries do.
+    Processes are forked from this one, which has imported everything and computed nothing:
+    importing torch and transformers takes longer than most entries.
     """
     context = mp.get_context("fork")
     left = list(reversed(model_types))

@@ -25,7 +25,7 @@ def texts() -> list[str]:
 
 @cache
 def crossing_vocabulary() -> dict[str, Any]:
-    """Byte-level, with merges that cross every border of the expressions."""
+    """Byte-level, with merges that cross every boundary of the pre-tokenizer's expressions."""
     return byte_level_vocabulary(texts(), 4_000)
 
 

@@ -34,7 +34,8 @@ from tests.support.tiny_configs import RECURRENT, SPARSE
 
 
 def print_thresholds() -> None:
-    """An architecture a row. "(size)" also is the size of a weight or of attention heads."""
+    """One architecture per row. "(size)" marks an integer that is also the size of a weight or
+    head."""
     print(f"{'model':<12} {'longest':>7} {'passes':>6}  thresholds (at each: t - 1, t and t + 1)")
     for arch in ARCHITECTURES:
         plan = reach(arch)
@@ -46,7 +47,7 @@ def print_thresholds() -> None:
 
 
 def print_row(row: GoldenRow, condition: Condition) -> int:
-    """Prints it with the reason if it failed; returns 1 then."""
+    """Print the row, with the reason if it failed; return 1 then."""
     try:
         check(row, condition)
     except AssertionError as error:
@@ -57,7 +58,7 @@ def print_row(row: GoldenRow, condition: Condition) -> int:
 
 
 def print_ranks(num_ranks: int, names: list[str]) -> int:
-    """A row an architecture, or why it is refused. Returns how many failed."""
+    """Print one row per architecture, or why it is rejected. Returns the number of failures."""
     num_failed = 0
     print(GoldenRow.HEADER)
     for name in names:

@@ -71,7 +71,7 @@ QUANTIZED_GATE_SIZE = GateSize(
 
 
 def _with_states(condition: Condition) -> Condition:
-    """The same with intervals so short that prompts have checkpoints."""
+    """The condition with state intervals so short that prompts have checkpoints."""
     interval = max(8, condition.settings.get("block_size", 16))
     settings = {**condition.settings, "state_interval": interval}
     return dataclasses.replace(condition, settings=settings)
@@ -84,7 +84,7 @@ MAX_RELATIVE_ERRORS = dict.fromkeys(RECURRENT, MAX_RELATIVE_ERROR) | {"zamba2": 
 
 
 def tiny_runs(archs: Iterable[str], by_day: str) -> list[Any]:
-    """Parameters (architecture, condition); by day two conditions of one architecture."""
+    """Parameters (architecture, condition); the fast suite has two conditions of one architecture."""
     names = ("tiny pool+cache", "budget 16")
     return [
         pytest.param(
@@ -129,7 +129,7 @@ RANKS_CONDITION = Condition(
 
 
 class SubjectOnRanks(Subject):
-    """A model in a folder, of which each engine starts ranks."""
+    """A model in a folder; each of its engines starts ranks."""
 
     def llm(self, **settings: Any) -> LLM:
         gc.collect()  # a process has one group at a time
@@ -137,11 +137,11 @@ class SubjectOnRanks(Subject):
 
 
 def on_ranks(arch: str, num_ranks: int) -> GoldenRow:
-    """A tiny model on several ranks of the CPU, beside `generate`; with more than two its heads are
-    such that they can be shared.
+    """A tiny model on several CPU ranks against `generate`. With more than two ranks, its number of
+    heads is changed so that they can be sharded.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: it cannot be shared.
+        InvalidInputError, UnsupportedModelError: it cannot be sharded.
     """
     model = tiny_model(arch, **(TP_OVERRIDES.get(arch, {}) if num_ranks > 2 else {}))
     settings = {"device": "cpu", "tensor_parallel_size": num_ranks}
@@ -169,12 +169,12 @@ BEYOND_CONDITIONS = [
 
 @functools.cache
 def reach(arch: str) -> ReachPlan:
-    """At which integers of a tiny model's config its probe looked, and how."""
+    """The integers of a tiny model's config that its probe tested, and how."""
     return probe_with_reach(load_model(tiny_model(arch)))[1]
 
 
 def lengths_beyond(arch: str) -> list[int]:
-    """One token more than each threshold that a context of the tiny model can go beyond."""
+    """Each threshold that a context of the tiny model can exceed, plus one token."""
     longest = load_model(tiny_model(arch)).max_position_embeddings - BEYOND_NUM_OUTPUTS
     return sorted(t.value + 1 for t in reach(arch).thresholds if t.value < longest)
 

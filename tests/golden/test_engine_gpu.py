@@ -49,7 +49,7 @@ def small_engine(dtype: str = "bfloat16", **settings: Any) -> LLM:
 
 
 def mixed_params(num_outputs: list[int]) -> list[SamplingParams]:
-    """Greedy, seeded, top-p and top-k with min-p by turns."""
+    """Greedy, seeded, top-p, and top-k with min-p, in turn."""
     kinds: Iterator[dict[str, Any]] = itertools.cycle(
         [
             {"temperature": 0.0},
@@ -77,8 +77,8 @@ def num_preemptions(outputs: list[RequestOutput]) -> int:
 
 @pytest.fixture
 def late_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the Triton kernels compiled and CUDA graphs captured since the test cleared it:
-    counted here, where the engine's own counters cannot miss them."""
+    """Names of the Triton kernels compiled and CUDA graphs captured since the test cleared the
+    list. The test counts them itself, independently of the engine's counters."""
     import triton
 
     seen: list[str] = []
@@ -126,7 +126,7 @@ def num_dynamo_graphs() -> int:
 
 
 def watch_widths(llm: LLM) -> set[int]:
-    """How many requests ran together, of every step from now on."""
+    """The number of requests that ran in each later step."""
     widths: set[int] = set()
     step = llm.engine.step
 
@@ -206,8 +206,8 @@ NUM_BLOCKS_AMPLE = 2000
 def hostile_run(
     dtype: str, num_blocks: int, overlap: bool | None = None
 ) -> tuple[list[list[int]], int]:
-    """Tokens and preemptions of 24 requests that need some 500 blocks at once, half greedy and
-    half sampled."""
+    """Tokens and preemptions of 24 requests, half greedy and half sampled. Together they need about
+    500 blocks."""
     llm = small_engine(
         dtype,
         max_num_seqs=24,
@@ -231,8 +231,8 @@ def hostile_run(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_full_pool_preempts_and_changes_no_token(dtype: str) -> None:
-    """In float32 no two logits are so close that the order of a sum decides; in bfloat16 they are,
-    and equal tokens are what ``transparent=True``, the default, promises."""
+    """In float32 no two logits are close enough for the order of a sum to matter. In bfloat16 they
+    are; equal tokens then depend on ``transparent=True``, the default."""
     expected, num_preempted = hostile_run(dtype, NUM_BLOCKS_AMPLE)
     assert num_preempted == 0
     tokens, num_preempted = hostile_run(dtype, NUM_BLOCKS_TINY)

@@ -40,8 +40,7 @@ SAME_LAYERS_ERROR = {"bfloat16": 0.3, "float32": 0.03}
 
 @functools.cache
 def plain() -> tuple[tempfile.TemporaryDirectory[str], PreTrainedModel]:
-    """A bfloat16 checkpoint whose widths are multiples of 128, and what FP8 makes of it, in
-    float32."""
+    """A bfloat16 checkpoint whose widths are multiples of 128, and its FP8 values in float32."""
     model = tiny_model(
         "qwen3",
         vocab_size=VOCAB_SIZE,
@@ -91,7 +90,7 @@ class Recorder:
 
 
 def calls_kernels(model: PreTrainedModel, weights: dict[str, Any]) -> PreTrainedModel:
-    """A copy whose quantised layers are calls of the kernel for any dtype."""
+    """A copy whose quantised layers call the kernel, for any dtype."""
     from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     model = copy.deepcopy(model)
@@ -184,9 +183,9 @@ def test_answers_do_not_depend_on_the_schedule() -> None:
 
 
 def test_without_transparency_answers_differ(tmp_path: Path) -> None:
-    """Otherwise the gate would show nothing. In a process of its own: what the gate sets of the
-    library holds for all of one. Of the second control, the model's own operations, K of a wide
-    down projection is split at few rows."""
+    """A control: without a difference here, the gate would prove nothing. It runs in its own
+    process, since the gate's library settings apply to a whole process. In the second control, the
+    model's own operations, K of a wide down projection is split at few rows."""
     sizes = {"hidden_size": 576, "intermediate_size": 8192, "num_attention_heads": 8}
     model = tiny_model("qwen3", head_dim=64, **sizes)
     model.config.dtype = torch.bfloat16

@@ -43,7 +43,7 @@ def test_tiny_models_equal_generate_beyond_every_threshold(arch: str) -> None:
 @pytest.mark.smollm2
 @pytest.mark.parametrize("condition", FEW_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
 def test_smollm2_equals_generate(condition: Condition) -> None:
-    """Those conditions that meet the others' cases too."""
+    """The conditions that include the events of the others."""
     subject, reference = smollm2(few=True)
     check(subject.run(condition, reference), condition)
 

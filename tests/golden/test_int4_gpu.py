@@ -60,7 +60,7 @@ class Recorder:
 
 
 def answers(model: str, **settings: Any) -> tuple[list[list[int]], list[Tensor], LLM]:
-    """Tokens, and logits of each request's, in order."""
+    """Tokens, and the logits of each request in order."""
     recorder = Recorder()
     llm = LLM(model, on_logits=recorder, **settings)
     prompts = mixed_prompts([3, 20, 130], VOCAB_SIZE)
@@ -89,7 +89,7 @@ def test_equals_the_dequantised_model_in_bfloat16(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq sorted", "packed int4 sorted"])
 def test_beside_the_cpu(layout: str) -> None:
-    """Sums of sorted inputs have an order of their own."""
+    """Layers with sorted inputs have their own order of summation."""
     quantised, _ = subject(layout)
     _, logits, llm = answers(quantised, device="cuda", **SETTINGS)
     assert llm.stats().weight_formats["int4"] > 0

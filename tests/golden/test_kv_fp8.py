@@ -35,7 +35,7 @@ _JUDGE = "kv_fp8_judge"
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Each vector in e4m3 with a scale of its own."""
+    """Each vector in e4m3 with its own scale."""
     numbers = x.detach().numpy()
     scales = np.maximum(np.abs(numbers).max(-1, keepdims=True) / np.float32(448), 2.0**-126)
     scales = scales.astype(np.float32)
@@ -84,7 +84,7 @@ def test_equals_generate_with_keys_and_values_quantised(arch: str, condition: An
 
 
 def test_without_transparency() -> None:
-    """The other attention reads the same cache."""
+    """The other attention implementation reads the same cache."""
     row = subject_of("llama", transparent=False).run(QUANTIZED_CONDITIONS[0], expected_of("llama"))
     assert row.num_wrong_tokens == 0, str(row)
 

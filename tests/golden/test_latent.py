@@ -30,7 +30,7 @@ _Captured = list[CapturedModel]
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> _Captured:
-    """All that is captured, once for each model and setting."""
+    """All captured models, one per model and setting."""
     return capture_once(monkeypatch)
 
 
@@ -85,8 +85,8 @@ def _maker(model: Any) -> Callable[..., LLM]:
 def test_continuations_of_one_prompt_share_its_blocks(
     kv_cache_dtype: str, captured: _Captured
 ) -> None:
-    """A block that the prompt fills in part is copied for each, and answers are those of requests
-    alone."""
+    """A partly filled block of the prompt is copied for each continuation. Answers equal those of
+    separate requests."""
     llm = LLM(
         tiny_model("deepseek_v3"),
         device="cpu",
@@ -108,7 +108,8 @@ def test_continuations_of_one_prompt_share_its_blocks(
 
 
 def _errors(model: PreTrainedModel, truth: Tensor | None, latent: bool) -> Tensor:
-    """Logits of the last tokens of three prompts, without ``truth``, one prompt after another."""
+    """Errors of the last tokens' logits of three prompts, run one after another; without ``truth``
+    the logits themselves."""
     seen: list[Tensor] = []
     llm = LLM(
         model,
@@ -126,7 +127,7 @@ def _errors(model: PreTrainedModel, truth: Tensor | None, latent: bool) -> Tenso
 
 
 def test_bfloat16_errs_no_more_than_with_heads_cached() -> None:
-    """Beside the float32 model: the other order of summation is not the worse one."""
+    """Against the float32 model: the other order of summation is not less accurate."""
     sizes = {
         "hidden_size": 256,
         "kv_lora_rank": 128,

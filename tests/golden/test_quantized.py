@@ -47,7 +47,7 @@ def written(layout: str) -> tuple[tempfile.TemporaryDirectory[str], PreTrainedMo
 
 @functools.cache
 def subject_of(layout: str, *, expands: bool = False) -> Subject:
-    """With ``expands``, as on a machine without instructions for 4 bits."""
+    """With ``expands``, as on a machine without 4-bit instructions."""
     subject = Subject(layout, written(layout)[0].name, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         if expands:
@@ -65,7 +65,7 @@ def expected_of(layout: str) -> Reference:
 @pytest.mark.parametrize("condition", QUANTIZED_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_generate_with_the_dequantised_weights(layout: str, condition: Condition) -> None:
-    """In 4 bits where weights are expanded."""
+    """In 4 bits only where weights are expanded."""
     subject = subject_of(layout, expands=layout in INT4_LAYOUTS)
     check(subject.run(condition, expected_of(layout)), condition)
 
@@ -73,7 +73,7 @@ def test_equals_generate_with_the_dequantised_weights(layout: str, condition: Co
 @needs_int4
 @pytest.mark.parametrize("layout", INT4_LAYOUTS)
 def test_int4_is_near_linear_layers_that_round_to_bfloat16(layout: str) -> None:
-    """First logits: a rounding that falls the other way may lead to other tokens later."""
+    """Only first logits are compared: one different rounding may change later tokens."""
     model = copy.deepcopy(written(layout)[1])
     for name, part in model.named_modules():
         if "proj" in name and name not in left_in(layout):

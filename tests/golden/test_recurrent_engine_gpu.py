@@ -65,7 +65,7 @@ def test_nothing_is_compiled_after_start_up_and_no_memory_is_lost(
 
 
 def outputs_of(arch: str, **settings: Any) -> tuple[list[list[int]], int]:
-    """(tokens, preemptions) of requests that share long prefixes, twice over."""
+    """(tokens, preemptions) of requests that share long prefixes, served twice."""
     llm = engine(arch, max_num_seqs=8, max_num_batched_tokens=256, **settings)
     prompts = mixed_prompts([1, 300, 17, 120, 310, 40, 257, 64, 3, 512], VOCAB_SIZE)
     params = [
@@ -78,7 +78,7 @@ def outputs_of(arch: str, **settings: Any) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("arch", ["qwen3_next"])
 def test_preemption_and_overlap_change_no_token(arch: str) -> None:
-    """In bfloat16, where equal tokens are what equal bits give."""
+    """In bfloat16, where equal tokens need equal bits."""
     expected, num_preempted = outputs_of(arch, enable_prefix_caching=False, overlap=False)
     assert num_preempted == 0
     tokens, num_preempted = outputs_of(arch, num_blocks=90, num_state_slots=12)

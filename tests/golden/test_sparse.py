@@ -64,7 +64,7 @@ def test_sparse_models_equal_generate_beyond_every_threshold(arch: str) -> None:
 
 
 def test_another_choice_gives_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: attention does see what is chosen, and no more."""
+    """A control: attention reads only the selected keys."""
     subject, reference = tiny("deepseek_v32")
     topk = _indexer._topk
     monkeypatch.setattr(_indexer, "_topk", lambda s, v, k: topk(-s, v, k))
@@ -118,7 +118,7 @@ def test_answers_do_not_depend_on_the_schedule(
 
 
 def _topk_of_the_layout(scores: Tensor, visible: Tensor, num_chosen: int) -> Tensor:
-    """Among equal scores, a choice that follows how far the batch was padded."""
+    """A top-k whose choice among equal scores depends on the padding of the batch."""
     hidden = torch.arange(scores.shape[1]) >= visible[:, None]
     at = scores.masked_fill(hidden, float("-inf")).topk(num_chosen).indices
     at[visible <= num_chosen] = torch.arange(num_chosen)
@@ -140,8 +140,8 @@ def test_equal_scores_are_told_apart_without_the_schedule(
 
 
 def _token_by_token(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Tensor:
-    """Logits [num_tokens, vocabulary] of the likeliest continuation by transformers, which is fed
-    one token after the other."""
+    """Logits [num_tokens, vocabulary] of the greedy continuation by transformers, one token per
+    call."""
     cache, text, logits = DynamicCache(config=model.config), list(prompt), []
     with torch.no_grad():
         for place in range(len(prompt) + num_tokens - 1):
@@ -195,8 +195,8 @@ def test_equal_scores_are_told_apart_as_transformers_decodes(
 def test_continuations_of_one_prompt_share_its_blocks(
     kv_cache_dtype: str, mla_latent_cache: bool
 ) -> None:
-    """A block that the prompt fills in part is copied for each, with its index keys, and answers
-    are those of requests alone."""
+    """A partly filled block of the prompt is copied for each continuation, with its index keys.
+    Answers equal those of separate requests."""
 
     ways = {"kv_cache_dtype": kv_cache_dtype, "mla_latent_cache": mla_latent_cache}
     subject = Subject("glm_moe_dsa", tiny_model("glm_moe_dsa"), device="cpu", **ways)

@@ -58,7 +58,7 @@ def test_sparse_models_equal_generate_beyond_every_threshold() -> None:
 
 @pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
 def test_bfloat16_begins_as_generate_does(arch: str) -> None:
-    """Not each is equal: rounding may decide between two keys, and between two tokens."""
+    """Not all tokens are equal: rounding may decide between two keys, and between two tokens."""
     model = tiny_model(arch).to("cuda", torch.bfloat16)
     judge = copy.deepcopy(model)
     judge.set_attn_implementation("eager")
@@ -94,8 +94,8 @@ def test_bfloat16_begins_as_generate_does(arch: str) -> None:
 def test_answers_do_not_depend_on_the_schedule(
     arch: str, dtype: torch.dtype, has_latents: bool
 ) -> None:
-    """In float32 rounding hides nothing: GLM-5's did, while its router's matmul was cuBLAS's
-    (:mod:`tests.compile.passes.test_cleanup`)."""
+    """In float32, rounding hides no difference. It hid one for GLM-5 while cuBLAS computed its
+    router's matmul (:mod:`tests.compile.passes.test_cleanup`)."""
     model = tiny_model(arch).to("cuda", dtype)
 
     def make_llm(**arguments: Any) -> LLM:

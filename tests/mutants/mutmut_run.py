@@ -79,7 +79,7 @@ class Mutant(NamedTuple):
 
 
 def lay_out() -> None:
-    """A fresh copy of the package, the tests and the specification, with mutmut's settings."""
+    """Copy the package, the tests and the specification to a new folder, with mutmut's settings."""
     shutil.rmtree(HOME, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
     for source, target in (("src", "pagespec"), ("tests", "tests"), ("spec", "spec")):
@@ -90,8 +90,8 @@ def lay_out() -> None:
 
 
 def results() -> list[Mutant]:
-    """mutmut's verdicts; anything but a failed test or a survival (a signal, a timeout) is given
-    as the exit code."""
+    """mutmut's verdicts; other outcomes than a failed test or a survival (a signal, a timeout) are
+    exit codes."""
     mutants = []
     for name in MODULES:
         meta = HOME / "mutants" / "pagespec" / "engine" / f"{name}.py.meta"
@@ -102,7 +102,7 @@ def results() -> list[Mutant]:
 
 
 def survives_long_suite(mutant: Mutant) -> bool:
-    """The trampolines that mutmut wrote run the mutant whose name is in the environment."""
+    """mutmut's trampolines run the mutant whose name is in the environment."""
     try:
         done = subprocess.run(
             LONG_SUITE,
@@ -127,7 +127,7 @@ def survives_long_suite(mutant: Mutant) -> bool:
 
 
 def run_long_suite() -> int:
-    """In the mutant's own process."""
+    """Runs in the mutant's own process."""
     kill.NUM_WALKS += NUM_MORE_WALKS
     if kill.main():
         return 1
@@ -140,7 +140,7 @@ def run_long_suite() -> int:
 
 
 def change(mutant: Mutant) -> str:
-    """What was changed, on one line, as the table of MUTMUT.md has it."""
+    """The change on one line, as in the table of MUTMUT.md."""
     shown = subprocess.run(
         [*MUTMUT, "show", mutant.name], cwd=HOME, capture_output=True, text=True, check=True
     )

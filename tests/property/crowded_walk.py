@@ -21,7 +21,7 @@ def walk(
     max_depth: int = 2,
     max_drafts: int = 3,
 ) -> Pair:
-    """A random walk through a crowded world, the real objects beside the specification.
+    """A random walk in a small pool: the real objects beside the specification.
 
     Raises:
         RefinementError: they differ.
@@ -93,7 +93,7 @@ def walk(
 
 
 def with_drafts(label: Schedule, pair: Pair, rng: random.Random) -> Schedule:
-    """The action with some draft tokens offered, more than there is room for among them."""
+    """The action with some draft tokens offered, sometimes more than fit."""
     most = pair.scope.max_drafts + 1
     offer = tuple(
         (r, tuple(rng.randrange(2) for _ in range(rng.randint(1, most))))

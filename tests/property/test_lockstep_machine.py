@@ -30,8 +30,8 @@ from tests.support.refinement import Packer, Pair
 
 
 def segments_of(cuts: list[tuple[int, int | None]], length: int) -> tuple[Segment, ...]:
-    """Segments of a prompt: as many of the drawn (length, content) as there is room for; then a
-    token segment."""
+    """Segments of a prompt: as many of the drawn (length, content) pairs as fit, then a token
+    segment."""
     segments: list[Segment] = []
     for most, content in cuts:
         if length:
@@ -182,7 +182,7 @@ class LockstepMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state.running or self.state.waiting)
     @rule(data=st.data(), num_steps=st.integers(2, 8))
     def run(self, data: st.DataObject, num_steps: int) -> None:
-        """Steps as an engine takes them, so that requests grow old."""
+        """Steps as an engine runs them, so that requests grow."""
         for _ in range(num_steps):
             if model.can_schedule(self.state, self.pair.scope):
                 self.schedule(data)

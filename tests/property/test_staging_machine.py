@@ -38,7 +38,7 @@ def make_packers(scope: Scope, device: str) -> list[Packer]:
 
 
 def walk_all(num_walks: int, device: str) -> int:
-    """Walks with both packers in the loop; returns how many steps they packed."""
+    """Random walks with both packers in the loop; returns the number of steps that they packed."""
     pairs = [
         walk(seed, lambda scope: make_packers(scope, device), max_depth=_MAX_DEPTH, max_drafts=0)
         for seed in range(num_walks)

@@ -68,7 +68,7 @@ def test_traces_of_random_runs_are_accepted() -> None:
 
 
 def test_the_rows_of_every_plan_can_be_read_again() -> None:
-    """Also of plans that only say that the rows of the plan before go on, which most do."""
+    """Includes plans that only record that the previous plan's rows continue; most plans do."""
     num_plans = num_short = 0
     for seed in range(NUM_SCENARIOS):
         scenario, made = Scenario(seed), []
@@ -135,7 +135,7 @@ def test_rows_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]
     ids=str,
 )
 def test_rows_that_cannot_be_read_make_it_no_trace(rows: object) -> None:
-    """Neither at the beginning nor after a failure are there rows that could go on."""
+    """Neither the first plan nor the first one after a failure can continue earlier rows."""
     lines, failed = failed_trace()
     for after in (0, failed):
         i = next(i for i, line in enumerate(lines) if i > after and '"event": "plan"' in line)
@@ -159,7 +159,7 @@ def test_every_reason_to_refuse_is_met_and_told_in_order() -> None:
 
 
 def alter(event: dict, how: str) -> bool:
-    """Alter a plan or result in place; False if it has nothing of the kind."""
+    """Alter a plan or result in place; return False if it has no such field."""
     rows = event.get("rows", [])
     if how == "start" and rows:
         rows[0][1] += 1
@@ -236,7 +236,7 @@ def check_altered(
     how: str,
     property_ids: set[str],
 ) -> None:
-    """The first line of each scenario that can be altered is refused, by one of the properties."""
+    """The first alterable line of each scenario is rejected with one of the properties."""
     num_altered = 0
     for seed in range(NUM_SCENARIOS):
         lines = list(trace(seed))
@@ -254,7 +254,7 @@ def check_altered(
 
 
 class AnyBudget(StepPace):
-    """Chooses what a step may compute at random, within what is allowed."""
+    """Chooses a random token budget for each step, within the allowed range."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(1.0)
@@ -351,7 +351,7 @@ def drafting_trace(seed: int) -> tuple[str, ...]:
 
 
 def alter_drafts(event: dict[str, Any], how: str) -> bool:
-    """Alter what a plan or result tells of draft tokens; False if it has none."""
+    """Alter the draft tokens of a plan or result; return False if it has none."""
     if how == "accepted" and event.get("accepted"):
         event["accepted"][0][1] += 1
     elif how == "accepted by none" and event.get("accepted"):
@@ -391,7 +391,7 @@ def test_draft_tokens_that_are_told_wrongly_are_refused(how: str, property_ids: 
 
 
 def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> None:
-    """Only the engine sees text: the trace says behind how many draft tokens it ended."""
+    """Only the engine reads text: the trace records after how many draft tokens it ended."""
     ends = set()
     for seed in range(30):
         scenario = Scenario(seed, has_states=False, has_drafts=True)
@@ -439,8 +439,8 @@ def test_traces_with_content_segments_are_accepted() -> None:
 def test_a_hit_of_other_content_is_refused(
     tmp_path: Path, pipeline_depth: int, told: str | None
 ) -> None:
-    """A request that finds an image, also a part of one, had no such hit with another, or with
-    tokens alone."""
+    """A request with a cache hit on an image, or a part of one, must have no such hit with another
+    image or with tokens only."""
     path = tmp_path / "t.jsonl"
     lines = write_trace(path, pipeline_depth=pipeline_depth, has_contents=True)
     assert not replay.check(lines).property_id
@@ -530,7 +530,8 @@ def test_a_failure_that_is_told_wrongly_is_refused() -> None:
 
 
 def test_a_reset_that_is_told_wrongly_is_refused() -> None:
-    """Of the prefix cache: blocks that are not free after it, or steps in flight before it."""
+    """Wrong resets of the prefix cache: blocks that are not free afterwards, or steps in flight
+    before it."""
     kinds = set()
     for seed in range(NUM_SCENARIOS):
         lines = trace_of(seed)
@@ -597,7 +598,8 @@ ODD = [0, -1, 10**30, True, "x", [], ["x"], [-1]]
 
 
 def test_a_misshapen_field_makes_it_no_trace() -> None:
-    """And a field of the right shape with an odd value gets a verdict, or makes it no trace."""
+    """A field of the right shape with an odd value gets a verdict, or makes the file an invalid
+    trace."""
     seen: set[str] = set()
     for seed in range(NUM_SCENARIOS):
         lines = trace_of(seed)

@@ -78,7 +78,7 @@ def test_no_property_is_vacuous() -> None:
 
 
 def all_segments(length: int) -> Iterator[Segments]:
-    """All segments of a prompt of that length, of tokens and of two contents."""
+    """All segmentations of a prompt of that length into tokens and two contents."""
     if not length:
         yield ()
     for first, content in product(range(1, length + 1), (None, 1, 7)):
@@ -87,7 +87,7 @@ def all_segments(length: int) -> Iterator[Segments]:
 
 
 def test_a_name_stands_for_one_prefix() -> None:
-    """Also of content segments: it can be read, position by position, and cut."""
+    """Includes content segments: a name can be parsed position by position, and cut."""
     held: dict[int, object] = {}
     for segments in all_segments(4):
         for salt, tokens in product((0, 1), product((0, 2), repeat=4)):
@@ -149,7 +149,7 @@ def test_a_plan_is_readable_from_the_state() -> None:
 
 
 def foreign_imports(path: Path, root: Path) -> set[str]:
-    """What the file imports that is neither of the standard library nor below ``root``."""
+    """Imports of the file that are neither in the standard library nor below ``root``."""
     foreign = set()
     depth = len(path.relative_to(root).parts)  # so many dots lead to the root, one more beyond it
     for node in ast.walk(ast.parse(path.read_text())):

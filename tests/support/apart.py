@@ -16,8 +16,8 @@ import pytest
 
 
 def by_day_and_night(cases: Sequence[Any], *by_day: int) -> list[Any]:
-    """Parameters for a test that takes long per case: those at the places ``by_day``, and all of
-    them, nightly."""
+    """Parameters for a test with slow cases: the cases at the indices ``by_day`` in the fast suite,
+    and all of them nightly."""
     return [
         pytest.param([cases[i] for i in by_day], id="some"),
         pytest.param(cases, id="all", marks=pytest.mark.nightly),
@@ -25,8 +25,8 @@ def by_day_and_night(cases: Sequence[Any], *by_day: int) -> list[Any]:
 
 
 def run_apart(*arguments: str) -> str:
-    """What Python prints, called with these arguments and the modules of this process. It must
-    end well."""
+    """The output of Python, run with these arguments and this process's module path. Fails if the
+    exit status is not 0."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(

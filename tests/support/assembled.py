@@ -26,8 +26,8 @@ def assembled(ptx: str) -> str:
 
 
 def repeated_pairs(ptx: str) -> list[str]:
-    """Words that are one pair of numbers of 8 bits twice: ptxas before CUDA 13 takes their upper
-    halves from a register that nothing wrote."""
+    """Registers that contain one pair of 8-bit values twice. ptxas before CUDA 13 reads their upper
+    halves from an uninitialised register."""
     pair = r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%\w+), (%\w+, %\w+);"
     pairs = dict(re.findall(pair, ptx))
     words = re.finditer(r"mov\.b32\s+%\w+, \{(%\w+), (%\w+)\};", ptx)
@@ -35,7 +35,7 @@ def repeated_pairs(ptx: str) -> list[str]:
 
 
 def described(built: Any) -> dict[str, Any]:
-    """Properties of a compiled kernel of specialised warps."""
+    """Properties of a compiled warp-specialised kernel."""
     ptx = built.asm["ptx"]
     said = assembled(ptx)
     spilled = re.search(r"(\d+) bytes spill stores", said)

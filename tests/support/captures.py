@@ -53,17 +53,17 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def graph_cache() -> GraphCache:
-    """For tests of what comes after tracing: the same model, or an equal one, is traced once, by
-    whichever process of a test run comes first. Tracing is most of the time of a capture."""
+    """For tests of the code after tracing: a model, or an equal one, is traced once per test run,
+    by the first process that needs it. Tracing is most of the time of a capture."""
     return GraphCache(Path(os.environ.get(_SHARED_GRAPHS) or _own_folder().name))
 
 
 def capture_once(monkeypatch: pytest.MonkeyPatch) -> list[CapturedModel]:
-    """Have engines of one module and of the same settings share a graph, each with caches of its
-    own: capturing takes seconds and does not depend on the schedule.
+    """Make engines of one module with the same settings share a graph, each with its own caches.
+    Capturing takes seconds and does not depend on the schedule.
 
     Returns:
-        All that is captured from now on.
+        All models that are captured from now on.
     """
     known: dict[Any, CapturedModel] = {}
     found: list[CapturedModel] = []
@@ -82,7 +82,7 @@ def capture_once(monkeypatch: pytest.MonkeyPatch) -> list[CapturedModel]:
 
 
 class NoSweeps:
-    """In place of plans of matmuls, which are measured on a GPU: the library computes all."""
+    """Replaces matmul plans, which are measured on a GPU: the library computes all matmuls."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -93,12 +93,12 @@ class NoSweeps:
 
 
 def use_passes(patch: pytest.MonkeyPatch, passes: Mapping[str, Any]) -> None:
-    """Captures on a CPU run these passes behind the common ones, in place of a CPU's."""
+    """Captures on a CPU run these passes after the common ones, instead of the CPU's passes."""
     patch.setattr(capture_module, "cpu_passes", lambda _: passes)
 
 
 def change_common_passes(patch: pytest.MonkeyPatch, *without: str, **more: Any) -> None:
-    """Captures leave out some of the common passes, and run others behind them."""
+    """Captures leave out some of the common passes and run additional ones after them."""
     kept = {k: v for k, v in capture_module.COMMON_PASSES.items() if k not in without}
     patch.setattr(capture_module, "COMMON_PASSES", kept | more)
 
@@ -113,7 +113,7 @@ def use_gpu_passes(patch: pytest.MonkeyPatch, *, has_sweeps: bool = False) -> No
 
 
 def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
-    """A model captured with the passes that every machine runs, and no others."""
+    """A model captured with only the passes that every device runs."""
     loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         use_passes(patch, {})
@@ -123,7 +123,7 @@ def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
 def fuse(
     captured: CapturedModel, change: Callable[[GraphModule], None] | None = None
 ) -> tuple[GraphModule, dict[str, int]]:
-    """A copy of the graph, changed and then fused, and the rewrites of each pass."""
+    """A changed and then fused copy of the graph, and the number of rewrites per pass."""
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     if change is not None:
@@ -136,7 +136,7 @@ def fuse(
 
 
 def generate(captured: CapturedModel, gm: GraphModule) -> list[torch.Tensor]:
-    """Logits of every step and what is in the caches afterwards."""
+    """The logits of every step, and the final contents of the caches."""
     captured = replace(captured, graph=gm)
     seen: list[torch.Tensor] = []
     runner = ModelRunner(

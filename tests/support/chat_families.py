@@ -39,7 +39,7 @@ class Family:
     ambiguous: str = "(?!)"
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """A token is a byte, a few are two; delimiters are one token each."""
+        """Tokens are single bytes and a few byte pairs; each delimiter is one token."""
         tokenizer = byte_level()
         tokenizer.add_special_tokens({"additional_special_tokens": list(self.special)})
         tokenizer.add_tokens(list(self.plain))

@@ -44,7 +44,7 @@ def prompt_reader(tokenizer: Any) -> PromptReader:
 
 
 class FakeLLM:
-    """Pulls ``window`` requests ahead, as the engine does, so that order is not a given."""
+    """Reads ``window`` requests ahead, as the engine does; results may arrive out of order."""
 
     window = 3
 
@@ -101,12 +101,12 @@ class FakeLLM:
 
 
 def start_with(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
-    """Commands make their engines by ``make(model, **arguments)``."""
+    """Commands create their engines with ``make(model, **arguments)``."""
     monkeypatch.setattr(make_llm, "make_llm", make)
 
 
 class Desk:
-    """One command after another in one folder, with a fresh fake engine each."""
+    """Runs commands one after another in one folder, each with a new fake engine."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.source = folder / "in.jsonl"

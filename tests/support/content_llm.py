@@ -21,7 +21,7 @@ STOP_TOKEN = 2 * TOKEN_STRIDE
 
 
 class LetterTokenizer:
-    """One letter a token."""
+    """One letter per token."""
 
     chat_template = None
 
@@ -85,7 +85,7 @@ def text_alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int =
 
 
 def slowed(llm: LLM, step_s: float) -> LLM:
-    """Have each step of an ``LLM`` wait so many seconds; other threads run meanwhile."""
+    """Make each step of an ``LLM`` wait the given seconds; other threads run meanwhile."""
     runner: Any = llm.engine.runner
     dispatch = runner.dispatch
 

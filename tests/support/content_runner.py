@@ -32,7 +32,7 @@ def kv_of(token: int, previous_kv: int, position: int) -> int:
 
 @cache
 def embeddings(segments: tuple[Segment, ...]) -> dict[int, int]:
-    """What stands in place of the token at each position of a content segment."""
+    """The values in place of a token at each position of a content segment."""
     found, position = {}, 0
     for length, content_hash, _ in segments:
         for offset in range(length):
@@ -61,7 +61,7 @@ def stream_alone(
     needs_history: bool = False,
     segments: tuple[Segment, ...] = (),
 ) -> list[int]:
-    """The outputs of a request that no other ever met: no blocks, no schedule."""
+    """The outputs of a request that runs alone, computed without blocks or a schedule."""
     in_place = embeddings(segments)
     tokens: list[int] = list(prompt)
     kvs: list[int] = []
@@ -83,8 +83,8 @@ class _Step:
 
 
 class ContentRunner:
-    """Meets ``pagespec.engine.runner.Runner``, with draft tokens. Tokens of step N are readable
-    only by ``collect`` or, on the "device", by later steps; the host never sees them early."""
+    """Implements ``pagespec.engine.runner.Runner``, with draft tokens. Only ``collect``, or later
+    steps on the "device", can read the tokens of step N; the host never sees them earlier."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ContentRunner:
         self._num_uncollected = 0
 
     def reset(self) -> None:
-        """Nothing of the cache can be read after: the pool promises to have forgotten it."""
+        """Makes all cache contents unreadable, since the pool must not reuse any of them."""
         self.change_weights()
         self._tables.clear()
         self._state_tables.clear()
@@ -122,7 +122,8 @@ class ContentRunner:
         self._num_uncollected = 0
 
     def change_weights(self) -> None:
-        """What was computed before is no KV of the new weights (whose tokens are the old ones')."""
+        """KV entries of the old weights become invalid under the new ones, which sample the same
+        tokens."""
         self.kv = [_POISON] * len(self.kv)
         self.states = [_POISON] * len(self.states)
 
@@ -175,9 +176,9 @@ class ContentRunner:
     def _next_states(
         self, request_id: str, start: int, kvs: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """What a row from ``start`` writes to its state slots. The state after a position is that
-        position's KV, which is chained over all before; what is read must be that of ``start - 1``,
-        and so the state of this very prefix."""
+        """Write the states of a row from ``start`` on to its state slots. The state after a
+        position is that position's KV, which is chained over all earlier ones. The state that is
+        read must be that of ``start - 1``, and so of exactly this prefix."""
         table, interval = self._state_tables[request_id], self.state_interval
         assert len(table) == -(-len(kvs) // interval), f"S44: {table} for {len(kvs)} tokens"
         if start:
@@ -191,7 +192,7 @@ class ContentRunner:
         return list(written.items())
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """All at once, as one launch may: none finds what another wrote."""
+        """Copy all blocks at once, as one launch may: no copy reads what another copy wrote."""
         size, old = self.block_size, list(self.kv) if copies else self.kv
         for source, copy in copies:
             self.kv[copy * size : (copy + 1) * size] = old[source * size : (source + 1) * size]

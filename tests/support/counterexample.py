@@ -25,8 +25,8 @@ NUM_STATES_MAX = 20_000
 
 
 class _Watched(Pair):
-    """A pair whose real side is also checked against the properties, which say more than that
-    two texts differ."""
+    """A pair whose real side is also checked against the properties, which explain more than a
+    difference of two states."""
 
     def _apply_to_real(self, label: Label):
         plan = super()._apply_to_real(label)
@@ -37,8 +37,8 @@ class _Watched(Pair):
 
 
 def search(scope: Scope) -> tuple[list[Label], Exception] | None:
-    """The shortest sequence of actions that fails, and how; None if there is none in the first
-    `NUM_STATES_MAX` states."""
+    """The shortest sequence of actions that fails, and the failure; None if the first
+    `NUM_STATES_MAX` states have no failure."""
     pair = _Watched(scope)
     seen = {pair.state}
     queue: deque[tuple[Saved, tuple[Label, ...]]] = deque([(pair.save(), ())])
@@ -59,8 +59,8 @@ def search(scope: Scope) -> tuple[list[Label], Exception] | None:
 
 
 def tell(scope: Scope, labels: list[Label], error: Exception) -> None:
-    """The actions as the specification takes them, the state it is then in, and what the code
-    did instead."""
+    """Print the scope, the actions with the specification's state after them, and the code's
+    failure."""
     print(
         f"{scope.num_blocks} blocks of {scope.block_size}, budget {scope.budget}, "
         f"at most {scope.cap} running, pipeline depth {scope.depth}"

@@ -36,8 +36,8 @@ def drive(
     chunk: int,
     seed: int = 0,
 ) -> int:
-    """Run all requests to their length: chunks of prompts mixed with decodes, requests joining
-    one a step, blocks handed out in random order. Returns the number of steps."""
+    """Run all requests to their full length and return the number of steps. Chunks of prompts are
+    mixed with decodes, one request joins per step, and blocks are allocated in random order."""
     rng = random.Random(seed)
     free = list(range(num_blocks))
     rng.shuffle(free)

@@ -22,8 +22,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 
 def write_model(path: Path, format: str = "Q4_1", head: str = "Q8_0") -> PreTrainedModel:
-    """A model, with the values that the file now at ``path`` holds. Rows of queries are in another
-    order there, as converters of some architectures have them."""
+    """Write a file at ``path`` and return a model with the values that it contains. The rows of
+    queries have another order in the file, as some architectures' converters write them."""
     model = tiny_model("llama", **SIZES)
     writer = GGUFWriter(path, "llama")
     for number, (name, parameter) in enumerate(model.named_parameters()):
@@ -44,7 +44,7 @@ def write_model(path: Path, format: str = "Q4_1", head: str = "Q8_0") -> PreTrai
 
 
 def gguf_model(folder: Path, patch: pytest.MonkeyPatch, format: str = "Q4_1") -> str:
-    """A GGUF file whose conversion is stood in for, and is exact: the path of it."""
+    """The path of a GGUF file whose conversion is replaced by an exact one."""
     path = folder / "tiny.gguf"
     model = write_model(path, format)
 
@@ -60,7 +60,7 @@ def gguf_model(folder: Path, patch: pytest.MonkeyPatch, format: str = "Q4_1") ->
 
 
 def write_vocabulary(path: Path, *, arch: str = "llama", **vocabulary: Any) -> Path:
-    """A GGUF file with a tokenizer and nothing else; arguments as of :func:`add_vocabulary`."""
+    """A GGUF file with only a tokenizer; arguments as for :func:`add_vocabulary`."""
     writer = GGUFWriter(path, arch)
     add_vocabulary(writer, **vocabulary)
     writer.write_header_to_file()

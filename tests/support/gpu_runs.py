@@ -33,8 +33,9 @@ _LONGEST_FIRST = (
 
 
 def spread(files: Sequence[str], num_workers: int) -> list[int]:
-    """An order of tests for ``--dist worksteal``, which cuts it into one stretch a worker: each has
-    a part of every file, the longest tests first. ``files``: of each test, in pytest's order."""
+    """An order of tests for ``--dist worksteal``, which cuts it into one stretch per worker. Each
+    stretch has a part of every file, slowest tests first. ``files``: the file of each test, in
+    pytest's order."""
     stretches: list[list[int]] = [[] for _ in range(num_workers)]
     runs = [[i for i, _ in run] for _, run in groupby(enumerate(files), key=lambda each: each[1])]
     for run in sorted(runs, key=lambda run: _rank(files[run[0]])):
@@ -52,7 +53,7 @@ def _rank(file: str) -> int:
 
 
 def compile_once(folder: Path) -> None:
-    """Let processes that share ``folder`` and Triton's cache compile no kernel at the same time."""
+    """Prevent processes that share ``folder`` and Triton's cache from compiling one kernel twice."""
     import fcntl  # not on Windows
 
     import triton.compiler as compiler

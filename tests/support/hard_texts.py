@@ -197,7 +197,7 @@ FIXED = [
 
 
 def hard_texts(num_random: int = 200, seed: int = 0, extra: Sequence[str] = ()) -> list[str]:
-    """All fixed texts, and random ones: of words and spaces, of assigned characters, of both.
+    """All fixed texts, and random ones: words and spaces, assigned characters, and both.
 
     Args:
         extra: words for the random texts, such as special tokens of a vocabulary.

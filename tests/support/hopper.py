@@ -8,7 +8,7 @@ from pagespec.kernels.arch import Arch
 
 
 def has_hopper_kernels() -> bool:
-    """A Hopper GPU, and a Triton whose Gluon is known."""
+    """Whether there is a Hopper GPU and a Triton whose Gluon version is supported."""
     if not torch.cuda.is_available():
         return False
     return Arch.of(torch.device("cuda")) == Arch("sm90", has_gluon=True)

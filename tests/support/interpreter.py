@@ -24,7 +24,7 @@ _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 def numbers(handle: Any) -> Any:
-    """numpy's float32 of a tensor of floats, of which it holds some types as bits."""
+    """The float32 values of a tensor; numpy stores some float types as bit patterns."""
     return _tensor(handle).float().numpy()
 
 
@@ -35,8 +35,8 @@ def _tensor(handle: Any) -> torch.Tensor:
 
 
 def mend() -> None:
-    """A maximum or minimum of NaN and a number is the number, there are bfloat16 constants, and
-    floats are rounded to the nearest, ties to even."""
+    """Correct the interpreter: the maximum or minimum of NaN and a value is the value, bfloat16
+    constants exist, and floats round to the nearest, ties to even."""
     builder: Any = InterpreterBuilder
     cast = builder.cast_impl
 
@@ -56,11 +56,12 @@ def mend() -> None:
 
 
 def hasten() -> None:
-    """Make launches quicker, with equal results.
+    """Make launches faster, with equal results.
 
-    ``triton.language`` is patched once per launch, not per call of a device function. The condition
-    of an overflow is computed only where it is asserted, in debug mode. Types and tensors of one
-    shape share it, operands that share it are not broadcast, and a constant is made once.
+    ``triton.language`` is patched once per launch, not per call of a device function. Overflow
+    conditions are computed only if they are asserted, in debug mode. Types and tensors of equal
+    shape share one shape object. Operands of equal shape are not broadcast. Constants are made
+    once.
     """
     builder: Any = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)

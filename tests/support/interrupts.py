@@ -36,13 +36,14 @@ _KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, Memory
 
 
 class LineRaiser:
-    """While open, counts the lines executed in ``src/engine`` and ``src/llm.py``, raises at some.
+    """While open, counts the executed lines of ``src/engine`` and ``src/llm.py`` and raises at some
+    of them.
 
-    An interrupt never comes between a ``with`` of a lock's block and its exit, so it is not raised
-    there: CPython looks for signals after calls and jumps only.
+    It does not raise between the end of a ``with`` block of a lock and the lock's release: CPython
+    handles signals only after calls and jumps, so no interrupt occurs there.
 
     Args:
-        places: which lines raise, counted from the one that raised before (the start, at first).
+        places: which lines raise, counted from the previous raise (the first from the start).
         file: the only file whose lines count for the first place; empty: all.
     """
 
@@ -99,8 +100,8 @@ class LineRaiser:
             raise self._kind("injected")
 
     def _go_on(self, *_: object) -> None:
-        """CPython stops to trace where a trace function raises: trace again from the next call, or
-        from where the exception leaves its frame."""
+        """CPython stops tracing when a trace function raises. Resume tracing at the next call, or
+        where the exception leaves its frame."""
         sys.setprofile(None)
         sys.settrace(self._on_call)
 
@@ -112,7 +113,7 @@ def _lines_that_lock(name: str) -> frozenset[int]:
 
 
 class Ends:
-    """The owner of requests that no call waits for: what it was given of their ends."""
+    """The owner of requests that no call waits for; records the ends that it received."""
 
     def __init__(self) -> None:
         self.ends: dict[Request, End] = {}
@@ -124,7 +125,7 @@ class Ends:
 
 
 class Run:
-    """One random program of calls on a fresh ``LLM``, which is the same each time it is run."""
+    """A random program of calls on a new ``LLM``; the program is the same each time it runs."""
 
     def __init__(self, seed: int, trace: Path | None = None) -> None:
         rng = self.rng = random.Random(seed)
@@ -171,7 +172,7 @@ class Run:
         return prompt, params
 
     def calls(self) -> None:
-        """What a user does: every kind of call, some beside another, some given up."""
+        """A user's calls: every kind of call, some concurrent, some abandoned."""
         rng, llm = self.rng, self.llm
         if rng.random() < 0.25:
             llm.engine.runner.fail_at_step = rng.randint(0, 4)
@@ -206,8 +207,8 @@ class Run:
             call()
 
     def of_live(self, operation: Callable[[str], Any], request_id: str) -> None:
-        """Refused only where the engine first ends a recovery that was interrupted, which leaves no
-        request alive."""
+        """Run an operation on a live request. It may be rejected only if the engine must first
+        finish an interrupted recovery, which leaves no request alive."""
         engine = self.llm.engine
         if request_id in engine.scheduler.requests:
             is_recovering = engine._is_changing
@@ -222,7 +223,7 @@ class Run:
         self.llm.engine.runner.change_weights()  # type: ignore[attr-defined]
 
     def own(self) -> None:
-        """Requests whose ends are delivered: another thread's, say."""
+        """Requests whose ends are delivered to a callback, as to another thread."""
         prompt, params = self.question()
         leader, *siblings = self.llm.factory.make(self.llm.reader.read(prompt), params)
         self.llm.engine.add(leader, None, siblings, self._owner)
@@ -255,7 +256,7 @@ class Run:
             self.check(*question, output)
 
     def check_whole(self) -> None:
-        """Nothing is left of what was interrupted, and the next calls are served."""
+        """No trace of the interrupted call is left, and the next calls are served."""
         engine = self.llm.engine
         self.llm.engine.runner.fail_at_step = None
         if not engine._is_changing:
@@ -285,7 +286,7 @@ class Run:
 
 
 def lines_by_file(seed: int) -> Counter[str]:
-    """How many lines of each file the program of ``seed`` executes."""
+    """The number of executed lines of each file in the program of ``seed``."""
     with LineRaiser([1 << 60], KeyboardInterrupt) as raiser:
         Run(seed).calls()
     return raiser.lines_of
@@ -294,11 +295,11 @@ def lines_by_file(seed: int) -> Counter[str]:
 def interrupt(
     seed: int, places: list[int], kind: type[BaseException], trace: Path | None, file: str = ""
 ) -> str:
-    """Run the program of ``seed``, raising ``kind`` at these places, and check what is left. Places
-    and file as of :class:`LineRaiser`.
+    """Run the program of ``seed``, raise ``kind`` at these places, and check the state afterwards.
+    Places and file as for :class:`LineRaiser`.
 
     Returns:
-        Where it was raised.
+        The places where it was raised.
     """
     run = Run(seed, trace)
     raiser = LineRaiser(places, kind, file)
@@ -327,11 +328,11 @@ def _is_injected(error: BaseException | None) -> bool:
 
 
 def campaign(num_injections: int, first_seed: int, folder: Path) -> Counter[str]:
-    """Raise at ``num_injections`` random places; half of them are followed by a second one soon
-    after, which comes in the recovery or the cleaning up.
+    """Raise at ``num_injections`` random places. Half of them are followed by a second exception
+    soon after, during recovery or clean-up.
 
     Returns:
-        How often it was raised in each file.
+        The number of raises in each file.
     """
     files: Counter[str] = Counter()
     seed = first_seed

@@ -80,7 +80,7 @@ def count(text: str) -> Lines:
 
 
 def _texts(node: ast.AST) -> Iterator[ast.stmt]:
-    """Texts that are statements: docstrings, also of attributes."""
+    """String literals that are statements: docstrings, including those of attributes."""
     if isinstance(node, _WITH_DOCSTRING):
         for child in node.body:
             value = child.value if isinstance(child, ast.Expr) else None

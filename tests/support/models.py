@@ -170,7 +170,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A float32 model of 2 or 3 layers with random weights from ``seed``, in evaluation mode.
 
-    Architectures that know two kinds of layers have both. ``generate`` runs to full length.
+    Architectures with two kinds of layers have both. ``generate`` runs to the full length.
     """
     options = (
         dict(_SPECIFIC[arch])

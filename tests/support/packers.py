@@ -22,7 +22,7 @@ _MAX_SAMPLED = 1024
 
 
 def rows_seen(inputs: StepInputs, num_rows: int, block_size: int) -> list[RowSeen]:
-    """What embedding and attention read, row by row, and nothing of padding."""
+    """The inputs that embedding and attention read, row by row, without padding."""
     starts = inputs.query_starts.tolist()
     lengths = inputs.context_lens.tolist()
     flat = (inputs.input_ids.flatten(), inputs.position_ids.flatten(), inputs.slot_mapping)
@@ -38,7 +38,7 @@ def rows_seen(inputs: StepInputs, num_rows: int, block_size: int) -> list[RowSee
 
 
 class CpuPacker:
-    """What the runner on a CPU packs."""
+    """The inputs that the CPU runner packs."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -63,7 +63,7 @@ class CpuPacker:
 
 
 class PassedEvent:
-    """A CUDA event where there is no GPU: whatever was queued is done."""
+    """A CUDA event without a GPU: all queued work is done."""
 
     def record(self) -> None:
         pass
@@ -73,7 +73,7 @@ class PassedEvent:
 
 
 class GpuStaging:
-    """What the runner on a GPU stages, unpacked by its kernels.
+    """The staging buffers of the GPU runner, unpacked by its kernels.
 
     Args:
         device: "cuda", or "cpu" under Triton's interpreter.

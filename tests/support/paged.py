@@ -23,7 +23,7 @@ Rows = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a model fixes about attention."""
+    """The attention parameters of a model."""
 
     hq: int = 4
     hkv: int = 2
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def slopes(self) -> list[float]:
-        """Of ALiBi, one a query head."""
+        """ALiBi slopes, one per query head."""
         return [0.9 ** (head + 1) for head in range(self.hq)]
 
 
@@ -76,9 +76,9 @@ class Batch:
 def make_batch(
     rows: Rows, shape: Shape, *, num_padding: int = 3, seed: int = 0, device: str = "cpu"
 ) -> Batch:
-    """A batch whose old tokens are in the caches already. All that no row owns holds NaN: unused
-    slots and blocks, the null block, which padding and the tables' unused ends point to, and the
-    padding's own keys and values."""
+    """A batch whose old tokens are already in the caches. All memory without an owner contains NaN:
+    unused slots and blocks, the null block (the target of padding and of the tables' unused ends),
+    and the keys and values of padding."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     s = shape
@@ -102,7 +102,7 @@ def make_batch(
         return ones.view(torch.float8_e4m3fn)
 
     def held(x: Tensor) -> Tensor:
-        """What a cache makes of it."""
+        """The values of a tensor after it was stored in a cache."""
         return e4m3.decode_rows(e4m3.encode_rows(x)) if s.is_e4m3 else x
 
     k_cache, v_cache = cache(s.dk), cache(s.dv)
@@ -199,8 +199,8 @@ def _float64_row(
 
 
 def rescheduled(batch: Batch, chunks: Sequence[tuple[int, int]]) -> tuple:
-    """Arguments of ``paged_attention`` in which ranges ``[begin, end)`` of the queries of a batch
-    of one row, prefilled from position 0 and stored, are rows of their own."""
+    """Arguments of ``paged_attention`` in which ranges ``[begin, end)`` of the queries are separate
+    rows. The given batch has one row, prefilled from position 0 and stored."""
     query, k_cache, v_cache, _, _, tables, table_rows, *rest = batch.attend
     tokens = torch.cat([torch.arange(begin, end) for begin, end in chunks])
     starts = torch.tensor([0, *(end - begin for begin, end in chunks)]).cumsum(0)
@@ -220,7 +220,7 @@ def rescheduled(batch: Batch, chunks: Sequence[tuple[int, int]]) -> tuple:
 
 @contextmanager
 def poisoned_memory(device: str) -> Iterator[None]:
-    """Inside, fresh tensors hold NaN: whatever a kernel does not write shows."""
+    """Inside, new tensors contain NaN, so elements that a kernel does not write are visible."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -232,13 +232,13 @@ def poisoned_memory(device: str) -> Iterator[None]:
 
 
 def bundled(query: Tensor, *rest: Any) -> tuple[Tensor, PagedKV, AttentionParams]:
-    """Arguments of ``ops.paged_attention`` as those of ``launch.paged_attention``."""
+    """Convert the arguments of ``ops.paged_attention`` to those of ``launch.paged_attention``."""
     return query, PagedKV(*rest[:6]), AttentionParams(*rest[6:])
 
 
 def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: int) -> None:
-    """That a position has the same bits in any step: 210 positions of one row at once, then cut at
-    each ``cut_step``, then beside rows of any length."""
+    """Check that a position has the same bits in any step: 210 positions of one row at once, then
+    cut at each ``cut_step``, then together with rows of any length."""
     num_tokens = 210
     batch = make_batch([(0, num_tokens), (0, 250), (0, 1), (0, 70)], shape, num_padding=0)
     ops.kv_store(*batch.store)
@@ -272,12 +272,12 @@ def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: i
 
 
 def latent_shape(num_heads: int, rank: int, rope_dim: int, **others: Any) -> Shape:
-    """One KV head, whose values are the first ``rank`` elements of the keys."""
+    """One KV head whose values are the first ``rank`` elements of the keys."""
     return Shape(hq=num_heads, hkv=1, dk=rank + rope_dim, dv=rank, **others)
 
 
 def latent_batch(rows: Rows, shape: Shape, *, num_padding: int = 3, device: str = "cpu") -> Batch:
-    """A batch whose new vectors are stored."""
+    """A batch whose new vectors are already stored."""
     batch = make_batch(rows, shape, num_padding=num_padding, device=device)
     key, _, cache, _, slots = batch.store
     mla.store_latent(key[None, :, 0, : shape.dv], key[None, :, 0, shape.dv :], cache, slots)

@@ -27,7 +27,7 @@ def edited_logits(
     end_token_ids: Collection[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
 ) -> Row:
-    """What a token is sampled from.
+    """The logits from which a token is sampled.
 
     Args:
         end_token_ids: the model's. bad_words: those of ``params`` as token ids.
@@ -58,7 +58,8 @@ def edited_logits(
 
 
 def probabilities(edited: Row, params: SamplingParams) -> Row:
-    """Of each token, from edited logits. A greedy row's is 1 at the first of the largest."""
+    """The probability of each token, from edited logits. A greedy row has probability 1 at the
+    first of the largest logits."""
     if params.temperature == 0:
         chosen = np.zeros(len(edited))
         chosen[int(np.argmax(edited))] = 1.0

@@ -34,7 +34,7 @@ Encoded = tuple[dict[str, Tensor], Tensor]
 
 
 def e4m3_table() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The numbers of all 256 bit patterns, by the formula of the format."""
+    """The values of all 256 bit patterns, from the format's formula."""
     table = np.zeros(256)
     for bits in range(256):
         exponent, fraction = bits >> 3 & 15, bits & 7
@@ -44,7 +44,7 @@ def e4m3_table() -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def nearest_e4m3(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bits of the nearest numbers; of two, the even bits."""
+    """The bit patterns of the nearest values; ties go to the even pattern."""
     positive = e4m3_table()[:127]
     size = np.minimum(np.abs(numbers.astype(np.float64)), 448.0)
     above = np.clip(np.searchsorted(positive, size), 1, 126)
@@ -120,7 +120,7 @@ class Int4:
 
 
 def _words(nibbles: np.ndarray[Any, Any]) -> Tensor:
-    """int32 ``[..]`` of ``[.., 8]``, the first in the lowest bits."""
+    """Pack ``[.., 8]`` into int32 ``[..]``, the first value in the lowest bits."""
     words = sum(nibbles[..., i].astype(np.uint32) << np.uint32(4 * i) for i in range(8))
     return torch.from_numpy(np.ascontiguousarray(words).view(np.int32).copy())
 
@@ -138,7 +138,7 @@ def awq(weight: Tensor, group: int = 128) -> Encoded:
 
 
 class SortedInt4(Int4):
-    """Groups of inputs of the whole width, chosen at random: ``groups`` ``[K]``."""
+    """Groups of inputs chosen at random over the whole width: ``groups`` ``[K]``."""
 
     def __init__(self, weight: Tensor, group: int, seed: int, *, symmetric: bool) -> None:
         order = np.random.default_rng(seed).permutation(weight.shape[1])
@@ -270,12 +270,12 @@ INT4_LAYOUTS = [name for name in LAYOUTS if not name.startswith("fp8")]
 
 
 def left_in(layout: str) -> tuple[str, ...]:
-    """Layers that a checkpoint has as they were. GPTQ's config has no list of them."""
+    """Layers that a checkpoint leaves unquantised. GPTQ's config has no list of them."""
     return LEFT if "gptq" not in layout else LEFT[:1]
 
 
 def write_quantized(folder: Path, layout: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A checkpoint in ``folder`` and the model it stands for, in float32."""
+    """Write a checkpoint to ``folder`` and return its dequantised model, in float32."""
     config, encode = LAYOUTS[layout]
     sizes = INT4_SIZES if layout in INT4_LAYOUTS else SIZES
     model = tiny_model("llama", seed, **(sizes | overrides))
@@ -305,7 +305,7 @@ def write_checkpoint(
 
 
 def write_mxfp4(folder: Path, model: PreTrainedModel) -> None:
-    """A checkpoint whose experts are random numbers of e2m1, 32 with a scale of a power of two."""
+    """A checkpoint whose experts are random e2m1 values, each 32 with one power of two as scale."""
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

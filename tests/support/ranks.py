@@ -34,7 +34,7 @@ class Exchange:
 
 
 class ThreadCommunicator(LoneRank):
-    """A communicator over threads. It adds in its own way: not by the code under test."""
+    """A communicator over threads. Its sums do not use the code under test."""
 
     def __init__(self, rank: int, exchange: Exchange) -> None:
         super().__init__(rank, len(exchange.parts))
@@ -54,7 +54,7 @@ class ThreadCommunicator(LoneRank):
 
 
 def run_threads(num_ranks: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
-    """What ``function`` returns on each rank; raises what one of them raised first."""
+    """The results of ``function`` on each rank; raises the first exception of any rank."""
     exchange = Exchange(num_ranks)
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
@@ -77,13 +77,13 @@ def run_threads(num_ranks: int, function: Callable[[ThreadCommunicator], Any]) -
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros that forked processes share, at one address."""
+    """Zeros that forked processes share, at the same address."""
     return torch.zeros(*shape, dtype=dtype).share_memory_()
 
 
 def fork_ranks(num_ranks: int, function: Callable[[int], None]) -> None:
-    """Run ``function(rank)`` in a process each: Triton's interpreter is not thread-safe.
-    Fails unless all end well."""
+    """Run ``function(rank)`` in one process per rank, because Triton's interpreter is not
+    thread-safe. Fails unless all processes exit with 0."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=function, args=(rank,)) for rank in range(num_ranks)]
     for process in processes:

@@ -57,11 +57,11 @@ _MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any step
 
 
 class RefinementError(AssertionError):
-    """The implementation did what the specification does not."""
+    """The implementation differs from the specification."""
 
 
 class Packer(Protocol):
-    """What `tests/support/packers.py` has."""
+    """The interface of the packers in `tests/support/packers.py`."""
 
     def read(self, plan: StepPlan) -> list[RowSeen]: ...
 
@@ -77,8 +77,8 @@ _SAVED = (
 
 
 class Saved(NamedTuple):
-    """The state of a pair. Only what can change is copied, which is most of the time of a search:
-    neither the specification's state nor what the real objects have that is frozen."""
+    """The saved state of a pair. Copying is most of a search's time, so only mutable objects are
+    copied: neither the specification's state nor frozen objects."""
 
     state: State
     objects: bytes
@@ -98,7 +98,7 @@ class _Pickler(pickle.Pickler):
 
 
 class OfferedDrafts:
-    """A drafter that proposes what an action offers. ``offer``: draft tokens by request."""
+    """A drafter that proposes an action's draft tokens. ``offer``: draft tokens by request."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
@@ -112,7 +112,7 @@ class OfferedDrafts:
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
-    """The implementation, set up as ``scope`` says."""
+    """The real scheduler with the settings of ``scope``."""
     has_drafts = scope.max_drafts > 0 and not scope.num_states
     return Scheduler(
         BlockManager(
@@ -154,7 +154,7 @@ def _abstract_segments(request: RealRequest) -> tuple[Segment, ...]:
 
 
 class Pair:
-    """One state of the specification and the real objects that are to be in the same."""
+    """A state of the specification and the real objects, which must be in the same state."""
 
     def __init__(self, scope: Scope, packers: Sequence[Packer] = ()) -> None:
         self.scope = scope
@@ -315,7 +315,7 @@ class Pair:
 
 
 def abstraction(pair: Pair) -> State:
-    """The specification's view of the real objects, but for the contents of blocks and slots."""
+    """The specification's view of the real objects, without the contents of blocks and slots."""
     scheduler, requests = pair.scheduler, pair.requests
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}
@@ -408,8 +408,8 @@ def _abstract_request(request: RealRequest) -> Request:
 
 
 def _comparable(state: State) -> State:
-    """Without what only the specification has (contents, tokens not yet revealed), and without
-    the counters of requests that are over and hold nothing."""
+    """The state without fields that only the specification has (contents, tokens that are not
+    revealed yet), and without counters of finished requests that own nothing."""
     requests = tuple(
         r._replace(computed=0, dispatched=0, total=0, published=0)
         if r.reason and not r.table
@@ -432,11 +432,11 @@ def _comparable(state: State) -> State:
 
 
 def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]:
-    """Drive the real objects, the packer of the CPU among them, through every action enabled in
-    every reachable state of ``scope``.
+    """Drive the real objects and the CPU packer through every enabled action in every reachable
+    state of ``scope``.
 
     Returns:
-        How many states, transitions and packed steps were covered.
+        The numbers of states, transitions and packed steps.
     """
     from tests.support.packers import (
         CpuPacker,

@@ -30,8 +30,8 @@ _PARAMS = SamplingParams()
 
 
 class MixedDrafts:
-    """A drafter whose tokens are right, wrong or random, in turns that depend on the request and
-    its length alone, so that a plan is still a function of the state."""
+    """A drafter whose tokens are right, wrong or random in turn. They depend only on the request
+    and its length, so a plan is still a function of the state."""
 
     def __init__(self, seed: int, max_draft_tokens: int) -> None:
         self._seed, self.max_draft_tokens = seed, max_draft_tokens
@@ -49,11 +49,15 @@ class MixedDrafts:
 
 
 class Scenario:
-    """Settings, requests and interventions drawn from one seed. ``has_states``: of a model with
-    recurrent layers; None draws that, too. ``may_be_fair``: some have the policy "fair".
-    ``has_drafts``: settled-only requests have draft tokens; None draws that, too, where there are
-    no recurrent layers. ``has_contents``: some prompts have segments of other content than tokens;
-    None draws that, too."""
+    """Settings, requests and interventions drawn from one seed.
+
+    Args:
+        has_states: the model has recurrent layers; None draws it.
+        may_be_fair: some scenarios have the policy "fair".
+        has_drafts: settled-only requests have draft tokens; None draws it for models without
+            recurrent layers.
+        has_contents: some prompts have content segments; None draws it.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Scenario:
         self.has_intervened = False
 
     def new_engine(self, **options: Any) -> Engine:
-        """Over the same scheduler and runner; ``options``: of ``Engine``."""
+        """A new engine over the same scheduler and runner; ``options``: of ``Engine``."""
         return Engine(self.scheduler, self.runner, takes_contents=self.has_contents, **options)
 
     def _forget_view(self, reset: Callable[[], None]) -> None:
@@ -135,7 +139,7 @@ class Scenario:
         reset()
 
     def run(self) -> None:
-        """Raises PropertyError, or whatever error the engine itself runs into."""
+        """Raises PropertyError, or any error of the engine itself."""
         rng = self.rng
         num_requests = rng.randint(1, 8)
         if self.is_crowded:
@@ -193,8 +197,9 @@ class Scenario:
         self._refusals_change_nothing()
 
     def _segments(self, length: int, origin: Request | None) -> list[Segment]:
-        """Of a prompt of so many positions: often those of an earlier request, as far as they go,
-        so that prompts have equal content, or other content in the same places."""
+        """Segments of a prompt with so many positions. They often repeat those of an earlier
+        request, as far as they fit, so that prompts share content or differ at the same positions.
+        """
         rng, segments = self.contents, []
         if self.requests and rng.random() < 0.8:
             segments = list((origin or rng.choice(self.requests)).info.segments)
@@ -359,7 +364,7 @@ class Scenario:
         return plan
 
     def _check_order(self, rows: set[Request]) -> None:
-        """L5: no request is first served after more than K later arrivals, pauses apart."""
+        """L5: apart from pauses, no request is first served after more than K later arrivals."""
         for request in sorted(rows, key=lambda r: r.rank):
             if request not in self.first_served:
                 self.first_served.append(request)
@@ -381,7 +386,7 @@ class Scenario:
 
 
 def _alone(request: Request) -> list[int]:
-    """The outputs of ``request`` as no other ever met it."""
+    """The outputs of ``request`` when it runs alone."""
     return stream_alone(
         request.token_ids[: request.num_prompt_tokens],
         request.max_num_tokens,

@@ -23,10 +23,10 @@ _START_S = 20.0
 
 @contextmanager
 def serving(llm: LLM | AsyncLLM, **config: Any) -> Iterator[str]:
-    """The base URL of a server, which is ended afterwards with the thread of the engine.
+    """The base URL of a server. On exit, the server and the engine's thread end.
 
     Args:
-        llm: an ``LLM``, or an ``AsyncLLM`` where the test looks at it as well.
+        llm: an ``LLM``, or an ``AsyncLLM`` if the test uses it as well.
         config: of ``ServerConfig``.
     """
     engine = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm)

@@ -108,7 +108,7 @@ _TYPES: dict[str, Any] = {
 
 
 def random_outputs(rng: random.Random) -> tuple[StructuredOutputs, Callable[[str], bool]]:
-    """A constraint, and whether a text meets it."""
+    """A random constraint, and a predicate for texts that match it."""
     kind = rng.choice(["json", "json", "json", "regex", "choice", "grammar"])
     if kind == "json":
         schema = random_schema(rng)
@@ -153,7 +153,7 @@ def make_request(
 
 
 def check_output(output: Sequence[int], reason: str | None, is_met: Callable[[str], bool]) -> bool:
-    """Whether an output is complete; then it meets its constraint."""
+    """Whether an output is complete; a complete output must match its constraint."""
     assert max(output, default=0) < NUM_TOKENS
     if reason == "length":
         return False

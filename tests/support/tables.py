@@ -9,7 +9,7 @@ from pagespec.engine.plan import StepPlan
 
 
 class RowSeen(NamedTuple):
-    """Of one row: its tokens' ids, positions and slots; its block table, as far as in use."""
+    """The token ids, positions and slots of a row, and the used part of its block table."""
 
     token_ids: list[int]
     positions: list[int]
@@ -18,7 +18,7 @@ class RowSeen(NamedTuple):
 
 
 class TablesFromPlans(dict[str, tuple[int, ...]]):
-    """The block table of each running request, by its id; `take` is given every plan, in order."""
+    """The block table of each running request, by its id. `take` receives every plan, in order."""
 
     def take(self, plan: StepPlan) -> None:
         for request_id in plan.released:
@@ -30,7 +30,7 @@ class TablesFromPlans(dict[str, tuple[int, ...]]):
 
 
 class StateTablesFromPlans(dict[str, tuple[int, ...]]):
-    """The state table of each running request, by its id; slots given up since are still in it."""
+    """The state table of each running request, by its id; it still contains slots released since."""
 
     def take(self, plan: StepPlan) -> None:
         for request_id in plan.released:
@@ -45,7 +45,7 @@ class HistoriesFromPlans(dict[str, tuple[int, ...]]):
     """All tokens of each running request that needs them, by its id (S39)."""
 
     def take(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
-        """The next plan, with the ids that its ``token_ids`` stand for on the device."""
+        """Apply the next plan, whose ``token_ids`` are replaced by the ids on the device."""
         for request_id in plan.released:
             self.pop(request_id, None)
         for row, ids in plan.prefixes.items():

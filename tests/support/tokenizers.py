@@ -26,7 +26,7 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2: words with a mark for the space before them, and a token for each byte."""
+    """Like Llama 2: words with a mark for the space before them, and one token per byte."""
     words = ["▁", "a", "b", "é", "語", "▁a", "ab", "▁▁", UNKNOWN]
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     model = models.BPE(
@@ -44,7 +44,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2: every token is some bytes, which may end inside a character."""
+    """Like GPT-2: every token is a few bytes and may end inside a character."""
     letters = _letters()
     pairs = [b" a", b"ab", b"\xc3\xa9", b"\xf0\x9f", b"a\xc3", b"\xa9a", b"\xef\xbf"]
     merges = [tuple(letters[byte] for byte in pair) for pair in pairs]
@@ -57,8 +57,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """As T5 or Gemma's SentencePiece: a unigram model with a byte fallback, whose decoder turns the
-    mark of a space back."""
+    """Like T5 or Gemma's SentencePiece: a unigram model with byte fallback. Its decoder turns the
+    mark into a space."""
     words = ["▁", "a", "b", "é", "語", "▁a", "ab", "answer", "▁answer", "▁▁"]
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     scores = [0.0, 0.0, 0.0, *([-20.0] * 256), *(-5.0 + len(word) for word in words)]
@@ -70,7 +70,7 @@ def unigram() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT: pieces of words, with spaces between words."""
+    """Like BERT: pieces of words, with spaces between words."""
     words = ["a", "b", "play", "##ing", "##s", "é", "."]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
@@ -80,15 +80,15 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def _letters() -> list[str]:
-    """GPT-2's letter for each byte: itself where it can be printed, else one from 256 on."""
+    """GPT-2's letter for each byte: the byte itself if it is printable, else one from 256 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
-    """The text of all ids, from their bytes. U+FFFD stands for a wrong byte after a byte fallback
-    (as in SentencePiece), else for the wrong beginning of a character (as in Unicode)."""
+    """The text of all ids, from their bytes. U+FFFD replaces an invalid byte after a byte fallback
+    (as in SentencePiece), else the invalid beginning of a character (as in Unicode)."""
     tokens = tokenizer.convert_ids_to_tokens([i for i in token_ids if i >= len(SPECIAL)])
     if "<0x00>" not in tokenizer.get_vocab():
         byte_of = {letter: byte for byte, letter in enumerate(_letters())}

@@ -23,7 +23,7 @@ def write_trace(
     num_requests: int = 9,
     has_contents: bool = False,
 ) -> list[str]:
-    """A run with chunks, prefix hits, preemptions, evictions, a pause and an abort. Returns its
+    """Run chunks, prefix hits, preemptions, evictions, a pause and an abort; return the trace's
     lines.
 
     Args:
@@ -69,7 +69,7 @@ def write_trace(
 
 
 def in_full(lines: Iterable[str]) -> list[str]:
-    """The trace as version 4 wrote it: with all rows of every plan."""
+    """The trace in the format of version 4, with all rows of every plan."""
     events = [event for _, event in read_events(lines)]
     for event in events:
         for row in event.get("rows", ()):
