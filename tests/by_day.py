@@ -73,8 +73,8 @@ NUM_BY_DAY = {
     },
     "compile/fx/test_spec.py": {
         "test_a_planted_violation_is_found": 3,
-        "test_graphs_hold_to_the_spec": 3,
-        "test_what_a_gpu_leaves_to_the_library_is_told": 1,
+        "test_graphs_satisfy_the_spec": 3,
+        "test_matmuls_that_a_gpu_leaves_to_the_library_are_reported": 1,
     },
     "compile/inductor/test_complex.py": {
         "test_a_complex_rotation_computes_the_same": 0,
@@ -130,7 +130,7 @@ NUM_BY_DAY = {
         "test_entries_that_are_equal": 2,
     },
     "distributed/test_replicas.py": {
-        "test_a_row_that_ends_its_replicas_is_given_up_and_alone": 0,
+        "test_a_row_that_kills_its_replicas_is_abandoned_alone": 0,
     },
     "golden/test_golden.py": {
         "test_smollm2_equals_generate": 1,

@@ -30,7 +30,7 @@ class A:
 '''
 
 
-def test_code_and_prose_are_told_apart() -> None:
+def test_code_and_prose_are_distinguished() -> None:
     assert count(_MODULE) == Lines(1, 1, code=9, prose=6, longest_signature=5)
 
 

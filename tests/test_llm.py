@@ -185,7 +185,7 @@ def _raising(_: list[int], row: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_who_has_nothing_left_to_sample_ends_alone(
+def test_only_the_request_with_no_token_left_to_sample_ends(
     llm: LLM, asked: dict[str, Any], words: str, temperature: float
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=6, **asked)

@@ -89,7 +89,7 @@ def test_generate_raises_when_a_step_of_another_thread_failed() -> None:
     assert "out of memory" in failures[0]
 
 
-def test_who_aborts_gets_what_there_is() -> None:
+def test_an_aborted_request_returns_its_partial_answer() -> None:
     llm = content_llm()
     pieces = llm.stream(PROMPT, LONG)
     got = [next(pieces) for _ in range(3)]

@@ -55,7 +55,7 @@ def text_of(output: RequestOutput) -> str:
     return completion.text
 
 
-def test_answers_are_what_was_asked(llm: LLM) -> None:
+def test_answers_match_their_constraints(llm: LLM) -> None:
     asked = [
         params(json=SCHEMA, disable_any_whitespace=True),
         params(regex="a[0-9]{2}|b{3}"),
@@ -73,7 +73,7 @@ def test_answers_are_what_was_asked(llm: LLM) -> None:
     assert llm.stats().host_s["masks"] > 0
 
 
-def test_each_of_several_continuations_is_what_was_asked(llm: LLM, folder: Path) -> None:
+def test_each_of_several_continuations_matches_its_constraint(llm: LLM, folder: Path) -> None:
     outputs = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
     several = SamplingParams(n=3, max_tokens=60, seed=2, structured_outputs=outputs, logprobs=1)
     asked = [several, params(regex="[a-c]{4}"), SamplingParams(max_tokens=20, seed=3)]

@@ -202,7 +202,7 @@ def test_only_tokens_of_the_answer_have_them() -> None:
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [-1, 21, True, 1.0, "3"])
-def test_what_cannot_be_asked_for(name: str, value: object) -> None:
+def test_parameters_that_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=name):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 

@@ -47,7 +47,7 @@ def test_there_are_hits_before_and_none_after() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_is_being_served_goes_on(depth: int, tmp_path: Path) -> None:
+def test_streams_continue_with_unchanged_answers(depth: int, tmp_path: Path) -> None:
     """A running stream, one with pending siblings, and a waiting one all give unchanged answers."""
     path = tmp_path / "trace.jsonl"
     llm = content_llm(

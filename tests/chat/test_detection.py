@@ -93,7 +93,7 @@ def test_tags_in_the_middle_of_content_are_content(name: str) -> None:
     assert parts(read(name, text)) == (None, text, [])
 
 
-def test_a_user_who_writes_the_tags_opens_nothing() -> None:
+def test_tags_in_a_user_message_open_no_reasoning() -> None:
     tokenizer, chat = chat_of(FAMILIES["qwen3"])
     prompt = chat.read([{"role": "user", "content": "What is <think>?"}])
     message = read_response(chat.reader(prompt, PARAMS), ids_of(tokenizer, "A tag.<|im_end|>"))
@@ -161,7 +161,7 @@ def test_what_is_no_header_of_harmony_begins_nothing(between: str) -> None:
 # Calls -------------------------------------------------------------------------------------------
 
 
-def test_a_template_that_writes_no_calls_but_tells_how() -> None:
+def test_a_template_that_describes_calls_but_writes_none() -> None:
     """As templates of older models, which show an example to the model."""
     told = "{{ tools | tojson }}Answer with <tool_call>{...}</tool_call>." + PLAIN_TEMPLATE
     _, chat = chat_of(FAMILIES["qwen2.5"], told)

@@ -44,7 +44,7 @@ def test_verify_refuses_before_it_loads(options: list[str], field: str) -> None:
         (1, ["prefix hits"], 1, "NOT TRANSPARENT: 1 of 3"),
     ],
 )
-def test_verify_says_what_was_shown(
+def test_verify_prints_its_verdict(
     monkeypatch: pytest.MonkeyPatch,
     num_different: int,
     idle: list[str],

@@ -92,7 +92,7 @@ def test_kernels_that_wait_for_a_lost_rank_end(folder: Path, max_num_seqs: int) 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_told_and_the_next_engine_starts(
+def test_a_lost_rank_is_reported_and_the_next_engine_starts(
     folder: Path, over_peer_memory: list[list[int]], how: signal.Signals
 ) -> None:
     """Of a second engine in this process, whose sums travel by NCCL: not that of peer memory."""

@@ -95,7 +95,7 @@ def test_heads_that_cannot_be_divided(folder: Path, tmp_path: Path, refuse: Refu
 
 
 @pytest.mark.parametrize(("arch", "size"), [("phi3", 4), ("gpt2", 3), ("llama", 6), ("olmo2", 4)])
-def test_heads_are_not_looked_at_where_they_stay_whole(
+def test_heads_are_not_checked_if_they_stay_whole(
     arch: str, size: int, tmp_path: Path, started: Started
 ) -> None:
     tiny_model(arch).config.save_pretrained(tmp_path)

@@ -81,7 +81,7 @@ def test_a_killed_replica_is_replaced_and_each_result_comes_once(
         pytest.param("fail", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_row_that_ends_its_replicas_is_given_up_and_alone(
+def test_a_row_that_kills_its_replicas_is_abandoned_alone(
     make_pool: Callable[..., ReplicaPool], tmp_path: Path, word: str, num_replicas: int
 ) -> None:
     pool = make_pool(num_replicas=num_replicas)
@@ -107,7 +107,7 @@ def test_rows_that_all_end_their_replicas_end_the_run(
         list(pool.map(["die"] * 40))
 
 
-def test_a_refusal_is_told_in_its_own_words(make_pool: Callable[..., ReplicaPool]) -> None:
+def test_a_refusal_keeps_its_own_message(make_pool: Callable[..., ReplicaPool]) -> None:
     with pytest.raises(PagespecError, match=r"^model = 'x': must be a model$"):
         make_pool(refuse_work).start()
 

@@ -130,7 +130,7 @@ def test_a_group_that_moves_may_take_long(clock: Clock) -> None:
     watch.wait(is_done)
 
 
-def test_a_process_that_was_stopped_has_not_waited(clock: Clock) -> None:
+def test_time_in_a_stopped_process_is_not_waiting_time(clock: Clock) -> None:
     _, watch = watched()
     num_polls = 0
 
@@ -151,7 +151,7 @@ def test_a_process_that_was_stopped_has_not_waited(clock: Clock) -> None:
         UnsupportedModelError("GPT2LMHeadModel: no plan"),
     ],
 )
-def test_what_all_ranks_refuse_is_told_as_by_one(error: Exception) -> None:
+def test_an_error_of_all_ranks_has_the_message_of_one(error: Exception) -> None:
     channel = Channel(3)
     workers = Workers(channel, 1)
     channel.cells[2].text = describe_error(error)

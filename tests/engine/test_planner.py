@@ -61,7 +61,7 @@ def test_hits_and_one_block_more_are_one_whole_table() -> None:
     assert row not in plan.new_blocks
 
 
-def test_a_plan_says_who_left_since_the_plan_before() -> None:
+def test_a_plan_releases_requests_that_ended_since_the_previous_plan() -> None:
     scheduler = make_scheduler(num_blocks=8)
     for name in "abcd":
         add(scheduler, name, 2, 1 if name == "d" else 5)
@@ -113,7 +113,7 @@ def test_a_plan_says_whether_every_row_is_a_decode() -> None:
     assert step(scheduler).is_decode_only is True, "the last token of a prompt is one like it"
 
 
-def test_who_gets_no_tokens_takes_no_blocks_from_anybody() -> None:
+def test_a_request_without_tokens_in_a_step_takes_no_blocks() -> None:
     """`q` uses up the budget and the pool; `p`, at the end of its blocks, gets no token, so `c`
     must keep its blocks. And `q` leaves a token for `c` alone: `p` has no claim to one."""
     scheduler = make_scheduler(num_blocks=6, max_num_seqs=3, budget=5, caching=False)
@@ -145,7 +145,7 @@ def test_no_younger_takes_blocks_in_a_step_in_which_an_older_was_refused() -> No
     assert older.state is RequestState.WAITING
 
 
-def test_nobody_is_admitted_into_blocks_that_a_step_in_flight_still_writes() -> None:
+def test_no_request_is_admitted_into_blocks_that_a_step_in_flight_writes() -> None:
     scheduler = make_scheduler(num_blocks=4, caching=False, pipeline_depth=1)
     older = add(scheduler, "a", 4)
     scheduler.pause("a")
@@ -160,7 +160,7 @@ def test_nobody_is_admitted_into_blocks_that_a_step_in_flight_still_writes() -> 
     assert plan.preempted == (victim.info,)
 
 
-def test_whoever_runs_behind_a_victim_is_served_although_another_waits_before_it() -> None:
+def test_a_request_after_a_victim_is_served_although_an_older_one_waits() -> None:
     """The victim leaves the running set while it is walked: the place in it is another one then."""
     scheduler = make_scheduler(num_blocks=4, block_size=1)
     add(scheduler, "a", 2, 3)
@@ -178,7 +178,7 @@ def test_whoever_runs_behind_a_victim_is_served_although_another_waits_before_it
     assert rows(plan) == [("a", 2, 1, True), ("d", 1, 1, True)]
 
 
-def test_one_admitted_again_is_told_its_tokens_also_in_the_batch_of_the_step_before() -> None:
+def test_a_readmitted_request_gets_its_tokens_even_in_an_unchanged_batch() -> None:
     """A runner may have forgotten what it sampled for a request that has left."""
     scheduler = make_scheduler(block_size=1)
     add(scheduler, "a", 2, needs_history=True)

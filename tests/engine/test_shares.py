@@ -146,7 +146,7 @@ def test_what_is_aborted_before_it_was_computed_costs_nothing() -> None:
     assert first["back"] < first["c1"], "it comes after no more than one request of the other"
 
 
-def test_no_stream_of_new_owners_goes_first_for_ever() -> None:
+def test_a_stream_of_new_owners_cannot_starve_others() -> None:
     """Each new owner may go before whoever has used its share; the clock goes on all the same."""
     scheduler = make_scheduler(
         num_blocks=400,
@@ -198,7 +198,7 @@ def test_a_pause_and_an_abort_let_the_next_of_an_owner_take_its_turn() -> None:
     assert sorted(order[1:]) == ["a", "d"]
 
 
-def test_after_a_failure_nobody_is_charged_for_what_was() -> None:
+def test_after_a_failure_no_owner_is_charged() -> None:
     scheduler = fair_scheduler(max_num_seqs=1)
     flood(scheduler, 20, "a")
     step(scheduler)

@@ -61,7 +61,7 @@ def test_a_full_last_block_is_copied_for_the_token_that_each_computes() -> None:
     assert plan.copies == ((0, 2),)
 
 
-def test_nobody_behind_the_siblings_waits_for_the_prompt() -> None:
+def test_no_request_behind_the_siblings_waits_for_the_prompt() -> None:
     scheduler = make_scheduler(budget=4)
     add_group(scheduler, "a", 9, 1)
     add(scheduler, "b", 1)

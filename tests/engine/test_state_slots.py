@@ -15,7 +15,7 @@ def with_states(num_state_slots: int = 5, state_interval: int = 4, **more) -> Sc
     return make_scheduler(num_state_slots=num_state_slots, state_interval=state_interval, **more)
 
 
-def test_without_recurrent_layers_nothing_is_told() -> None:
+def test_without_recurrent_layers_a_plan_has_no_states() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 5)
     plan = step(scheduler)
@@ -39,7 +39,7 @@ def test_each_interval_has_a_slot_and_a_checkpoint_is_left_behind() -> None:
     assert list(states.lru) == [0, 1]
 
 
-def test_a_slot_is_given_up_only_when_the_position_behind_is_settled() -> None:
+def test_a_slot_is_released_only_after_the_next_position_is_settled() -> None:
     scheduler = with_states(pipeline_depth=1)
     a = add(scheduler, "a", 4, 4)
     first = scheduler.schedule()
@@ -86,7 +86,7 @@ def test_without_a_cache_one_slot_is_enough() -> None:
     assert step(scheduler).new_state_slots == {0: (0,)}
 
 
-def test_who_finds_no_slot_is_refused_and_nobody_is_preempted() -> None:
+def test_a_request_without_a_slot_is_refused_and_none_is_preempted() -> None:
     scheduler = with_states(3, max_num_seqs=2)
     account = scheduler.account = PlanAccount()
     add(scheduler, "a", 11, 2)
@@ -147,7 +147,7 @@ def test_a_reset_forgets_all_states() -> None:
     assert (a.state_table, scheduler.blocks.states.free[-1]) == ([], 0)
 
 
-def test_a_runner_knows_the_tables_from_the_plans_alone() -> None:
+def test_a_runner_rebuilds_the_tables_from_the_plans_alone() -> None:
     scheduler, view = with_states(), RunnerView()
     add(scheduler, "a", 6, 8)
     add(scheduler, "b", 3, 8)

@@ -84,7 +84,7 @@ MAX_RELATIVE_ERRORS = dict.fromkeys(RECURRENT, MAX_RELATIVE_ERROR) | {"zamba2": 
 
 
 def tiny_runs(archs: Iterable[str], by_day: str) -> list[Any]:
-    """Parameters (architecture, condition); the fast suite has two conditions of one architecture."""
+    """Parameters (architecture, condition). The fast suite has two conditions of one of them."""
     names = ("tiny pool+cache", "budget 16")
     return [
         pytest.param(

@@ -185,7 +185,7 @@ def test_the_table_is_searched_once_per_operation_and_architecture() -> None:
     assert registry().find("toy", "", TOY) is None
 
 
-def test_the_driver_is_asked_for_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_queried_once_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def properties(index: int) -> SimpleNamespace:

@@ -97,7 +97,7 @@ def test_the_rows_of_every_plan_can_be_read_again() -> None:
         ("unusual", {"S18"}),
     ],
 )
-def test_rows_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]) -> None:
+def test_wrong_rows_are_rejected(how: str, property_ids: set[str]) -> None:
     num_altered = 0
     for seed in range(NUM_SCENARIOS // 3):
         lines = trace_of(seed)
@@ -144,7 +144,7 @@ def test_rows_that_cannot_be_read_make_it_no_trace(rows: object) -> None:
             replay.check([*lines[:i], altered, *lines[i + 1 :]])
 
 
-def test_every_reason_to_refuse_is_met_and_told_in_order() -> None:
+def test_every_reason_to_refuse_occurs_and_is_recorded_in_order() -> None:
     """Times increase, and the times inside an event are before the next event."""
     seen: set[str] = set()
     for seed in range(NUM_SCENARIOS):
@@ -274,7 +274,7 @@ def paced_trace(seed: int) -> list[str]:
         return path.read_text().splitlines()
 
 
-def test_steps_of_any_budget_are_accepted_and_told() -> None:
+def test_steps_of_any_budget_are_accepted_and_recorded() -> None:
     """A wrong budget is rejected if it would change the plan."""
     num_refused, budgets = 0, set()
     for seed in range(25):
@@ -386,7 +386,7 @@ def alter_drafts(event: dict[str, Any], how: str) -> bool:
         ("sample", {"S25", "S58"}),
     ],
 )
-def test_draft_tokens_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]) -> None:
+def test_wrong_draft_tokens_are_rejected(how: str, property_ids: set[str]) -> None:
     check_altered(drafting_trace, alter_drafts, how, property_ids)
 
 
@@ -494,7 +494,7 @@ def test_segments_that_cannot_be_read_make_it_no_trace(told: object) -> None:
         ("state_pool", lambda told: [told[0] + 1, told[1], told[2] - 1], "S43"),
     ],
 )
-def test_states_that_are_told_wrongly_are_refused(
+def test_wrong_states_are_rejected(
     field: str, alter: Callable[[Any], Any], property_id: str
 ) -> None:
     num_altered = 0
@@ -521,7 +521,7 @@ def failed_trace() -> tuple[list[str], int]:
     raise AssertionError("no scenario fails and goes on")
 
 
-def test_a_failure_that_is_told_wrongly_is_refused() -> None:
+def test_a_wrong_failure_event_is_rejected() -> None:
     lines, i = failed_trace()
     failure = json.loads(lines[i])
     failure["pool"] = [failure["pool"][0] - 1, 1, 0]
@@ -529,7 +529,7 @@ def test_a_failure_that_is_told_wrongly_is_refused() -> None:
     assert (verdict.property_id, verdict.line) == ("S37", i + 1)
 
 
-def test_a_reset_that_is_told_wrongly_is_refused() -> None:
+def test_a_wrong_reset_is_rejected() -> None:
     """Wrong resets of the prefix cache: blocks that are not free afterwards, or steps in flight
     before it."""
     kinds = set()

@@ -135,9 +135,7 @@ def test_a_function_that_raises_is_reported_for_its_request_alone(kind: str, ove
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_steps_in_which_nobody_asks_launch_nothing(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_edits_launch_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(kind, 50, True, None)
     edits = runner._edits if kind == "cpu" else runner._sampler.edits
     for name in ("sample", "_sample", "_keep_history", "_keep_inputs", "_send"):

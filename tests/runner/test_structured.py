@@ -90,7 +90,7 @@ def mixed_requests(
     return requests, checks
 
 
-def test_complete_answers_meet_what_was_asked() -> None:
+def test_complete_answers_match_their_constraints() -> None:
     requests, checks = mixed_requests(0, 60, 60, share=0.9)
     serve(requests)
     complete = [

@@ -84,7 +84,7 @@ def expected() -> list[tuple[list[int], Any]]:
     return results(engine().generate(prompts, params, use_tqdm=False))
 
 
-def test_complete_answers_meet_what_was_asked() -> None:
+def test_complete_answers_match_their_constraints() -> None:
     _, _, checks = load()
     tokens = [ids for ids, _ in expected()]
     complete = [

@@ -155,7 +155,7 @@ def test_two_hundred_clients_of_which_a_third_leaves(seed: int) -> None:
         wait_for(lambda: engine.num_live_requests == 0)
 
 
-def test_who_leaves_is_aborted_within_a_few_steps() -> None:
+def test_a_disconnected_request_is_aborted_within_a_few_steps() -> None:
     with served() as (http, engine, runner):
         for stream in (True, False):
             text = json.dumps({**BODY, "max_tokens": 100, "stream": stream}).encode()

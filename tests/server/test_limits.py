@@ -237,7 +237,7 @@ def test_time_of_a_stream_is_limited(http: httpx.Client, app: FastAPI) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "stream"])
-def test_who_goes_away_is_not_worked_for(url: str, app: FastAPI, kind: str) -> None:
+def test_no_work_is_done_for_a_disconnected_client(url: str, app: FastAPI, kind: str) -> None:
     app.state.cancelled.clear()
     began = time.monotonic()
     with connected(url) as connection:
@@ -250,7 +250,7 @@ def test_who_goes_away_is_not_worked_for(url: str, app: FastAPI, kind: str) -> N
     wait_for(lambda: app.state.context.num_requests == 0)
 
 
-def test_a_fault_of_ours_says_nothing_of_us(http: httpx.Client) -> None:
+def test_an_internal_error_reveals_no_details(http: httpx.Client) -> None:
     answer = http.post("/broken")
     assert answer.status_code == 500
     assert error_of(answer)["message"] == "the server failed"

@@ -92,7 +92,7 @@ def test_a_stream_brings_frames_and_ends_with_the_server() -> None:
     still.close()
 
 
-def test_frames_are_shared_by_all_who_look() -> None:
+def test_frames_are_shared_by_all_viewers() -> None:
     async def main() -> None:
         engine = AsyncLLM(slow_llm(0.005))
         app = create_app(engine)

@@ -102,7 +102,7 @@ def test_others_are_answered_meanwhile(url: str, text: str) -> None:
             assert time.monotonic() - began < SHORT_S, kind
 
 
-def test_a_text_that_takes_its_time_holds_up_no_short_one(roomy_url: str) -> None:
+def test_a_slow_text_does_not_delay_a_short_one(roomy_url: str) -> None:
     text = text_of("words", 400_000)
     done: list[float] = []
 
@@ -132,7 +132,7 @@ def test_a_text_that_takes_its_time_holds_up_no_short_one(roomy_url: str) -> Non
     assert done
 
 
-def test_texts_of_those_who_left_are_not_tokenised(roomy_url: str) -> None:
+def test_texts_of_disconnected_clients_are_not_tokenised(roomy_url: str) -> None:
     path, body = KINDS["tokenize"](text_of("words", 250_000))
     content = json.dumps(body).encode()
     size = f"Content-Length: {len(content)}"

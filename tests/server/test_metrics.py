@@ -125,7 +125,7 @@ def test_the_text_keeps_prometheus_rules() -> None:
         assert counts[-1] == count
 
 
-def test_openmetrics_is_given_to_who_asks_for_it() -> None:
+def test_openmetrics_is_served_on_request() -> None:
     text, _ = serve_and_scrape("application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
     names = {family.name for family in parse_openmetrics(text)}
@@ -218,7 +218,7 @@ def test_a_time_between_tokens_is_counted_in_less_than_a_microsecond() -> None:
     assert sum(metrics.between_tokens_s.counts) == 40_000
 
 
-def test_any_number_of_tokens_may_be_asked_for() -> None:
+def test_any_number_of_tokens_may_be_requested() -> None:
     """More than a float holds: what counts it must not fail, which once ended all answers."""
 
     async def main() -> dict[str, float]:

@@ -39,5 +39,5 @@ def test_token_ids_are_integers(http: httpx.Client) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens.1")
 
 
-def test_other_methods_are_told(http: httpx.Client) -> None:
+def test_options_lists_the_allowed_methods(http: httpx.Client) -> None:
     assert set(http.options("/ping").headers["allow"].split(", ")) == {"GET", "POST"}

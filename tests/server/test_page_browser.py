@@ -191,7 +191,7 @@ def test_a_model_without_a_template_continues_text(browser: Browser) -> None:  #
         assert not page.locator(".error").count()
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:  # noqa: F811
+def test_a_key_is_requested_and_kept_for_the_tab(browser: Browser) -> None:  # noqa: F811
     config = {"api_keys": ["correct horse"]}
     with opened(browser, config=config) as (page, _, _):
         page.wait_for_selector("dialog[open]")
@@ -210,7 +210,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:  # n
         assert not page.locator("dialog[open]").count()
 
 
-def test_a_key_that_is_refused_is_told(browser: Browser) -> None:  # noqa: F811
+def test_a_rejected_key_is_reported(browser: Browser) -> None:  # noqa: F811
     with opened(browser, config={"api_keys": ["right"]}) as (page, _, _):
         page.wait_for_selector("dialog[open]")
         assert not page.is_visible("#key-refused")
@@ -253,7 +253,7 @@ def test_copying_works_from_any_host(browser: Browser, host: str) -> None:  # no
             assert not page.locator("textarea.copied").count()
 
 
-def test_what_cannot_be_copied_is_told(browser: Browser) -> None:  # noqa: F811
+def test_values_that_cannot_be_copied_are_reported(browser: Browser) -> None:  # noqa: F811
     with opened(browser) as (page, _, _):
         refuse = "Object.defineProperty(navigator, 'clipboard', {value: undefined});"
         page.evaluate(refuse + "document.execCommand = () => false")
@@ -315,7 +315,7 @@ def test_a_failed_answer_is_not_sent_on(
         assert all(message["content"] for messages in sent for message in messages)
 
 
-def test_who_gives_no_key_is_not_asked_again_and_again(browser: Browser) -> None:  # noqa: F811
+def test_a_missing_key_is_requested_once(browser: Browser) -> None:  # noqa: F811
     with opened(browser, config={"api_keys": ["k"]}) as (page, _, _):
         page.wait_for_selector("dialog[open]")
         page.keyboard.press("Escape")

@@ -115,7 +115,7 @@ def test_each_further_flood_leaves_room_too() -> None:
         assert statuses(third) == {200: 1}
 
 
-def test_one_client_has_all_until_another_comes() -> None:
+def test_one_client_may_fill_the_queue_until_another_arrives() -> None:
     with clients() as server:
         with paused(server):
             alone, other = server.send("one", LIMIT + 3), server.send("two")

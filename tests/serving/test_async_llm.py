@@ -128,7 +128,7 @@ def test_generate_yields_growing_answers() -> None:
 
 
 @pytest.mark.parametrize("way", ["close", "cancel", "forget", "abort", "leave"])
-def test_who_goes_away_is_aborted(way: str) -> None:
+def test_a_disconnected_request_is_aborted(way: str) -> None:
     async def test(engine: AsyncLLM) -> None:
         await engine.pause_generation()  # so that it cannot just end
 
@@ -164,7 +164,7 @@ def test_who_goes_away_is_aborted(way: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["its caller goes away", "resume"])
-def test_a_pause_that_waits_may_end_early_and_nobody_is_held_back(ending: str) -> None:
+def test_a_pause_that_waits_may_end_early_and_blocks_no_request(ending: str) -> None:
     async def test(engine: AsyncLLM) -> None:
         first = await engine.submit(PROMPT, LONG)
         pause = asyncio.create_task(engine.pause_generation("wait"))
@@ -195,7 +195,7 @@ def test_more_continuations_than_can_ever_be_live_are_refused_before_they_are_ma
     run(test, max_num_requests=3)
 
 
-def test_the_loop_does_not_wait_for_who_encodes_a_long_text() -> None:
+def test_the_loop_does_not_wait_for_a_thread_that_encodes_a_long_text() -> None:
     async def test(engine: AsyncLLM) -> None:
         is_held, go_on = threading.Event(), threading.Event()
 
@@ -250,7 +250,7 @@ def test_long_lists_of_ids_are_not_checked_on_the_loop(form: str) -> None:
     run(test)
 
 
-def test_an_observer_that_raises_holds_nobody_back() -> None:
+def test_an_observer_that_raises_delays_no_other() -> None:
     class Raising:
         def __getattr__(self, name: str) -> Any:
             def fail(*_: object) -> None:
@@ -305,7 +305,7 @@ def test_the_cache_is_reset_in_mid_run() -> None:
 
 
 @pytest.mark.parametrize("how", ["pause", "reset"])
-def test_what_ends_in_the_steps_that_are_settled_is_told(how: str) -> None:
+def test_requests_that_end_in_settled_steps_are_reported(how: str) -> None:
     params = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
 
     async def test(engine: AsyncLLM) -> None:
@@ -351,7 +351,7 @@ def test_a_step_that_fails_when_it_is_settled_ends_its_requests(how: str) -> Non
     run(test, runner=runner, pipeline_depth=1)
 
 
-def test_more_than_the_limit_is_refused_and_disturbs_nobody() -> None:
+def test_requests_beyond_the_limit_are_refused_and_disturb_no_others() -> None:
     async def test(engine: AsyncLLM) -> None:
         first = await engine.submit(PROMPT, LONG, "first")
         with pytest.raises(EngineBusyError, match="max_num_requests = 2"):

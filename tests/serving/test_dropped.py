@@ -79,7 +79,7 @@ def test_twenty_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_who_waits_is_given_an_error(is_paused: bool) -> None:
+def test_waiting_callers_get_an_error(is_paused: bool) -> None:
     async def test() -> None:
         engine = AsyncLLM(slow_llm())
         llm = engine.llm

@@ -38,7 +38,7 @@ async def turns(turn: list[int], num: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_turn_looks_at_a_few_and_all_are_seen_youngest_first() -> None:
+def test_a_turn_handles_a_few_requests_youngest_first() -> None:
     async def run() -> None:
         requests, served, looks, turn = make(100)
         requests.post()
@@ -50,7 +50,7 @@ def test_a_turn_looks_at_a_few_and_all_are_seen_youngest_first() -> None:
     asyncio.run(run())
 
 
-def test_news_during_a_pass_are_seen_by_the_next() -> None:
+def test_events_during_a_pass_are_handled_by_the_next() -> None:
     async def run() -> None:
         requests, served, _, turn = make(100)
         requests.post()
@@ -69,7 +69,7 @@ def test_news_during_a_pass_are_seen_by_the_next() -> None:
     asyncio.run(run())
 
 
-def test_ended_and_refused_ones_are_not_looked_at_again() -> None:
+def test_ended_and_refused_requests_are_not_handled_again() -> None:
     async def run() -> None:
         requests, served, looks, turn = make(40)
         served[39].has_ended = True

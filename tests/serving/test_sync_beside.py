@@ -133,7 +133,7 @@ def test_each_caller_is_answered_whichever_thread_steps(pipeline_depth: int, see
     run(engine, test)
 
 
-def test_what_a_synchronous_step_ends_while_the_engine_is_paused_is_told() -> None:
+def test_results_of_a_synchronous_step_while_paused_are_delivered() -> None:
     """No other thread runs a step then: all results come from the synchronous call."""
     _, engine = made()
     params = SamplingParams(n=2, max_tokens=5, seed=3, ignore_eos=True)
@@ -299,7 +299,7 @@ def test_the_cache_is_reset_by_a_synchronous_call() -> None:
     run(engine, test)
 
 
-def test_what_another_thread_aborts_is_told() -> None:
+def test_an_abort_by_another_thread_is_reported() -> None:
     _, engine = made()
 
     async def test() -> None:

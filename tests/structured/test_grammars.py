@@ -40,7 +40,7 @@ def walk(outputs: StructuredOutputs, rng: random.Random, length: int) -> tuple[l
 
 @settings(max_examples=120)
 @given(st.integers(0, 2**32))
-def test_what_is_allowed_meets_what_was_asked(seed: int) -> None:
+def test_allowed_texts_match_their_constraints(seed: int) -> None:
     rng = random.Random(seed)
     outputs, is_met = random_outputs(rng)
     check_output(*walk(outputs, rng, 80), is_met)
@@ -75,7 +75,7 @@ def allows(text: str, **asked: Any) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
-def test_whitespace_is_as_asked() -> None:
+def test_whitespace_follows_the_setting() -> None:
     tight, loose = '{"a":[1,2]}', '{ "a" : [1,\n2]}'
     assert allows(tight, json_object=True)
     assert allows(loose, json_object=True)
@@ -218,7 +218,7 @@ def test_text_that_spells_a_special_token_is_not_that_token(
     assert (1 in output) == ("<s> " in str(asked)), "only a grammar refers to a special token"
 
 
-def test_who_finds_no_thread_is_told_so_and_the_next_is_served(
+def test_a_call_without_a_thread_fails_and_the_next_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grammars = Grammars(tokenizer(), NUM_TOKENS, {END})

@@ -24,7 +24,7 @@ def test_tokens_have_the_bytes_of_their_text(make: object) -> None:
         assert made.decode_bytes(ids).decode().strip() == text.strip()
 
 
-def test_a_byte_level_vocabulary_is_known_behind_a_byte_fallback() -> None:
+def test_a_byte_level_vocabulary_is_recognised_after_a_byte_fallback() -> None:
     # As transformers makes it of a GGUF file.
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(

@@ -53,7 +53,7 @@ def _rank(file: str) -> int:
 
 
 def compile_once(folder: Path) -> None:
-    """Prevent processes that share ``folder`` and Triton's cache from compiling one kernel twice."""
+    """Prevent processes with a common ``folder`` and Triton cache from compiling a kernel twice."""
     import fcntl  # not on Windows
 
     import triton.compiler as compiler

@@ -30,7 +30,7 @@ class TablesFromPlans(dict[str, tuple[int, ...]]):
 
 
 class StateTablesFromPlans(dict[str, tuple[int, ...]]):
-    """The state table of each running request, by its id; it still contains slots released since."""
+    """The state table of each running request, by its id; it still has slots released since."""
 
     def take(self, plan: StepPlan) -> None:
         for request_id in plan.released:

@@ -94,7 +94,7 @@ def test_every_slice_is_drawn_in_its_colour(page: Page, lines: list[str]) -> Non
     assert num_drawn == sum(len(plan["rows"]) for plan in plans_of(lines))
 
 
-def test_hovering_a_slice_tells_the_numbers_of_its_row(page: Page, lines: list[str]) -> None:
+def test_hovering_a_slice_shows_the_values_of_its_row(page: Page, lines: list[str]) -> None:
     page.keyboard.press("t")
     page.evaluate("viewer.paintNow()")
     names = page.evaluate("viewer.trace.lanes.name")
@@ -109,7 +109,7 @@ def test_hovering_a_slice_tells_the_numbers_of_its_row(page: Page, lines: list[s
             assert f"step\n{plan['step']}" in said
 
 
-def test_hovering_a_row_tells_its_content(browser: Browser, tmp_path: Path) -> None:
+def test_hovering_a_row_shows_its_content(browser: Browser, tmp_path: Path) -> None:
     """As does the panel of its step: which positions of which content it computes, or found."""
     lines = write_trace(tmp_path / "t.jsonl", has_contents=True)
     contents = {
@@ -147,7 +147,7 @@ def test_hovering_a_row_tells_its_content(browser: Browser, tmp_path: Path) -> N
     assert num_found > 0
 
 
-def test_one_that_waits_says_why(page: Page, lines: list[str]) -> None:
+def test_a_waiting_request_shows_the_reason(page: Page, lines: list[str]) -> None:
     page.keyboard.press("t")
     page.evaluate("viewer.paintNow()")
     names = page.evaluate("viewer.trace.lanes.name")

@@ -56,7 +56,7 @@ def lab(colour: str, matrix: tuple[tuple[float, ...], ...]) -> tuple[float, floa
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("reader", SEEN_BY)
-def test_colours_that_stand_together_are_told_apart(theme: str, reader: str) -> None:
+def test_adjacent_colours_are_distinguishable(theme: str, reader: str) -> None:
     palette = read_palette(theme)
     for names in TOGETHER:
         for a, b in itertools.combinations(names, 2):

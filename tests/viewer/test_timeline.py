@@ -52,7 +52,7 @@ def test_a_lane_is_in_one_state_at_a_time(tmp_path: Path) -> None:
     assert {s.step for s, _ in again} == {step for step, _, _ in timeline.preemptions}
 
 
-def test_a_reset_of_the_cache_sends_back_who_runs(tmp_path: Path) -> None:
+def test_a_reset_of_the_cache_preempts_running_requests(tmp_path: Path) -> None:
     lines = write_trace(tmp_path / "t.jsonl")
     place = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == "result")
     after = json.loads(lines[place])
@@ -86,7 +86,7 @@ def test_any_run_has_a_timeline(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_timeline_tells_the_draft_tokens_of_each_row(seed: int) -> None:
+def test_a_timeline_has_the_draft_tokens_of_each_row(seed: int) -> None:
     """And how many were accepted, which a step in flight does not know."""
     lines = drafting_trace(seed)
     events = [json.loads(line) for line in lines]
@@ -120,7 +120,7 @@ def test_a_timeline_tells_the_draft_tokens_of_each_row(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pipeline_depth", [0, 1])
-def test_a_timeline_tells_the_content_of_each_row(tmp_path: Path, pipeline_depth: int) -> None:
+def test_a_timeline_has_the_content_of_each_row(tmp_path: Path, pipeline_depth: int) -> None:
     """Of each position of a prompt that is no token's, once for each time it is computed."""
     lines = write_trace(tmp_path / "t.jsonl", pipeline_depth=pipeline_depth, has_contents=True)
     events = [json.loads(line) for line in in_full(lines)]

@@ -158,7 +158,7 @@ def test_leaves_alone_what_is_not_quite_that(
     gm.graph.lint()
 
 
-def test_the_matmul_is_told_what_its_rows_no_longer_say(captured: CapturedModel) -> None:
+def test_the_matmul_receives_what_its_rows_no_longer_contain(captured: CapturedModel) -> None:
     gm, context = lowered(captured)
     fuse_attention_quantize(gm, context)
     rows = next(node for node in gm.graph.nodes if node.target is attend_quantized)

@@ -68,7 +68,7 @@ def capture(
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, *SPARSE])
-def test_graphs_hold_to_the_spec(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_satisfy_the_spec(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture(arch, stage, monkeypatch)
     assert captured.graph is not None
     verify_graph(captured.graph, stage, bindings(captured))
@@ -205,7 +205,7 @@ def test_a_matmul_left_to_the_library_is_found_on_a_gpu(monkeypatch: pytest.Monk
         pytest.param("llama4_text", {"bmm": 4}, marks=pytest.mark.nightly),
     ],
 )
-def test_what_a_gpu_leaves_to_the_library_is_told(
+def test_matmuls_that_a_gpu_leaves_to_the_library_are_reported(
     arch: str, left: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exceptions of docs/transparency.md, and no others: of float32 models, too, whose routers

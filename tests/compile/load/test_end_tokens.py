@@ -40,7 +40,7 @@ def save(folder: Path, **named: Any) -> Path:
         (VOCAB_SIZE - 1, None, {VOCAB_SIZE - 1}, []),
     ],
 )
-def test_ids_are_held_to_the_vocabulary(
+def test_ids_are_checked_against_the_vocabulary(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     generation_config: Any,

@@ -36,7 +36,7 @@ def _was_run(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_type_that_only_the_folders_code_knows_is_refused(folder: Path, load_format: str) -> None:
+def test_a_type_defined_only_in_the_folder_is_refused(folder: Path, load_format: str) -> None:
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     _change(folder / "config.json", model_type="own", auto_map=code)
     with pytest.raises(UnsupportedModelError, match=r"its config needs Python code .* is not run"):
@@ -45,9 +45,7 @@ def test_a_type_that_only_the_folders_code_knows_is_refused(folder: Path, load_f
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_class_that_only_the_folders_code_knows_is_refused(
-    folder: Path, load_format: str
-) -> None:
+def test_a_class_defined_only_in_the_folder_is_refused(folder: Path, load_format: str) -> None:
     """The type is known, and no causal language model."""
     code = {"AutoModelForCausalLM": "own.Model"}
     _change(folder / "config.json", model_type="clip_vision_model", auto_map=code)
@@ -75,7 +73,7 @@ def test_a_tokenizer_with_a_class_of_transformers_needs_no_code(folder: Path) ->
     assert not _was_run(folder)
 
 
-def test_a_tokenizer_that_only_the_folders_code_knows_is_refused(folder: Path) -> None:
+def test_a_tokenizer_defined_only_in_the_folder_is_refused(folder: Path) -> None:
     byte_level().save_pretrained(folder)
     code = {"AutoTokenizer": [None, "own.Tokenizer"]}
     _change(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map=code)

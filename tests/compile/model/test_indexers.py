@@ -46,7 +46,7 @@ def test_equal_indexers_are_traced_with_few_keys_once(monkeypatch: pytest.Monkey
     assert len(traced) == 3 + 1
 
 
-def test_index_keys_lie_in_the_blocks() -> None:
+def test_index_keys_are_stored_in_the_blocks() -> None:
     loaded = load_model(tiny_model("glm_moe_dsa"))
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     assert all(spec.is_latent for spec in captured.specs)

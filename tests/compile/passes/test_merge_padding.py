@@ -155,7 +155,7 @@ def test_the_end_is_counted_from_where_the_parameters_begin() -> None:
     assert consecutive_views(parameters, 4) is None
 
 
-def test_whatever_lies_behind_may_be_read() -> None:
+def test_padding_rows_may_hold_anything() -> None:
     """Nothing is moved: the columns that it gives have no reader."""
     fused = torch.randn(10, IN)
     fused[7:] = torch.nan

@@ -16,7 +16,7 @@ from pagespec.compile.probe.thresholds import (
 from tests.support.models import ARCHITECTURES, WINDOW, tiny_model
 
 
-def test_finds_integers_wherever_they_stand() -> None:
+def test_finds_integers_in_every_field() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
     rope |= {"original_max_position_embeddings": 128}
     model = tiny_model(

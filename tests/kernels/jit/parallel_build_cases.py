@@ -182,7 +182,7 @@ def test_a_kernel_that_cannot_be_built_fails_at_its_launch(fake: FakeDriver) -> 
         broken[(1,)](target, SIZE=16)
 
 
-def test_an_error_in_the_block_comes_out_and_the_hook_goes(fake: FakeDriver) -> None:
+def test_an_error_in_the_block_propagates_and_the_hook_is_removed(fake: FakeDriver) -> None:
     kernel = JITFunction(_copy)
 
     def launch_and_fail() -> None:

@@ -326,7 +326,7 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(
     [((8, 16), torch.float32), ((8, 50), torch.float16), ((63, 16), torch.float16)],
     ids=str,
 )
-def test_with_one_tile_or_few_outputs_the_library_is_not_asked(
+def test_with_one_tile_or_few_outputs_the_library_is_not_called(
     shape: tuple[int, int],
     dtype: torch.dtype,
     torch_calls: dict[Any, Any],

@@ -33,7 +33,7 @@ def test_equals_a_loop_over_the_experts(
     assert (out[begin:] == 0).all()
 
 
-def test_a_row_keeps_its_bits_wherever_it_lies() -> None:
+def test_a_row_has_the_same_bits_at_every_position() -> None:
     generator = torch.Generator().manual_seed(1)
     row = torch.randn(1, 32, generator=generator)
     weight = torch.randn(3, 32, 24, generator=generator)

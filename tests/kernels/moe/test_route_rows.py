@@ -78,7 +78,7 @@ def test_results_are_those_of_three_kernels(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_goes_to_an_expert(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_non_finite_logits_select_experts(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     logits = normal(4, 60)
     logits[0, 7] = value
     logits[2] = value

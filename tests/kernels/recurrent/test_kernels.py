@@ -108,7 +108,7 @@ def test_kernels_are_close_to_the_cpu(
 
 @interpreted
 @pytest.mark.parametrize("decay", [-200.0, -1e5, float("-inf")])
-def test_a_strong_decay_costs_what_is_behind_no_digits(
+def test_a_strong_decay_costs_later_positions_no_precision(
     decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

@@ -63,7 +63,7 @@ def check(compute: Rows, logits: Tensor, tokens: list[int], num_top: list[int]) 
             assert top_logprobs[list(top).index(token)] == logprob  # the same float
 
 
-def test_the_most_that_can_be_asked_for() -> None:
+def test_the_kernel_returns_as_many_as_the_parameters_allow() -> None:
     assert MAX_TOP == MAX_LOGPROBS
 
 
