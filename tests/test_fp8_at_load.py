@@ -31,13 +31,13 @@ READERS = ("jamba", "mamba", "falcon_mamba")
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Of all linear layers but the head."""
+    """The weights of all linear layers except the head."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     return {f"{n}.weight": m.weight for n, m in linears.items() if n != "lm_head"}
 
 
 def save(folder: Path, arch: str) -> PreTrainedModel:
-    """As transformers saves it; what it becomes in FP8."""
+    """Save a model as transformers does; return the model with its FP8 values."""
     model = tiny_model(arch)
     model.save_pretrained(folder)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_second_start_is_like_the_first(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_quantised_checkpoint_with_names_of_the_base_model(tmp_path: Path) -> None:
-    """transformers adds the prefix; here it is the same layer with it and without."""
+    """transformers adds the prefix; a layer's name with and without it means the same layer."""
     model = write_quantized(tmp_path, "fp8 blocks")
     path = tmp_path / "model.safetensors"
     renamed = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
@@ -120,7 +120,7 @@ def test_weights_that_a_model_reads_itself_are_refused_before_any_is_read(
 def test_what_shows_in_the_probe_alone_is_refused_the_same_way(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a pass without data does not get as far."""
+    """A forward pass without data does not reach the code that is rejected."""
     monkeypatch.setattr(quantized_load, "check_readers", lambda *_, **__: None)
     save(tmp_path, "jamba")
     with pytest.raises(InvalidInputError, match=r"the weight of \S*dt_proj by more") as caught:

@@ -56,7 +56,8 @@ def test_answers_do_not_depend_on_the_schedule(arch: str) -> None:
 
 
 def test_logits_are_those_of_the_reference() -> None:
-    """Of another attention on the same bytes; and others than those of a bfloat16 cache."""
+    """The logits equal those of the reference attention on the same bytes, and differ from those of
+    a bfloat16 cache."""
     prompts = [list(range(3, 3 + n)) for n in (1, 5, 40, 130)]
     found: dict[str, list[torch.Tensor]] = {}
     kinds: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def test_logits_are_those_of_the_reference() -> None:
 
 
 def test_samples_of_one_prompt_copy_its_last_block() -> None:
-    """Four answers to a prompt that fills its last block in part: those of four requests."""
+    """Four answers to a prompt with a partly filled last block equal those of four requests."""
     llm = make_llm(num_blocks=128)
     prompt = list(range(5, 42))
     sampling = SamplingParams(temperature=0.8, seed=7, max_tokens=24, n=4)

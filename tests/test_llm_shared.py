@@ -168,7 +168,7 @@ def run_threads(calls: list[Callable[[], None]]) -> list[BaseException]:
 
 
 def mixed_calls(llm: LLM, expected: Callable[..., list[int]], seed: int, has_text: bool) -> None:
-    """Some of each kind of call; answers must be those of each request alone."""
+    """Some calls of each kind, whose answers must be those of each request alone."""
     rng = random.Random(seed)
     for _ in range(5):
         questions = []
@@ -246,7 +246,7 @@ def test_calls_of_several_threads_are_batched() -> None:
 
 
 def slow_steps(llm: LLM) -> None:
-    """Let each step leave the interpreter to other threads for a while, as a model does."""
+    """Each step releases the interpreter to other threads for a while, as a model does."""
     dispatch = llm.engine.runner.dispatch
 
     def slow(plan: StepPlan) -> object:
@@ -257,7 +257,7 @@ def slow_steps(llm: LLM) -> None:
 
 
 def test_no_thread_starves() -> None:
-    """A long call steps the engine in a loop; short ones beside it are not kept out of it."""
+    """A long call steps the engine in a loop; concurrent short calls must make progress."""
     llm = content_llm(num_blocks=2000, block_size=4, max_num_seqs=4)
     slow_steps(llm)
     is_done = threading.Event()
@@ -280,7 +280,8 @@ def test_no_thread_starves() -> None:
 
 
 def test_streams_of_several_threads_get_each_token_when_it_is_there() -> None:
-    """Were each thread to take its own step before it looks, it would look at every eighth."""
+    """If each thread ran its own step before reading, it would read only every eighth token in
+    time."""
     llm = content_llm(num_blocks=2000, block_size=4, max_num_seqs=8)
     slow_steps(llm)
     params = SamplingParams(max_tokens=120, seed=1, ignore_eos=True)

@@ -169,7 +169,7 @@ def test_the_embedded_model_gives_valid_json() -> None:
 
 
 class PanicError(BaseException):
-    """As a panic in Rust is: no Exception."""
+    """Like a panic in Rust, which is not an Exception."""
 
 
 @pytest.mark.parametrize("function", ["consume_token_par", "fill_next_token_bitmask_par"])

@@ -25,7 +25,7 @@ NUM_TOKENS = 6
 
 
 class NumberTokenizer:
-    """A number a token."""
+    """One integer per token."""
 
     chat_template = None
 
@@ -38,7 +38,7 @@ class NumberTokenizer:
 
 @pytest.fixture(autouse=True)
 def _shares_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most engines here are of equal models."""
+    """Most engines in this file have equal models."""
     capture_once(monkeypatch)
 
 

@@ -30,7 +30,7 @@ from tests.support.models import save_word_model
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those of the machine's compiler, and the operations that stand in for them."""
+    """The kernels of the machine's compiler, or the operations that replace them."""
     if request.param == "native" and library() is None:
         pytest.skip("the native kernels cannot be built")
     if request.param == "torch":
@@ -118,7 +118,7 @@ def test_logits_and_stats(
 def test_bits_do_not_depend_on_the_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, format: str
 ) -> None:
-    """Alone, beside others, chunked; and scored."""
+    """Alone, together with others, chunked, and scored."""
     path = gguf_model(tmp_path, monkeypatch, format)
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprobs=2)
     settings: dict[str, Any] = {"device": "cpu", "quantization": "gguf", "num_blocks": 64}

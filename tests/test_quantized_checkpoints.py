@@ -45,7 +45,7 @@ NUM_OUTPUTS = 8
 
 
 def plain_checkpoint(folder: Path) -> nn.Module:
-    """In bfloat16; what it becomes in FP8, in float32."""
+    """A bfloat16 checkpoint, and its FP8 values in float32."""
     model = tiny_model("llama", **SIZES)
     tensors = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
     write_checkpoint(folder, model, tensors, None)
@@ -206,7 +206,7 @@ def test_unknown_schemes_are_refused_by_name(
 
 
 def test_mxfp4_is_expanded(tmp_path: Path) -> None:
-    """Experts as gpt-oss has them: transformers reads them as bfloat16."""
+    """Experts in the format of gpt-oss, which transformers reads as bfloat16."""
     write_mxfp4(tmp_path, tiny_model("gpt_oss", hidden_size=64, intermediate_size=64))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     wanted = expected.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
@@ -219,7 +219,8 @@ def test_mxfp4_is_expanded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["gptq sorted", "packed int4 sorted"])
 def test_rows_are_sorted_once_for_all_that_share_an_order(layout: str, tmp_path: Path) -> None:
-    """As queries, keys and values do, or keys and values alone; gate and up; each output."""
+    """Queries, keys and values share an order, or keys and values only; so do gate and up. Each
+    output has its own."""
     write_quantized(tmp_path, layout)
     loaded = load_model(str(tmp_path))
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
@@ -267,7 +268,7 @@ def test_tensors_of_another_form_are_refused(
 
 
 def test_ignored_layers_are_not_quantised(tmp_path: Path) -> None:
-    """What a config's list and the tensors say must agree."""
+    """The config's list and the tensors must agree."""
     write_quantized(tmp_path, "fp8 blocks")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -317,7 +318,7 @@ def test_settings_that_do_not_suit(
 def test_refused_on_a_gpu_by_name(
     tmp_path: Path, cuda_capability: Callable[[tuple[int, int]], None]
 ) -> None:
-    """Where the kernels were not tried."""
+    """On GPUs on which the kernels were not tested."""
     cuda_capability((8, 0))
     for layout, named in (
         ("gptq", "weights in int4 are served on GPUs of sm90; this one is sm80"),

@@ -31,7 +31,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 class LogitRecorder:
-    """Keeps the logits of each sampled row by (request, position)."""
+    """Records the logits of each sampled row by (request, position)."""
 
     def __init__(self) -> None:
         self.logits: dict[tuple[str, int], Tensor] = {}

@@ -21,7 +21,7 @@ from tests.support.models import tiny_model
 
 
 def _logits(captured: CapturedModel) -> list[Tensor]:
-    """Of two steps of one request, whose second goes on in another slot than the first began."""
+    """The logits of two steps of one request; the second step continues in another slot."""
     loaded = captured.loaded
     kv_caches = allocate_kv_caches(captured.specs, 4, 8, loaded.dtype, "cpu")
     states = allocate_states(loaded.recurrent, 4, 4, "cpu")

@@ -107,7 +107,7 @@ def capture_restored(restored: Restored) -> CapturedModel:
 
 
 def code_of(captured: CapturedModel) -> str:
-    """The code of the graph, without the types that Dynamo has for its arguments."""
+    """The code of the graph, without Dynamo's types for its arguments."""
     assert captured.graph is not None
     return re.sub(r" : [\w.]+", "", captured.graph.code)
 
@@ -298,7 +298,7 @@ def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:
 
 
 def quantised_model(form: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, str | None]:
-    """A checkpoint held quantised, and what ``quantization`` must say of it."""
+    """A checkpoint held quantised, and the expected value of ``quantization``."""
     if form == "gguf":
         return Path(gguf_model(folder, patch)), "gguf"
     if form == "fp8 made at load":
@@ -446,7 +446,8 @@ def test_the_second_start_imports_nothing_that_it_does_not_need(
 def test_experts_are_restored_in_a_process_that_knows_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, settings: dict[str, int]
 ) -> None:
-    """Their operation is not torch's own: a model's module would have registered it."""
+    """Their operation is not torch's own; without a record, a model's module would have registered
+    it."""
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
     tiny_model(arch, num_hidden_layers=1, **settings).save_pretrained(tmp_path / "model")
     first, second = (

@@ -14,7 +14,7 @@ from pagespec.errors import EngineError, InvalidInputError
 
 
 def make_work(folder: Path) -> Callable[[Sequence[Any]], list[Any]]:
-    """Numbers are doubled, and "die" ends the process. Each start and each number leave a line."""
+    """Doubles integers; "die" ends the process. Each start and integer adds a line to a file."""
     _tell(folder / "started", os.getpid())
     return partial(_double, folder)
 

@@ -16,7 +16,7 @@ DTYPES = [np.int32, np.int64, np.float32, np.bool_]
 
 @pytest.fixture
 def ends() -> tuple[Channel, Channel]:
-    """Rank 0's and rank 1's, with slots."""
+    """The channel's ends of rank 0 and rank 1, with slots."""
     first = Channel(3)
     second = Channel(3, first.descriptor)
     for channel in (first, second):

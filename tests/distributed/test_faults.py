@@ -111,7 +111,7 @@ def test_a_program_ends_without_a_word(folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("after_s", [0.2, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
 def test_ctrl_c_during_the_start_leaves_no_process(folder: Path, after_s: float) -> None:
-    """Of any moment: imports, the meeting of the ranks, weights, probe and trace."""
+    """At any moment: imports, the meeting of the ranks, weights, probe and trace."""
     program = start_program(folder, "on")
     end = time.monotonic() + BOUND_S
     while not (pids := children_of(program.pid)):

@@ -79,14 +79,14 @@ def over_peer_memory(folder: Path) -> list[list[int]]:
 def test_nccl_moves_what_peers_cannot_reach(
     folder: Path, over_peer_memory: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sum in rank order in float32, so that the tokens are the same."""
+    """Both add in rank order in float32, so the tokens are equal."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     assert tokens(make_llm(folder), list(range(len(PROMPTS)))) == over_peer_memory
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 16])
 def test_kernels_that_wait_for_a_lost_rank_end(folder: Path, max_num_seqs: int) -> None:
-    """Matmuls of two rows push what they compute themselves."""
+    """Matmuls of two rows push their own results to the peer."""
     script = Path(__file__).with_name("lost_peer.py")
     assert run_apart(str(script), str(folder), str(max_num_seqs)).endswith("ok\n")
 
@@ -95,7 +95,7 @@ def test_kernels_that_wait_for_a_lost_rank_end(folder: Path, max_num_seqs: int) 
 def test_a_lost_rank_is_reported_and_the_next_engine_starts(
     folder: Path, over_peer_memory: list[list[int]], how: signal.Signals
 ) -> None:
-    """Of a second engine in this process, whose sums travel by NCCL: not that of peer memory."""
+    """A second engine in this process, whose sums use NCCL and not peer memory."""
     llm = make_llm(folder)
     pids = llm._runner._workers.pids
     threading.Timer(1.0, os.kill, (pids[0], how)).start()

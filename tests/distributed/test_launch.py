@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """What workers were sent, in place of workers: they keep it and end."""
+    """Replaces the workers: records what they were sent, and ends them."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "sent"
@@ -57,7 +57,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
 
 @pytest.fixture
 def refuse(started: Started) -> Iterator[Refuse]:
-    """Refusals, before anything is started."""
+    """Rejections before anything is started."""
 
     def refuse(what: str, model: Any, **settings: Any) -> InvalidInputError:
         with pytest.raises(InvalidInputError, match=what) as caught:
@@ -70,7 +70,7 @@ def refuse(started: Started) -> Iterator[Refuse]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Four GPUs, which reach each other's memory but for the pairs ``apart``."""
+    """Four GPUs with peer access, except for the pairs ``apart``."""
     found = SimpleNamespace(apart=set())
     fakes: dict[str, Any] = {
         "device_count": lambda: 4,
@@ -106,7 +106,7 @@ def test_heads_are_not_checked_if_they_stay_whole(
 def test_ranks_are_sent_the_number_that_the_machine_has_now(
     folder: Path, started: Started, cpu_machine: Callable[..., None]
 ) -> None:
-    """Not the number to which an engine before has lowered this process."""
+    """Not the number to which an earlier engine lowered this process."""
     cpu_machine(8, lambda number: 1.0 / number)
     torch.set_num_threads(6)
     cpu_threads.step_threads(None)

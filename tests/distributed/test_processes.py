@@ -171,7 +171,7 @@ def test_scores_are_the_logprobs_of_sampled_tokens(group: Group, reference: Refe
 
 
 def test_edited_tokens_are_those_of_one_rank(group: Group, reference: Reference) -> None:
-    """Only rank 0 has the plan, and so edits."""
+    """Only rank 0 has the plan, so only rank 0 edits logits."""
     params = [
         SamplingParams(
             temperature=(0.0, 1.0)[i % 2],
@@ -236,7 +236,8 @@ def test_a_callback_that_raises_fails_its_step_alone(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """As in a terminal: a shell that starts this in the background has it ignored."""
+    """Python's default SIGINT handler, as in a terminal. A shell that starts the tests in the
+    background makes them ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -18,7 +18,7 @@ from pagespec.errors import EngineError, InvalidInputError, UnsupportedModelErro
 
 
 class Clock:
-    """In place of the module time; ``on_sleep`` is called after each sleep."""
+    """Replaces the module time; ``on_sleep`` is called after each sleep."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -66,7 +66,7 @@ def test_the_rank_that_is_behind_is_named(clock: Clock) -> None:
 def test_a_stopped_rank_is_named_however_far_it_has_come(
     clock: Clock, far: tuple[int, int, int]
 ) -> None:
-    """Stopped within a collective that it has counted, or ahead of the one that waits for it."""
+    """The rank stops within a collective that it has counted, or ahead of the waiting rank."""
     channel = Channel(3)
     workers = Workers(channel, 1)
     processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]

@@ -35,7 +35,7 @@ def test_nan_is_found() -> None:
 
 
 def test_scales() -> None:
-    """Of zeros, and of numbers too small to be divided, all is zero; of infinity it is infinite."""
+    """Zeros, and values too small to divide, give all zeros; infinity gives an infinite scale."""
     largest = torch.tensor([0.0, 1e-44, 448.0, 3.0, torch.inf])
     scales = e4m3.scale_for(largest)
     assert bool((scales > 0).all())

@@ -43,7 +43,7 @@ def varied(rows: Tensor, weight: Tensor) -> None:
 
 
 def difference(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[int, int] | None:
-    """The first group of rows, by count and place, that has other bits than among all rows."""
+    """The first group of rows, by count and position, with other bits than among all rows."""
     whole = multiply(rows)
     for count in COUNTS:
         last = len(rows) - count
@@ -176,7 +176,7 @@ def test_a_written_order_adds_halves() -> None:
 
 
 def follows_the_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """A library whose bits follow the number of rows, and a row's place."""
+    """A library whose bits depend on the number of rows and on a row's position."""
     out = x @ weight.transpose(-1, -2) if weight.dim() == 2 else x @ weight
     return out + len(x) + torch.arange(out.shape[-2]).unsqueeze(-1)
 

@@ -40,7 +40,7 @@ OF_HOPPER = [
 
 @pytest.mark.parametrize(("operation", "format"), OF_HOPPER)
 def test_kernels_in_gluon_serve_hopper_and_no_other(operation: str, format: str) -> None:
-    """What was decided by a flag of the card before: Hopper, and a known Gluon."""
+    """On Hopper with a supported Gluon version."""
     found = registry().find(operation, format, HOPPER)
     assert found is not None
     assert all(callable(found.function(name)) for name in found.functions)
@@ -80,14 +80,14 @@ def toy_prefill(query: Tensor, kv: PagedKV, out: Tensor, *_: object) -> bool:
 
 
 def toy_decode(query: Tensor, kv: PagedKV, out: Tensor, shared: dict[str, Any], *rest: Any) -> bool:
-    """Serves rows without a window alone."""
+    """Serves only rows without a window."""
     assert isinstance(rest[0], Tiling)
     out.fill_(len(kv.context_lens))
     return shared["window"] is None
 
 
 class _Toy(Implementation):
-    """Its functions stand in this file."""
+    """A namespace with the functions of this file."""
 
     __slots__ = ()
 
@@ -109,7 +109,7 @@ FAMILY = (
 
 @pytest.fixture
 def toy(as_gpu: Callable[[Gpu], None]) -> None:
-    """A machine of another generation."""
+    """A machine with a GPU of another generation."""
     as_gpu(Gpu(4, 99 << 10, TOY))
 
 
@@ -167,7 +167,7 @@ class _Counted(Implementation):
 
 
 def test_the_table_is_searched_once_per_operation_and_architecture() -> None:
-    """Steps that replay no graph look their kernels up in each layer."""
+    """Steps without a CUDA graph look up their kernels in each layer."""
     one, other = (_Counted("toy", f, ("sm123",)) for f in ("", "fp8"))
     _Counted.asked.clear()
     with registry().changed(first=(one, other)):

@@ -26,7 +26,8 @@ def make_runner(
     max_num_blocks: int,
     **settings: Any,
 ) -> Any:
-    """Of ``kind`` "cpu" or "gpu"; the latter has steps of every shape, computed anew."""
+    """A runner of ``kind`` "cpu" or "gpu". The GPU runner has steps of every shape, recomputed at
+    each replay."""
     settings |= {
         "block_size": BLOCK_SIZE,
         "num_blocks": num_blocks,

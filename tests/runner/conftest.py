@@ -12,13 +12,13 @@ from tests.support.packers import PassedEvent
 
 @pytest.fixture
 def passed_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events of CUDA have passed as soon as they are recorded."""
+    """CUDA events pass as soon as they are recorded."""
     monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
 
 
 @pytest.fixture
 def small_chunks(passed_events: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edited rows are sent two at a time: few requests need several launches."""
+    """Edited rows are sent in chunks of two, so few requests need several launches."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.importorskip("triton")
         monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)

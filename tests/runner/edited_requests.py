@@ -26,7 +26,7 @@ END_TOKEN_IDS = (2,)
 
 @dataclass
 class Asked:
-    """A request: what it edits, in words of the caller's and in token ids."""
+    """A request, with its edits as the caller's words and as token ids."""
 
     prompt: list[int]
     params: SamplingParams
@@ -46,7 +46,8 @@ class Asked:
 
 
 class LogitsByPosition:
-    """An ``on_logits`` that keeps each row, by request and by position of the token sampled."""
+    """An ``on_logits`` callback that records each row, by request and position of the sampled
+    token."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int], torch.Tensor] = {}
@@ -67,7 +68,7 @@ def serve(
     budget: int = 24,
     caching: bool = True,
 ) -> list[list[int]]:
-    """Serve requests that arrive together; their outputs."""
+    """Serve requests that arrive together; return their outputs."""
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, enable_prefix_caching=caching),
         max_num_seqs=max_num_seqs,

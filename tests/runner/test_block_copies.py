@@ -37,7 +37,7 @@ def check(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> Non
 
 
 def test_calls_may_have_one_cache() -> None:
-    """That of latent vectors."""
+    """Calls of latent attention have one cache."""
     caches = [(torch.randn(4, 2, 1, 24),), (torch.randn(4, 2, 2, 8), torch.randn(4, 2, 2, 6))]
     before = [tuple(cache.clone() for cache in call) for call in caches]
     BlockCopier(caches).copy(torch.tensor([1, 3], dtype=torch.int32))

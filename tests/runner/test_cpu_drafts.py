@@ -35,11 +35,7 @@ def captured() -> CapturedModel:
 
 
 class Guesses:
-    """A drafter of plain requests that is right about a token with some probability.
-
-    Args:
-        answers: the outputs by request.
-    """
+    """A drafter for plain requests that predicts a token correctly with a given probability."""
 
     max_draft_tokens = 4
 
@@ -57,7 +53,7 @@ class Guesses:
 
 
 class StagingRunner(ModelRunner):
-    """Sends each step as rank 0 of several does."""
+    """Sends each step as rank 0 of several ranks does."""
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._sample_constrained()
@@ -95,7 +91,7 @@ def make_requests() -> list[Request]:
 def run(
     captured: CapturedModel, drafter: Guesses | None, budget: int, *, overlap: bool, is_staged: bool
 ) -> tuple[dict[str, Any], int]:
-    """What callers see of each request, and the largest number of samples in a row."""
+    """The results that callers see for each request, and the largest number of samples in a row."""
     most = 0
 
     def on_logits(plan: StepPlan, _: object) -> None:
@@ -141,7 +137,7 @@ def run(
 def test_no_answer_depends_on_draft_tokens(
     captured: CapturedModel, budget: int, overlap: bool, is_staged: bool
 ) -> None:
-    """Rows that edit their logits among them, whose samples lie behind those of others."""
+    """Includes rows that edit their logits, whose samples follow those of other rows."""
     how = {"overlap": overlap, "is_staged": is_staged}
     plain, most = run(captured, None, budget, **how)
     assert most == 1

@@ -35,7 +35,7 @@ from tests.support.models import save_word_model, tiny_model
 
 
 def _captured(index_dim: int, *recurrent: RecurrentSpec) -> Any:
-    """What of a captured model says which of its matmuls have no recipes."""
+    """The fields of a captured model that decide which of its matmuls have no recipes."""
     loaded = SimpleNamespace(recurrent=recurrent)
     return SimpleNamespace(loaded=loaded, specs=[SimpleNamespace(index_dim=index_dim)])
 
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
 class Machine:
-    """Its matmuls take the seconds of ``load``, and a measurement ``cost_s``."""
+    """A machine whose matmuls take the seconds of ``load``, and a measurement ``cost_s``."""
 
     def __init__(self, load: Mapping[int, float], cost_s: float = 0.02) -> None:
         self.load, self.cost_s = load, cost_s
@@ -69,7 +69,7 @@ class Machine:
         return StepThreads(numbers, number or numbers[0], self.measure, lambda: self.now)
 
     def run(self, threads: StepThreads, seconds: float, step_s: float = 0.5) -> list[int]:
-        """The number of threads of every step of so many seconds."""
+        """The number of threads of every step, for steps of so many seconds."""
         used = []
         for _ in range(int(seconds / step_s)):
             threads.apply()
@@ -153,7 +153,8 @@ def test_ranks_and_eager_models_keep_a_number() -> None:
 
 @pytest.fixture
 def fallen(cpu_machine: Callable[..., None]) -> Machine:
-    """A process with an engine whose number fell to 1 on a busy machine, which is quiet again."""
+    """A process with an engine whose thread count fell to 1 on a busy machine. The machine is idle
+    again."""
     machine = Machine(BUSY)
     cpu_machine(4, machine.measure)
     torch.set_num_threads(4)
@@ -168,7 +169,7 @@ def fallen(cpu_machine: Callable[..., None]) -> Machine:
 def test_ranks_start_with_what_the_machine_has_now(
     fallen: Machine, num_ranks: int, expected: int
 ) -> None:
-    """Not with the number of an engine before; each rank has its share of the cores."""
+    """Not with the count of an earlier engine; each rank has its share of the cores."""
     assert cpu_threads.rank_threads(None, num_ranks) == expected
     assert cpu_threads.rank_threads(3, num_ranks) == 3
     fallen.load = BUSY
@@ -245,7 +246,7 @@ def test_a_small_difference_changes_nothing(load: dict[int, float]) -> None:
 
 
 def test_one_measurement_changes_nothing() -> None:
-    """A process of a moment is no reason."""
+    """A short-lived process must not change the count."""
     machine = Machine({2: 1.0, 1: 1.9})
     threads = machine.threads()
     for _ in range(20):
@@ -305,7 +306,7 @@ def test_a_failing_measurement_leaves_the_number_and_the_lock() -> None:
 
 
 def test_each_thread_that_steps_gets_the_number() -> None:
-    """Torch's number is the calling thread's own once it has computed."""
+    """torch's thread count is per calling thread after its first computation."""
     machine = Machine({2: 9.0, 1: 1.9})
     threads, found = machine.threads(), []
     begin, changed = threading.Event(), threading.Event()
@@ -333,7 +334,7 @@ NUMBERS = (3, 2, 1)
 
 
 class Switching:
-    """One of ``choices`` for every step, at random."""
+    """Chooses one of ``choices`` at random for every step."""
 
     numbers = NUMBERS
 
@@ -374,7 +375,7 @@ _BY_DAY = [("qwen3_next", "graph", torch.float32)]  # attention, states, and exp
 def test_bits_do_not_follow_the_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, arch: str, mode: str, dtype: torch.dtype
 ) -> None:
-    """Other steps have other numbers, of those that the trials of the start compared."""
+    """Other steps use other thread counts, from those that the trials at start-up compared."""
     capture_once(monkeypatch)
     model = tiny_model(arch, **KINDS[arch]).to(dtype)
     rng = random.Random(0)
@@ -423,7 +424,7 @@ def test_a_model_whose_bits_follow_the_number_keeps_it(
     index_dim: int,
     keeps: bool,
 ) -> None:
-    """Matmuls that have no trial of their own: of states, and of an indexer."""
+    """Models with matmuls that have no trial: matmuls of states, and of an indexer."""
     caplog.set_level(logging.INFO, "pagespec")
     made = _captured(index_dim, *recurrent)
     threads = StepThreads((2, 1), 2, QUIET.__getitem__)
@@ -455,7 +456,7 @@ def test_an_engine_falls_back_and_comes_back_with_equal_answers(captured: Captur
     used = []
 
     class Slow(StepThreads):
-        """Steps that take seconds; another process holds the cores during the second third."""
+        """Steps that take seconds; another process uses the cores during the second third."""
 
         def apply(self) -> None:
             machine.load = {2: 9.0 if 16 <= len(used) < 32 else 1.0, 1: 1.9}

@@ -63,7 +63,8 @@ def test_every_token_is_one_of_the_edited_row(
 
 @pytest.mark.parametrize("kind", RUNNERS)
 def test_a_token_does_not_depend_on_the_schedule(kind: str) -> None:
-    """Alone without overlap or cache, and together with both and preemption."""
+    """Compares requests alone, without overlap or cache, with requests together, with overlap,
+    cache and preemption."""
     asked = mixed_cases(2, num_tokens=5)
     asked = asked[::2] if kind == "gpu" else asked
     alone = []

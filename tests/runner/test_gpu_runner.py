@@ -60,7 +60,7 @@ def make_engine(runner: Any, blocks: BlockManager) -> Engine:
 
 
 class Recomputed:
-    """Stands for captured graphs."""
+    """Replaces captured graphs."""
 
     def __init__(self, run: Callable[[StepShape], torch.Tensor]) -> None:
         self._run = run
@@ -190,7 +190,7 @@ def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None
 
 
 def test_draft_tokens_are_refused_by_name_and_disturb_nothing() -> None:
-    """Dispatched, and staged for several ranks; as many times as the rings have buffers."""
+    """Dispatched, and staged for several ranks, as many times as the rings have buffers."""
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     request = Request("a", [1, 2, 3], SamplingParams(temperature=0.0), max_num_tokens=9).info
@@ -212,7 +212,7 @@ def test_draft_tokens_are_refused_by_name_and_disturb_nothing() -> None:
 
 
 def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are being built are not launched, the one that unpacks the inputs among them."""
+    """Kernels that are being built are not launched, including the one that unpacks the inputs."""
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
     runner = make_runner(capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()), 2)
     seen = []

@@ -42,7 +42,7 @@ def captured_model(arch: str, **overrides: Any) -> tuple[Any, CapturedModel]:
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("arch", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.nightly)])
 def test_tokens_are_those_of_hugging_face(arch: str, overlap: bool) -> None:
-    """Under preemption, prefix hits and chunks, and where slots run short."""
+    """With preemption, prefix hits and chunks, and with too few state slots."""
     model, captured = captured_model(arch)
     num_blocks, num_slots = 18, MAX_NUM_SEQS + 3
     runner = make_runner(

@@ -15,7 +15,7 @@ V1 = "32 31 0:29 {} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 
 
 def machine(folder: Path, files: dict[str, object]) -> Path:
-    """A file system where 64 GiB are available; numbers in ``files`` are GiB."""
+    """A file system of a machine with 64 GiB available; values in ``files`` are GiB."""
     files = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n"} | files
     for name, content in files.items():
         file = folder / name

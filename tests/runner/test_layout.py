@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Staging:
-    """Plans as a runner on a GPU sends and unpacks them."""
+    """Sends and unpacks plans as the GPU runner does."""
 
     def __init__(self, layout: Layout = LAYOUT) -> None:
         num_staged = StepBuffers.elements_to_stage(MAX_TOKENS, MAX_ROWS, layout) + 200
@@ -86,7 +86,7 @@ def shapes_of(plan: StepPlan, num_more: int) -> list[StepShape | None]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, int]]:
-    """Of each step: rows, the number of tokens of each, padding, and which shape."""
+    """For each step: the rows, their numbers of tokens, the padding, and the shape."""
     found = []
     for _ in range(draw(st.integers(1, 4))):
         rows = draw(
@@ -101,7 +101,7 @@ def steps(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, int]]:
 @given(steps(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_inputs_are_what_the_plan_says(drawn: Any, rng: Any) -> None:
-    """The oracle computes each input from plans alone, token by token, in plain Python."""
+    """The reference computes each input from the plans alone, token by token, in plain Python."""
     staging = Staging()
     seeds = [rng.choice([0, -1, 1 << 31, -(1 << 63), (1 << 64) - 1, 77]) for _ in range(MAX_ROWS)]
     rows = [
@@ -331,7 +331,7 @@ def test_a_derived_input_may_have_a_width() -> None:
 
 
 def test_fields_do_not_overlap_and_are_aligned() -> None:
-    """Each field filled in turn, and all read again."""
+    """Fills each field in turn, and reads all fields again."""
     layout = Layout((*TOY_FIELDS, *FIELDS))
     for form in GPU:
         for sizes in (
@@ -366,7 +366,7 @@ def test_a_source_of_a_wrong_length_is_refused() -> None:
 
 
 def three_samples(*, num_rows: int = 2) -> StepPlan:
-    """Each row feeds a known token and two draft tokens, and samples behind each."""
+    """Each row has a known token and two draft tokens, and samples after each of them."""
     infos = tuple(
         Request(f"d{i}", [1, 2], SamplingParams(), max_num_tokens=9).info for i in range(num_rows)
     )

@@ -82,7 +82,7 @@ def _(x: Tensor, *_: Tensor) -> Tensor:
 
 @contextmanager
 def shifted(module: Any) -> Iterator[None]:
-    """In the block, every MLP of a tiny Llama ends with the toy kernel."""
+    """Inside the block, every MLP of a tiny Llama ends with the toy kernel."""
     parts = [layer.mlp for layer in module.model.layers]
 
     def shifting(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -129,7 +129,7 @@ def captured_with(
 
 
 def logits_of(captured: CapturedModel, plans: list[StepPlan]) -> list[Tensor]:
-    """Through the runner, of the sampled rows of each plan."""
+    """The logits of the sampled rows of each plan, computed by the runner."""
     found: list[Tensor] = []
     runner = ModelRunner(
         captured, block_size=8, num_blocks=12, on_logits=lambda _, x: found.append(x.clone())
@@ -279,7 +279,7 @@ def test_a_start_record_without_the_field_is_not_restored_with_it(tmp_path: Path
 
 
 def test_a_pass_reads_an_input_that_the_model_does_not(tmp_path: Path, monkeypatch: Any) -> None:
-    """Traced, and with a graph from the cache, of which no compiler gets to see the sizes."""
+    """Traced, and with a cached graph, whose sizes no compiler receives."""
 
     def add_shift(gm: GraphModule, context: PassContext) -> int:
         inputs = [context.step_input(gm.graph, field.name) for field in NEW]

@@ -78,7 +78,7 @@ def run_out(engine: Engine) -> None:
 def mixed_requests(
     seed: int, num_requests: int, max_tokens: int, share: float = 0.5
 ) -> tuple[list[Request], dict[str, Callable[[str], bool]]]:
-    """Requests of which a share is constrained, and what their texts must meet."""
+    """Requests, a share of them constrained, and the checks of their texts."""
     rng = random.Random(seed)
     requests, checks = [], {}
     for number in range(num_requests):

@@ -25,7 +25,7 @@ NUM_REQUESTS = 96
 
 @functools.cache
 def folder() -> str:
-    """Qwen3 of two layers with heads of 64; its logits have more columns than there are tokens."""
+    """Qwen3 with two layers and heads of 64; its logits have more columns than there are tokens."""
     path = tempfile.mkdtemp(prefix="structured-")
     model = tiny_model(
         "qwen3",
@@ -52,7 +52,7 @@ Load = tuple[list[list[int]], list[SamplingParams], dict[int, Callable[[str], bo
 
 @functools.cache
 def load() -> Load:
-    """Prompts and parameters, half of them constrained, and what those texts must meet."""
+    """Prompts and parameters, half of them constrained, and the checks of those texts."""
     rng = random.Random(0)
     prompts, params, checks = [], [], {}
     for i in range(NUM_REQUESTS):
@@ -153,7 +153,7 @@ _REASONINGS = (OPEN, OPEN, MAY_OPEN)
 
 @functools.cache
 def reasoned_load() -> tuple[list[PromptInput], list[SamplingParams], list[Callable[[str], bool]]]:
-    """Constrained answers that begin behind a reasoning."""
+    """Constrained answers that begin after reasoning."""
     rng = random.Random(1)
     prompts, params, checks = [], [], []
     for i in range(NUM_REQUESTS):

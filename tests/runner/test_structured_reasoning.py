@@ -70,7 +70,7 @@ def content_of(request: Request) -> bytes | None:
 
 
 def check_content(requests: list[Request], checks: list[Callable[[str], bool]]) -> list[bytes]:
-    """All content that is complete meets its constraint; returns what was reasoned before."""
+    """Check that all complete content matches its constraint; return the reasoning before it."""
     reasoned = []
     for request, is_met in zip(requests, checks, strict=True):
         content = content_of(request)
@@ -177,7 +177,8 @@ def test_continuations_of_one_prompt() -> None:
 
 
 def test_other_parameters_act_in_the_reasoning_as_ever() -> None:
-    """``allowed_token_ids`` also there; ignored ends follow reasoning as any other token."""
+    """``allowed_token_ids`` applies there too; ignored end tokens follow reasoning like any other
+    token."""
     allowed = [A, B, 3 + ord("x")]
     params = {"temperature": 1.0, "allowed_token_ids": allowed, "ignore_eos": True}
     own = [make(8000 + n, StructuredOutputs(regex="x{3}"), OPEN, **params) for n in range(8)]

@@ -46,7 +46,7 @@ def buffers(
 
 
 def stage(b: StepBuffers, shape: StepShape, **values: Any) -> None:
-    """Values of the packed fields, in front of zeros."""
+    """The values of the packed fields, followed by zeros."""
     packed = b.packed(shape)
     for name, given in values.items():
         array = torch.from_numpy(np.atleast_1d(np.asarray(given)))

@@ -18,7 +18,7 @@ def read_events(body: str) -> list[dict[str, Any]]:
 
 
 def joined_answer(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What the chunks say together: in the form of an unstreamed answer."""
+    """The chunks joined to the form of an unstreamed answer."""
     answer: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
@@ -61,12 +61,12 @@ def _extend_message(message: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what is null or empty: streams do not say these."""
+    """A message without null or empty fields, which streams leave out."""
     return {key: value for key, value in message.items() if value}
 
 
 def alike(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs between two requests that ask for the same."""
+    """An answer without the fields that differ between two equal requests."""
     dropped = ("id", "request_id", "created", "object")
     kept = {key: value for key, value in answer.items() if key not in dropped and value is not None}
     if "usage" in kept:

@@ -17,13 +17,13 @@ HELD_S = 60.0
 
 @pytest.fixture(scope="module")
 def http(llm: LLM) -> Iterator[httpx.Client]:
-    """A client of a server over the ``llm`` of the file."""
+    """A client of a server over the file's fixture ``llm``."""
     with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
         yield http
 
 
 class Held:
-    """Calls that wait: ``has_begun`` is set by the first, ``goes_on`` ends the wait."""
+    """Blocked calls: the first one sets ``has_begun``; ``goes_on`` releases them."""
 
     def __init__(self) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()
@@ -31,7 +31,7 @@ class Held:
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
-    """Has those calls of ``owner.name`` wait whose arguments ``is_slow``."""
+    """Blocks those calls of ``owner.name`` whose arguments satisfy ``is_slow``."""
 
     def hold(owner: Any, name: str, is_slow: Callable[..., bool]) -> Held:
         held, function = Held(), getattr(owner, name)

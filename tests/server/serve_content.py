@@ -43,13 +43,7 @@ class Process(NamedTuple):
 def server_process(
     log: Path, *options: str, is_narrow: bool = False, step_s: float = STEP_S, **settings: Any
 ) -> Iterator[Process]:
-    """A server that runs; killed in the end if it has not ended by itself.
-
-    Args:
-        is_narrow: the kernel holds few bytes of an answer that is not read.
-        step_s: seconds that each step takes at least.
-        settings: of ``Popen``.
-    """
+    """A running server; killed at the end if it has not exited by itself."""
     environment = {**os.environ, _NARROW: "1" if is_narrow else "", _STEP_S: str(step_s)}
     with log.open("w") as stderr:
         command = [sys.executable, "-m", __name__, "serve", "--model", "content", "--port", "0"]

@@ -25,7 +25,7 @@ Asked = tuple[str, dict[str, Any]]
 
 
 def mixed_request(rng: random.Random) -> Asked:
-    """Of a model with a chat template, any endpoint, with log-probabilities."""
+    """A request to any endpoint of a model with a chat template, with log-probabilities."""
     common = {"seed": rng.randrange(100), "temperature": rng.choice([0.0, 0.8, 1.5])}
     stream = {"stream": rng.random() < 0.5}
     if common["temperature"]:
@@ -69,7 +69,7 @@ def model_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=[0, 1])
 def letters_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """So few blocks that requests are preempted all the time."""
+    """A server with so few blocks that requests are preempted all the time."""
     with serving(content_llm(pipeline_depth=request.param, max_num_seqs=6)) as url:
         yield url
 

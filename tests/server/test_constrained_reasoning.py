@@ -55,7 +55,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def bias(llm: LLM, **tokens: float) -> dict[str, float]:
-    """Make delimiters likely: the model is a random one."""
+    """Make delimiters likely, since the model is random."""
     names = {"opening": "<think>", "closing": "</think>", "end": "<|im_end|>"}
     ids = llm.tokenizer.convert_tokens_to_ids
     return {str(ids(names[name])): value for name, value in tokens.items()}
@@ -79,7 +79,7 @@ def ask(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> dic
 
 
 def streamed(http: httpx.Client, template: dict[str, Any] | None, **body: Any) -> tuple[str, str]:
-    """Reasoning and content, put together."""
+    """Reasoning and content, joined from the chunks."""
     body = body_of(template, stream=True, **body)
     texts = {"reasoning_content": "", "content": ""}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:

@@ -54,13 +54,7 @@ class CutGeneration:
 
 @dataclass
 class Answered:
-    """A request that was answered once, to be streamed in many ways.
-
-    Attributes:
-        answers: each in one piece.
-        make_choices: as its endpoint makes them, for a generation.
-        choice: the unstreamed form of an answer.
-    """
+    """A request that was answered once, to be streamed in many ways."""
 
     generation: Generation
     answers: list[AnswerDelta]
@@ -146,7 +140,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ans
 
 @st.composite
 def cuts(draw: st.DrawFn, answers: list[AnswerDelta]) -> list[AnswerDelta]:
-    """Pieces of the answers, each cut anywhere in its tokens and anywhere in its text."""
+    """Pieces of the answers, cut at any token and at any character."""
     pieces: list[AnswerDelta] = []
     for answer in answers:
         ids, text, logprobs = answer.token_ids, answer.text, answer.logprobs

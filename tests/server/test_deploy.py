@@ -24,7 +24,7 @@ METRIC = re.compile(r"\b(?:vllm|pagespec):\w+|\bprocess_\w+")
 
 
 def served_names() -> tuple[set[str], set[str]]:
-    """Of the metrics, and of their samples."""
+    """The names of the metrics and of their samples."""
 
     async def main() -> str:
         engine = AsyncLLM(content_llm())

@@ -27,7 +27,8 @@ NUM_BLOCKS = 64
 
 
 class Faulty(ContentRunner):
-    """Slow, so that there is a midst of an answer; and it can fail for good."""
+    """A runner that is slow, so that requests can be interrupted midway, and that can fail
+    permanently."""
 
     is_broken = False
 
@@ -40,7 +41,7 @@ class Faulty(ContentRunner):
 
 @contextmanager
 def served(**config: Any) -> Iterator[tuple[httpx.Client, AsyncLLM, Faulty]]:
-    """A server, whose engine must be whole in the end."""
+    """A server whose engine must be intact at the end."""
     runner = Faulty(num_blocks=NUM_BLOCKS, block_size=2, vocab_size=3, pipeline_depth=1)
     limit = config.pop("max_num_requests", None)
     llm = content_llm(num_blocks=NUM_BLOCKS, runner=runner)

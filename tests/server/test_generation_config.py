@@ -115,7 +115,7 @@ def test_the_config_may_be_left_out_or_be_another_folders(folder: Path, tmp_path
 
 
 def test_tokens_in_tokens_out_takes_parameters_as_they_are(folder: Path) -> None:
-    """As in vLLM: a trainer says how it samples, and the ratio of its update depends on that."""
+    """As in vLLM: a trainer's update depends on the exact parameters that it sends."""
     body = {"token_ids": [5, 6, 7], "sampling_params": {"seed": 3, "ignore_eos": True}}
     found = []
     for settings in {}, {"top_k": 1, "max_new_tokens": 7}:

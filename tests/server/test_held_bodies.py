@@ -35,7 +35,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def send_much(connection: socket.socket, num_bytes: int) -> int:
-    """As many as the server takes."""
+    """Send as many bytes as the server accepts; return their number."""
     connection.settimeout(0.3)
     num_sent = 0
     try:
@@ -72,7 +72,7 @@ def test_an_open_path_is_answered_before_its_body_ends(server) -> None:  # type:
 
 
 def test_all_bodies_together_have_a_limit(server) -> None:  # type: ignore[no-untyped-def]
-    """Not ended, so that they are held; without a key nothing of them is."""
+    """Bodies are incomplete, so they stay buffered. Without a key, none is buffered."""
     before = rss_mib(server.process.pid)
     with ExitStack() as stack:
         connections = []

@@ -78,7 +78,7 @@ READ: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 def test_a_large_constraint_is_read_off_the_loop(
     url: str, hold: Callable[..., Any], kind: str
 ) -> None:
-    """The loop answers while the constraint is walked, which here waits for that."""
+    """The event loop answers other requests while it waits for the constraint."""
     held = hold(structured_outputs, "_require_short", lambda _, text: f"slow_{kind}" in text)
     path, make = READ[kind]
     content = json.dumps(make(f"slow_{kind}")).encode()
@@ -105,7 +105,7 @@ def test_a_large_constraint_is_read_off_the_loop(
 def test_bodies_of_some_size_take_no_thread_of_chats(
     url: str, hold: Callable[..., Any], path: str
 ) -> None:
-    """Many at once wait for each other, and no chat for them."""
+    """Many large bodies at once wait for each other, and no chat waits for them."""
     held = hold(bodies, "parse", lambda body: len(body) > bodies.MAX_INLINE_BYTES)
     asked = chat() if path == CHAT else {"prompt": "a", "max_tokens": 2}
     content = json.dumps(asked).encode() + b" " * (2 * bodies.MAX_INLINE_BYTES)
@@ -145,7 +145,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", BAD_FIELDS)
 def test_errors_are_those_of_a_small_body(url: str, kind: str, stream: bool) -> None:
-    """Each before the answer begins, and of several the same one."""
+    """Each error precedes the answer; of several errors, the same one is reported."""
     content = json.dumps({**chat(stream=stream), **BAD_FIELDS[kind]}).encode()
     answers = [
         httpx.post(f"{url}{CHAT}", content=content + padding, headers=JSON, timeout=60)

@@ -108,7 +108,7 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for(url: str) -> None:
 def test_an_offer_of_another_protocol_is_not_taken_and_the_body_is_read(
     url: str, size: int
 ) -> None:
-    """As Java's client sends it, on each new connection."""
+    """Java's client sends such an offer on each new connection."""
     offer = ["Connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "HTTP2-Settings: AAMA"]
     body = b" " * (size - 2) + b"{}"
     with connected(url) as connection:
@@ -124,7 +124,7 @@ def test_an_offer_of_another_protocol_is_not_taken_and_the_body_is_read(
 
 
 def test_nothing_is_written_into_an_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The headers of the next request do not end while a stream is written."""
+    """The headers of the next request are incomplete while a stream is written."""
     monkeypatch.setattr("pagespec.server.connection.HEADER_TIMEOUT_S", 0.5)
     with connected(url) as connection:
         connection.sendall(head("/slow?stream=true", JSON, "Content-Length: 0"))
@@ -139,7 +139,7 @@ def test_nothing_is_written_into_an_answer(url: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_answer_does_not_wait_for_acknowledgements() -> None:
-    """Of a connection that asyncio takes from the server's own socket."""
+    """On a connection that asyncio accepts from the server's own socket."""
     listener = listen(ServerConfig(host="127.0.0.1", port=0))
 
     async def main() -> int:

@@ -94,7 +94,7 @@ def test_prompt_logprobs_are_by_token_id(
 
 
 def test_the_best_of_several(http: httpx.Client) -> None:
-    """The likeliest first; all that were computed are counted."""
+    """The likeliest answer is first; usage counts all computed answers."""
     asked = {"prompt": PROMPT, "seed": 5, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
     all_of_them = post(http, "/v1/completions", **asked, n=6)["choices"]
     best = post(http, "/v1/completions", **asked, n=2, best_of=6)
@@ -104,7 +104,7 @@ def test_the_best_of_several(http: httpx.Client) -> None:
 
 
 class Texts(TokenTexts):
-    """Some texts by id, of no tokenizer."""
+    """A tokenizer that maps ids to given texts."""
 
     def __init__(self, texts: dict[int, str]) -> None:
         self._known = texts
@@ -137,7 +137,7 @@ def test_tokens_of_one_text_have_keys_of_their_own() -> None:
 
 
 class SpacedLLM(NamedTuple):
-    """An engine whose tokenizer is SentencePiece's: "▁answer" and "answer" are two tokens."""
+    """An engine with a SentencePiece tokenizer: "▁answer" and "answer" are two tokens."""
 
     llm: LLM
     names: dict[str, int]
@@ -155,7 +155,7 @@ def spaced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_log_probabilities_point_into_the_text(spaced: SpacedLLM) -> None:
-    """With and without the prompt, streamed or not; the greedy choice is never another token."""
+    """With and without the prompt, streamed or not; the greedy choice always has its own entry."""
     with serving(spaced.llm) as url, httpx.Client(base_url=url, timeout=60) as http:
         for number, echo in enumerate((False, True, False, True)):
             prompt = ["a é ab", "\U0001f600 a"][number // 2]

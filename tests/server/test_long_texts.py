@@ -34,7 +34,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def roomy_url() -> Iterator[str]:
-    """The context holds what takes seconds to tokenise."""
+    """A server whose context fits a text that takes seconds to tokenise."""
     llm = scripted_llm(
         "qwen3",
         ["Plain words."],
@@ -190,7 +190,7 @@ def test_so_many_ids_are_decoded(url: str) -> None:
 
 @pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN - 1, MAX_MODEL_LEN])
 def test_the_last_token_that_fits_is_taken(url: str, num_tokens: int) -> None:
-    """Not one less because of its bytes: each of these tokens is two letters."""
+    """The byte count must not cost a token: each of these tokens is two letters."""
     text = "ab" * num_tokens
     count = httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=60).json()["count"]
     assert count == num_tokens

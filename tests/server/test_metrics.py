@@ -45,7 +45,7 @@ async def scraped(http: httpx.AsyncClient, accept: str = "") -> str:
 
 
 def values(text: str) -> dict[str, float]:
-    """Samples by name, with what labels say beside model and engine."""
+    """Samples by name, with their labels other than model and engine."""
     found = {}
     for family in parse(text):
         for sample in family.samples:
@@ -219,7 +219,8 @@ def test_a_time_between_tokens_is_counted_in_less_than_a_microsecond() -> None:
 
 
 def test_any_number_of_tokens_may_be_requested() -> None:
-    """More than a float holds: what counts it must not fail, which once ended all answers."""
+    """A regression test: a number above a float's range made a counter fail, which ended all
+    answers."""
 
     async def main() -> dict[str, float]:
         engine = AsyncLLM(slow_llm(0.005))
@@ -239,7 +240,7 @@ def test_any_number_of_tokens_may_be_requested() -> None:
 
 
 def test_siblings_look_their_prompt_up_once() -> None:
-    """It is computed once for all of them: no token of theirs was found in the cache."""
+    """The prompt is computed once for all siblings; no token of theirs counts as a cache hit."""
     body = {"prompt": [0, 256] * 6 + [0], "max_tokens": 3, "ignore_eos": True, "seed": 1}
     with serving(content_llm(num_blocks=80)) as url:
 

@@ -50,7 +50,7 @@ def test_a_file_names_only_files_of_the_page(path: Path) -> None:
 
 
 def test_every_colour_is_the_palettes() -> None:
-    """But for the picture in the tab, and the shadow behind a dialog."""
+    """Except the picture in the tab, and the shadow behind a dialog."""
     style = (FOLDER / "style.css").read_text()
     assert re.findall(r"#[0-9a-f]{3,8}\b|rgb\([^)]*\)", style) == ["rgb(0 0 0 / 45%)"]
     palette = page_files._PALETTE.read_text()

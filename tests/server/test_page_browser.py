@@ -48,7 +48,7 @@ def opened(
 
 
 def ask(page: Page, answer: str, text: str = "Hello?") -> None:
-    """Have the engine give one of ``ANSWERS``: its number is the seed."""
+    """Have the engine give one of ``ANSWERS``; its index is the seed."""
     if not page.locator("[name=seed]").is_visible():
         page.click("#settings summary")
     page.fill("[name=seed]", str(ANSWERS.index(answer)))

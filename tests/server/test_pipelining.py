@@ -28,7 +28,7 @@ def url() -> Iterator[str]:
 
 
 def request(name: str, num_bytes: int = 0, is_chunked: bool = False) -> bytes:
-    """Answered after some 0.2 s; with a body of at least so many bytes."""
+    """A request that is answered after about 0.2 s, with a body of at least so many bytes."""
     content = json.dumps({"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "request_id": name})
     body = content.encode().ljust(num_bytes)
     if is_chunked:
@@ -43,7 +43,7 @@ class Answers:
         self._file = connection.makefile("rb")
 
     def next(self) -> tuple[int, str, dict[str, str]]:
-        """Status, the id of the request, headers."""
+        """The status, the id of the request, and the headers of the next answer."""
         line = self._file.readline()
         assert line, "the connection was closed without an answer"
         headers = {}
@@ -96,7 +96,7 @@ def test_headers_without_an_end_take_no_answer_away(url: str) -> None:
 
 @pytest.mark.parametrize("num_bytes", [60_000, 100_000, 200_000])
 def test_half_of_a_head_in_the_data_that_ends_a_large_body(num_bytes: int) -> None:
-    """Both are read at once, as the server did something else while they came."""
+    """The server reads both at once, since it was busy while they arrived."""
     app = create_app(AsyncLLM(slow_llm(0.02, num_blocks=200)))
 
     @app.post("/busy")
@@ -117,7 +117,7 @@ def test_half_of_a_head_in_the_data_that_ends_a_large_body(num_bytes: int) -> No
 
 
 def test_requests_of_a_client_that_left_are_aborted(url: str) -> None:
-    """Also the first of them, of which uvicorn does not say so."""
+    """Including the first request, for which uvicorn sends no disconnect event."""
     body = json.dumps({"prompt": "ab", "max_tokens": 300, "ignore_eos": True}).encode()
     whole = head(PATH, JSON, f"Content-Length: {len(body)}") + body
     with connected(url) as connection:

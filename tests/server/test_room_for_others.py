@@ -43,7 +43,7 @@ class Clients:
         return httpx.post(self._url + path, json=body, headers=headers, timeout=60)
 
     def send(self, client: str, number: int = 1, **fields: Any) -> Answers:
-        """Returns once each request is in the engine or answered."""
+        """Returns when each request is in the engine or answered."""
         body = _BODY | fields | ({} if self._has_keys else {"user": client})
         sent = [
             self._pool.submit(self._post, client, "/v1/completions", body) for _ in range(number)

@@ -98,7 +98,8 @@ TOO_MANY = {
 @pytest.mark.parametrize("kind", TOO_MANY)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_kept_is_refused_at_the_door(url: str, kind: str, stream: bool) -> None:
-    """Or it is kept to the end: no stream breaks off for its constraint."""
+    """A constraint is either rejected at once or kept to the end: no stream ends early because of
+    it."""
     body = {"prompt": "a", "max_tokens": 40, "stream": stream, **TOO_MANY[kind]}
     answer = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60)
     if kind == "grammar":

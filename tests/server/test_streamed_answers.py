@@ -30,7 +30,7 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def model_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Random weights, so log-probabilities and tokens of every kind."""
+    """A model with random weights, so that log-probabilities and tokens of every kind occur."""
     folder = save_chat_model(tmp_path_factory.mktemp("model"))
     llm = LLM(folder, max_num_seqs=8, num_blocks=200, compile="eager")
     with serving(llm) as url:
@@ -44,7 +44,7 @@ def script_url() -> Iterator[str]:
 
 
 def both(url: str, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The unstreamed answer, and the streamed one put together."""
+    """The unstreamed answer, and the streamed one joined from its chunks."""
     whole = httpx.post(url + path, json=body, timeout=60)
     assert whole.status_code == 200, whole.text
     streaming = {**body, "stream": True, "stream_options": USAGE}

@@ -29,7 +29,7 @@ LONG = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
 
 
 def run(test: Callable[[AsyncLLM], Awaitable[None]], **settings: Any) -> None:
-    """Runs a test on an engine, which must be empty and whole when it ends."""
+    """Run a test on an engine, which must be empty and intact when the test ends."""
     limit = settings.pop("max_num_requests", None)
 
     async def whole() -> None:
@@ -50,7 +50,7 @@ def run(test: Callable[[AsyncLLM], Awaitable[None]], **settings: Any) -> None:
 
 
 class SlowRunner(ContentRunner):
-    """So that a request is not over before its caller has looked."""
+    """Slow, so that a request does not end before its caller has read it."""
 
     def dispatch(self, plan: Any) -> Any:
         time.sleep(0.001)
@@ -58,7 +58,7 @@ class SlowRunner(ContentRunner):
 
 
 class FailingCollect(SlowRunner):
-    """Fails when the tokens of a step are read, once."""
+    """Fails once when the tokens of a step are read."""
 
     is_failing = False
 
@@ -222,7 +222,7 @@ def test_the_loop_does_not_wait_for_a_thread_that_encodes_a_long_text() -> None:
 
 @pytest.mark.parametrize("form", ["list", "prompt_token_ids", "segments", "many segments"])
 def test_long_lists_of_ids_are_not_checked_on_the_loop(form: str) -> None:
-    """In whatever form a prompt has them; a short one is."""
+    """In every form of prompt; a short list is checked on the loop."""
 
     def prompt_of(ids: list[int]) -> Any:
         if form == "list":

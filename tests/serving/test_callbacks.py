@@ -23,7 +23,7 @@ WAIT_S = 15
 
 
 class PanicError(BaseException):
-    """As of a library in Rust, whose panics are no Exceptions."""
+    """Like the panic of a Rust library, which is not an Exception."""
 
 
 def run(engine: AsyncLLM, test: Callable[[], Awaitable[None]]) -> None:
@@ -43,7 +43,7 @@ async def in_time(answer: Awaitable[Any]) -> Any:
 
 
 class Raising:
-    """Raises what it is given, ``times`` times, where a callback is called."""
+    """Raises the given error, ``times`` times, when a callback is called."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -56,7 +56,7 @@ class Raising:
 
 
 def llm_that_calls(where: str, callback: Callable[..., None]) -> LLM:
-    """An ``LLM`` that calls ``callback`` in one of the places where a step leaves the engine."""
+    """An ``LLM`` that calls ``callback`` at one of the points where a step calls user code."""
 
     class Runner(ContentRunner):
         def dispatch(self, plan: Any) -> Any:

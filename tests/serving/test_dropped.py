@@ -107,7 +107,7 @@ def test_waiting_callers_get_an_error(is_paused: bool) -> None:
 
 
 def test_iterating_keeps_it() -> None:
-    """An iterator of ``generate`` is a caller of the engine: it reads to the end."""
+    """An iterator of ``generate`` keeps the engine alive: it reads to the end."""
 
     async def test() -> None:
         outputs = AsyncLLM(slow_llm()).generate(PROMPT, SamplingParams(max_tokens=5, seed=1))

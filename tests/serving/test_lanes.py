@@ -102,7 +102,7 @@ def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thread_rests_between_two_works_by_its_own_processor_time() -> None:
-    """A queue of long work leaves the interpreter to others for a share of the time."""
+    """A queue of long work leaves the interpreter to other threads for a share of the time."""
     lane = Lane("test-that-rests", 1, rest_per_work=3.0)
     ran: list[tuple[float, float, float]] = []
 
@@ -145,7 +145,7 @@ print(json.dumps(ran))
 @pytest.mark.parametrize("lane", ["LONG", "LARGE_CONSTRAINTS"])
 @pytest.mark.parametrize("num_cpus", [1, 2, 4])
 def test_long_work_leaves_half_of_few_processors_alone(lane: str, num_cpus: int) -> None:
-    """Its thread rests as long as it works, and it is one."""
+    """The only thread of long work rests as long as it works."""
     command = [sys.executable, "-c", _SHARE, lane, str(num_cpus)]
     ran = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     for (_, ended, used_s), (began, _, _) in pairwise(ran):

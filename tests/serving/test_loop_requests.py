@@ -9,7 +9,7 @@ from pagespec.serving.served import LoopRequests
 
 
 class Seen:
-    """What a ``Served`` is to its loop."""
+    """The interface of a ``Served`` that its event loop uses."""
 
     def __init__(self, name: int, looks: list[tuple[int, int]], turn: list[int]) -> None:
         self.name, self.looks, self.turn = name, looks, turn

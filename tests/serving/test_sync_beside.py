@@ -25,7 +25,7 @@ WAIT_S = 15
 
 
 class SlowRunner(ContentRunner):
-    """Steps that other threads overlap with; ``error`` is raised by the next one."""
+    """Steps that other threads overlap with; the next step raises ``error``."""
 
     error: BaseException | None = None
     delay_s = 0.0005
@@ -47,8 +47,7 @@ def made(pipeline_depth: int = 0, num_blocks: int = 60, **settings: Any) -> tupl
 
 @contextmanager
 def sync_calls(engine: AsyncLLM, **params: Any) -> Iterator[list[BaseException]]:
-    """Calls of ``generate`` on a thread of their own, one after the other, until the block ends.
-    Those that failed are in the list."""
+    """Consecutive calls of ``generate`` on a separate thread, until the block ends."""
     is_over, errors = threading.Event(), []
     sampling = SamplingParams(**{"max_tokens": 30, "seed": 1, "ignore_eos": True, **params})
     expected = answer_alone(engine.llm, PROMPT, sampling)
@@ -161,7 +160,7 @@ def test_results_of_a_synchronous_step_while_paused_are_delivered() -> None:
 
 
 def test_tokens_of_a_synchronous_step_are_streamed_at_once() -> None:
-    """Step by step: after each, before the next, the stream has its token."""
+    """The stream has the token of each step before the next step."""
     _, engine = made()
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     expected = answer_alone(engine.llm, PROMPT, params)
@@ -213,7 +212,7 @@ def test_a_synchronous_step_that_fails_ends_asynchronous_requests(
 
 
 async def error_of_a_call(engine: AsyncLLM) -> BaseException | None:
-    """What a synchronous call on a thread of its own raises."""
+    """The exception of a synchronous call on a separate thread."""
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -284,7 +283,7 @@ def test_shutdown_while_a_synchronous_call_steps(drain_s: float) -> None:
 
 
 def test_the_cache_is_reset_by_a_synchronous_call() -> None:
-    """Which settles steps in flight, and so ends requests of others."""
+    """The reset settles steps in flight, which ends other requests."""
     _, engine = made(2)
     params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 

@@ -24,7 +24,7 @@ GRAMMARS = Grammars(tokenizer(), 320, {END})
 
 
 def walk(outputs: StructuredOutputs, rng: random.Random, length: int) -> tuple[list[int], str]:
-    """Tokens that the masks allow, and why they end."""
+    """Random tokens that the bitmasks allow, and why the text ends."""
     matcher, output = GRAMMARS.matcher(outputs), []
     while len(output) < length:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -96,7 +96,7 @@ def test_a_grammar_may_be_gbnf() -> None:
 
 
 class Watched(Grammars):
-    """Notes what is compiled, after calling ``before``."""
+    """Records compiled constraints, after it calls ``before``."""
 
     def __init__(self, before: Callable[[str], object] = lambda _: None) -> None:
         super().__init__(tokenizer(), NUM_TOKENS, {END})
@@ -123,7 +123,7 @@ def chained(num_definitions: int) -> dict[str, Any]:
 
 
 def test_long_chains_do_not_end_the_process() -> None:
-    """3,000 references did, on a stack of 8 MiB."""
+    """A regression test: 3,000 references ended the process with a stack of 8 MiB."""
     rules = "".join(f'r{i}: "x" r{i + 1}\n' for i in range(13_000))
     for outputs in (
         StructuredOutputs(json=chained(6_000)),
@@ -169,7 +169,7 @@ def test_a_popular_grammar_has_several_lexers() -> None:
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_nothing_waits_for_another_lexer(is_slow: bool) -> None:
-    """Neither while others compile, nor if the first one took long to compile."""
+    """Neither while others compile, nor if the first one took long."""
     grammars = Watched(lambda _: time.sleep(2 * module._MAX_COMPILE_AGAIN_S * is_slow))
     known = StructuredOutputs(regex="known")
     grammars.check(known)

@@ -119,7 +119,7 @@ def test_a_row_whose_matcher_failed_has_no_mask_and_says_why() -> None:
 
 
 def test_what_the_sampler_was_not_to_take_ends_its_request() -> None:
-    """As when ``allowed_token_ids`` have left nothing of a mask."""
+    """As when ``allowed_token_ids`` leave no token of a bitmask."""
     matchers = Matchers(GRAMMARS)
     rows = matchers.take(plan((info("own", "x"),), [0], [[7, 7]], admitted={0: ()}))
     assert rows is not None

@@ -29,7 +29,7 @@ def info(reasoning: Reasoning, regex: str = "xy?z", name: str = "own") -> Reques
 
 
 class Answer:
-    """One request, a token after the other."""
+    """One request, fed token by token."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ def test_outputs_that_come_back_lead_to_the_same_masks(is_open: bool, num_known:
 
 
 def test_no_token_closes_the_reasoning_with_content_behind() -> None:
-    """The delimiter is "é", whose last byte is in a token with an "a" behind."""
+    """The delimiter is "é"; one token has its last byte followed by "a"."""
     of = GRAMMARS.token_bytes
     by_bytes = {of(i): i for i in range(3, NUM_IDS) if of(i)}
     behind = by_bytes[b"\xa9a"]
@@ -182,7 +182,7 @@ def test_content_with_a_header_of_its_own_may_begin_at_once() -> None:
 
 
 def test_the_header_of_content_may_name_its_type() -> None:
-    """Harmony: the constraint begins behind the header, whatever content type it names."""
+    """Harmony: the constraint begins after the header, whatever content type it names."""
     header_end = b"<|message|>"
     made = FAMILIES["gpt_oss"].tokenizer()
     made.add_tokens(["|>x"])

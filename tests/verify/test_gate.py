@@ -30,7 +30,8 @@ def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _packing_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the module were the engine's own; it is the test's, so that engines can share it."""
+    """As if the engine had loaded the module itself. The module is the test's, so that engines
+    share it."""
     monkeypatch.setattr(cpu_platform, "_packing_bytes", lambda **_: request.param)
 
 
@@ -80,7 +81,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
 def test_groups_without_hits_or_preemptions_show_nothing(
     settings: dict[str, Any], idle: list[str]
 ) -> None:
-    """Equal answers of engines that never did what the group is about are no success."""
+    """Equal answers prove nothing if the group's event never occurred."""
     model = tiny_model("llama", num_hidden_layers=1)
     size = GateSize(
         max_batch=2,
@@ -144,7 +145,7 @@ def test_answers_of_models_with_matmuls_of_their_own_do_not_depend_on_the_schedu
     ],
 )
 def test_answers_of_recurrent_models_do_not_depend_on_the_schedule(arch: str) -> None:
-    """Hits begin at checkpoints, and requests go on from states that others left."""
+    """Hits begin at checkpoints, and requests continue from states that other requests left."""
     model = tiny_model(arch)
     size = GateSize(
         max_batch=3,

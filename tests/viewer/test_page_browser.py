@@ -75,7 +75,7 @@ def test_every_slice_is_a_row_and_every_row_a_slice(page: Page, lines: list[str]
 
 
 def test_every_slice_is_drawn_in_its_colour(page: Page, lines: list[str]) -> None:
-    """And where a request has no row there is no colour of one."""
+    """Steps without a row of the request have no row's colour."""
     page.keyboard.press("t")  # every step equally wide
     page.evaluate("viewer.paintNow()")
     colours = page.evaluate("viewer.painter.colours")

@@ -39,7 +39,7 @@ def test_a_timeline_has_every_row_of_its_trace(tmp_path: Path, pipeline_depth: i
 
 
 def test_a_lane_is_in_one_state_at_a_time(tmp_path: Path) -> None:
-    """And the preempted wait again, from their preemption to their next row."""
+    """A preempted request waits from its preemption to its next row."""
     timeline = read_timeline(write_trace(tmp_path / "t.jsonl"))
     for lane in timeline.lanes:
         ends = 0
@@ -87,7 +87,7 @@ def test_any_run_has_a_timeline(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_timeline_has_the_draft_tokens_of_each_row(seed: int) -> None:
-    """And how many were accepted, which a step in flight does not know."""
+    """Also the number of accepted draft tokens, which is unknown while the step is in flight."""
     lines = drafting_trace(seed)
     events = [json.loads(line) for line in lines]
     drafted = {
@@ -121,7 +121,7 @@ def test_a_timeline_has_the_draft_tokens_of_each_row(seed: int) -> None:
 
 @pytest.mark.parametrize("pipeline_depth", [0, 1])
 def test_a_timeline_has_the_content_of_each_row(tmp_path: Path, pipeline_depth: int) -> None:
-    """Of each position of a prompt that is no token's, once for each time it is computed."""
+    """The content of each position that is not a token, once per computation."""
     lines = write_trace(tmp_path / "t.jsonl", pipeline_depth=pipeline_depth, has_contents=True)
     events = [json.loads(line) for line in in_full(lines)]
     held = {

@@ -48,7 +48,7 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def change_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Callable[..., Any]], None]:
-    """Has a class of modules compute ``change(module, results)``."""
+    """Make a class of modules compute ``change(module, results)``."""
 
     def replace(kind: Any, change: Callable[..., Any]) -> None:
         forward = kind.forward
@@ -161,7 +161,7 @@ def test_groups_of_layers_are_repeated(arch: str, depths: list[int]) -> None:
 def test_a_recurrent_layer_that_computes_something_else_by_its_number_is_found(
     change_forward: Callable[..., None],
 ) -> None:
-    """It is of the groups that are not traced, and looks like the others."""
+    """The layer looks like the others and is in a group that is not traced."""
     change_forward(
         Qwen3NextGatedDeltaNet, lambda layer, out: out * 1.5 if layer.layer_idx == 13 else out
     )
@@ -221,7 +221,7 @@ def test_a_capture_traces_few_layers(tmp_path: Path, depths: list[int]) -> None:
 def test_a_layer_that_computes_something_else_by_its_number_is_found(
     change_forward: Callable[..., None],
 ) -> None:
-    """It looks like the others, and none of those that are traced does so."""
+    """The layer looks like the others, and no traced layer does so."""
     odd = NUM_LAYERS - 3
     change_forward(
         LlamaDecoderLayer, lambda layer, out: out * 1.5 if layer.self_attn.layer_idx == odd else out

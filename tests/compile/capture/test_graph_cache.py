@@ -59,7 +59,7 @@ def no_tracing() -> None:
 
 
 def description(gm: GraphModule) -> list[Any]:
-    """All that a graph says: nodes, and of each result its layout, memory and identity."""
+    """All properties of a graph: its nodes, and the layout, memory and identity of each result."""
     numbers: dict[int, int] = {}
 
     def of(value: Any) -> Any:
@@ -262,7 +262,7 @@ def test_what_has_no_form_in_a_file_is_not_kept(
 
 
 def test_a_graph_with_a_size_of_data_is_traced_each_time(tmp_path: Path) -> None:
-    """jetmoe splits rows by expert: how many each gets has no hint."""
+    """jetmoe splits rows by expert; the number of rows per expert has no hint."""
     loaded, specs = probed("jetmoe", num_hidden_layers=1)
     graph_cache = GraphCache(tmp_path)
     for _ in range(2):

@@ -93,7 +93,7 @@ def test_a_layer_has_one_call_of_each(
 
 
 def test_a_factor_of_one_is_part_of_the_router() -> None:
-    """DeepSeek-V2 multiplies what it has chosen, by 1.0 as a rule."""
+    """DeepSeek-V2 multiplies the chosen weights by a factor, which usually is 1.0."""
     for factor, between in ((1.0, "getitem"), (2.5, "mul")):
         gm = fused("deepseek_v2", torch.bfloat16, lambda gm, f=factor: _scale(gm, f))[1]
         summed = next(n for n in gm.graph.nodes if n.target is expert_rows.combine_experts)
@@ -148,7 +148,7 @@ def test_what_is_not_quite_the_router_stays(change: Change) -> None:
 
 
 def test_a_sum_that_is_read_elsewhere_stays() -> None:
-    """The weights before the division have a reader: it and the division stay as they are."""
+    """The weights before the division have another reader, so the sum and the division stay."""
 
     def read_sum(gm: GraphModule) -> None:
         node = next(n for n in first(gm, "topk").users if n.args[1] == 0)
@@ -176,7 +176,7 @@ def _keep_dim(gm: GraphModule) -> None:
 
 
 def _other_order(gm: GraphModule) -> None:
-    """Weights in an order that the sums' indices do not undo."""
+    """Weights in an order that the sums' indices do not invert."""
     node = _products(gm)
     weights = node.args[1].args[0]
     weights.args = (weights.args[0], first(gm, "floordiv"))

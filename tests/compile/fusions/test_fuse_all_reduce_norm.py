@@ -30,7 +30,7 @@ K = 64
 
 
 class Tripled(LoneRank):
-    """Three ranks with the same parts."""
+    """Three ranks with equal parts."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial * 3
@@ -48,7 +48,7 @@ def graph_of(
     residual_is_sum: bool = False,
     other: Any = None,
 ) -> GraphModule:
-    """The norm of a sum over the ranks, and what else is returned."""
+    """The norm of a sum over the ranks, and additional results."""
     graph = Graph()
     partial, residual, weight = map(graph.placeholder, ("partial", "residual", "weight"))
     partial.meta["example_value"] = torch.empty(4, K)

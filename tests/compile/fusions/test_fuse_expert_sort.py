@@ -87,7 +87,7 @@ def test_a_mask_of_other_rows_stays() -> None:
 
 
 def test_matmuls_of_experts_are_ours_and_take_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all passes of a GPU; the kernels are interpreted."""
+    """With all GPU passes; the kernels are interpreted."""
     use_gpu_passes(monkeypatch)
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=1))
     captured = capture_model(loaded, probe_model(loaded), CaptureOptions(transparent=False))

@@ -32,7 +32,7 @@ Change = Callable[[GraphModule], None]
 
 
 def prepared(arch: str, dtype: torch.dtype) -> tuple[CapturedModel, GraphModule, PassContext]:
-    """A capture, and its graph with the passes that come before."""
+    """A capture, and its graph after the earlier passes."""
     captured = capture_plain(arch, dtype)
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
@@ -91,7 +91,7 @@ def test_no_bit_changes(arch: str, num_layers: int, dtype: torch.dtype) -> None:
 
 
 def test_padding_goes_to_no_expert() -> None:
-    """The sorts know where the step ends; without a name for that they take all tokens for real."""
+    """The sorts need the end of the step; without it they treat all tokens as real."""
     captured, gm, context = prepared("mixtral", torch.bfloat16)
     sort = first(gm, sort_by_expert)
     assert sort.args[2] == 2

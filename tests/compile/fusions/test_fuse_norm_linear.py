@@ -51,7 +51,7 @@ def operands(has_gate: bool) -> list[torch.Tensor]:
 
 @pytest.fixture
 def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """As on a card that has the launch for all weights."""
+    """Like a GPU that has the fused launch for all weights; records the queries."""
     from pagespec.kernels.matmul import dispatch as gpu_linear
 
     asked: list[Any] = []
@@ -105,7 +105,7 @@ def test_leaves_others_alone(
 
 
 def test_only_cards_with_the_kernel_join() -> None:
-    """The CPU has not, and gets the two calls."""
+    """A CPU lacks the kernel and gets the two calls."""
     from pagespec.compile.fusions.joined_norms import fuse_norm_linear
 
     gm = graph_of(True)
@@ -118,7 +118,8 @@ def test_only_cards_with_the_kernel_join() -> None:
 def test_finds_the_norms_of_models(
     arch: str, num_joined: int, weights_asked_about: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers all but the first, and the last, which is not the head's alone."""
+    """In two layers: all norms except the first and the last, which has other readers than the
+    head."""
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
     use_gpu_passes(monkeypatch, has_sweeps=True)
     captured = capture_model(

@@ -24,7 +24,7 @@ OPS = torch.ops.pagespec
 def turned(
     inputs: RopeInputs, slots: torch.Tensor, kv: PagedKV, params: AttentionParams
 ) -> torch.Tensor:
-    """The joined call in torch's operations."""
+    """The fused call in torch's operations."""
     query = fused.norm_rope_store(inputs, kv.k_cache, kv.v_cache, slots)
     return reference.paged_attention(query, kv, params)
 
@@ -87,7 +87,7 @@ def test_only_where_there_is_such_a_call(qwen3: CapturedModel) -> None:
 
 
 def _another_attention_between(gm: GraphModule, node: Node) -> None:
-    """As of a layer that attends over the keys of the one before."""
+    """As in a layer that attends over the previous layer's keys."""
     other = next(n for n in gm.graph.nodes if n.target is fused.norm_rope_store).args[0][0]
     with gm.graph.inserting_before(node):
         gm.graph.call_function(OPS.paged_attention, (other, *node.args[1:]))

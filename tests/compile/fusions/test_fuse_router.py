@@ -75,7 +75,7 @@ def fused(change: Change) -> tuple[GraphModule, int]:
 
 
 def _convert(gm: GraphModule, node: Node, dtype: torch.dtype) -> Node:
-    """All that reads ``node`` reads it in another dtype."""
+    """All readers of ``node`` read it in another dtype."""
     with gm.graph.inserting_after(node):
         converted = gm.graph.call_method("to", (node, dtype))
     node.replace_all_uses_with(converted, lambda user: user is not converted)
@@ -88,7 +88,7 @@ def _set_dtype(node: Node, dtype: torch.dtype) -> None:
 
 
 def _wide_softmax(gm: GraphModule) -> None:
-    """As Cohere2-MoE: the softmax in float32, then the model's dtype."""
+    """Like Cohere2-MoE: the softmax in float32, then the model's dtype."""
     node = first(gm, "softmax")
     _convert(gm, node, torch.bfloat16)
     node.kwargs = {**node.kwargs, "dtype": torch.float32}
@@ -96,7 +96,7 @@ def _wide_softmax(gm: GraphModule) -> None:
 
 
 def _wide_logits(gm: GraphModule) -> None:
-    """As Granite: all in float32 from the logits on, then the model's dtype."""
+    """Like Granite: float32 from the logits on, then the model's dtype."""
     _wide_softmax(gm)
     softmax, chosen = first(gm, "softmax"), first(gm, "topk")
     _convert(gm, chosen.args[0], torch.float32)
@@ -130,7 +130,7 @@ def _narrow_softmax(gm: GraphModule) -> None:
 
 
 def _narrow_logits(gm: GraphModule) -> None:
-    """Logits that are rounded before they are compared: the call would have to see them so."""
+    """The logits are rounded before the comparison; the fused call would need the rounded ones."""
     node = first(gm, "topk").args[0]
     converted = _convert(gm, node, torch.bfloat16)
     _set_dtype(node, torch.float32)

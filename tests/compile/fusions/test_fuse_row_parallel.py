@@ -20,7 +20,7 @@ K, N = 48, 64
 
 
 class Tripled(LoneRank):
-    """Three ranks with the same parts."""
+    """Three ranks with equal parts."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial * 3

@@ -186,7 +186,7 @@ def _float_gate(gm: GraphModule) -> None:
     "change", [_write_shared, _read_gate, _read_product, _wide_gate, _float_gate]
 )
 def test_another_gate_keeps_its_operations(change: Change) -> None:
-    """Their result is what is added."""
+    """Their result is the term that is added."""
     _, gm, context = prepared("qwen2_moe", torch.float32)
     product = _parts(gm)[1]
     change(gm)

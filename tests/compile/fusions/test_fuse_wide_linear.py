@@ -67,7 +67,7 @@ def test_all_around_experts_is_found_beside_it(
 
 
 def prepared() -> tuple[CapturedModel, GraphModule, PassContext]:
-    """A capture, a copy of its graph, and what the graph's placeholders stand for."""
+    """A capture, a copy of its graph, and the values of the graph's placeholders."""
     captured = capture_plain("deepseek_v2", torch.bfloat16)
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))

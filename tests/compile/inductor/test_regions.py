@@ -44,7 +44,7 @@ class AsItIs:
 def captured(
     arch: str, monkeypatch: pytest.MonkeyPatch, compiler: Any = None, **changes: Any
 ) -> CapturedModel:
-    """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
+    """In "inductor" mode without Inductor; without calls of CPU kernels, as on a GPU."""
     use_passes(monkeypatch, {})
     compile_all = partial(compile_regions, compiler=compiler or AsItIs())
     monkeypatch.setattr(capture_module, "compile_regions", compile_all)
@@ -268,7 +268,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each graph that is compiled: may it be called without AOTAutograd's wrappers?"""
+    """For each compiled graph: whether it may be called without AOTAutograd's wrappers."""
     is_plain = compile_region._is_plain
     found = []
 
@@ -349,7 +349,7 @@ def test_what_changes_a_tensor_from_outside_bounds_a_region(is_own: bool) -> Non
 
 @needs_compiler
 def test_experts_that_are_added_in_place_compute_the_same() -> None:
-    """Llama 4 adds what its routed experts give to what its shared one gives."""
+    """Llama 4 adds the routed experts' results to the shared expert's in place."""
     loaded = [load_model(tiny_model("llama4_text")) for _ in range(2)]
     found, expected = (
         logits_of(capture_model(model, probe_model(model), CaptureOptions(compile=mode)))

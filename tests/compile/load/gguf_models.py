@@ -48,7 +48,7 @@ _WORDS: dict[str, Any] = {
 
 
 def _permuted(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """As llama.cpp orders the rows of queries and keys."""
+    """The rows of queries and keys in llama.cpp's order."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 

@@ -86,7 +86,7 @@ def test_min_tokens_and_constraints_work_beside_an_id_that_is_none(llm: LLM) -> 
 
 
 def test_the_tokenizers_own_end_ends_conversations_alone(tmp_path: Path) -> None:
-    """Where the configs name another one. A completion is as long as that of ``generate``."""
+    """If the configs name another end token. A completion is as long as that of ``generate``."""
     save_byte_model(tmp_path)
     file = tmp_path / "generation_config.json"
     said = json.loads(file.read_text())

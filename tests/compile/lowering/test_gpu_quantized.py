@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """As a GPU's kernels round them."""
+    """Rows rounded as a GPU's kernels round them."""
     made = []
     for part in x.split(128, -1):
         scale = e4m3.scale_for(part.abs().amax(-1, keepdim=True))

@@ -37,7 +37,7 @@ def _ids(num_tokens: int = 6) -> Tensor:
 
 
 def _state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """All that a block may change and a caller can see."""
+    """All state that a block may change and a caller can observe."""
     homes = {type(part).__module__ for part in model.modules()}
     return {
         "attention": dict(AttentionInterface._global_mapping),

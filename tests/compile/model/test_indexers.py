@@ -70,7 +70,7 @@ def test_only_the_part_of_a_head_is_known_as_a_mask() -> None:
 
 
 class _Indexer(nn.Module):
-    """In place of one of DeepSeek-V3.2's: its keys are its input's first numbers."""
+    """Replaces an indexer of DeepSeek-V3.2: its keys are the first elements of its input."""
 
     def __init__(self, num_heads: int, num_dims: int) -> None:
         super().__init__()

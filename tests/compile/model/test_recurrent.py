@@ -56,7 +56,7 @@ def test_models_without_attention_need_no_positions_but_a_longest_context() -> N
 
 
 def _with(**changed: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper that hands a mixer's function other arguments."""
+    """A wrapper that passes other arguments to a mixer's function."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*args, **{**kwargs, **changed})

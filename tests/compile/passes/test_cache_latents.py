@@ -103,7 +103,7 @@ def _keys(graph: Graph) -> Node:
 
 
 def _between(graph: Graph, node: Node, *call: Any) -> None:
-    """Put a call on the result of ``node`` in front of all that reads it."""
+    """Insert a call on the result of ``node`` before all its readers."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = graph.call_method(call[0], (node, *call[1:]))
@@ -234,7 +234,7 @@ def test_the_unchanged_graph_is_rewritten() -> None:
 
 
 def test_keys_made_by_cat_are_known() -> None:
-    """As other versions of the model's code have it."""
+    """As other versions of the model's code write them."""
     found, context = traced()
     graph = found.gm.graph
     keys = _keys(graph)
@@ -250,7 +250,7 @@ def test_keys_made_by_cat_are_known() -> None:
 
 
 def test_logits_are_those_of_expanded_heads() -> None:
-    """In float32 within 1e-5 of the largest; another order of summation."""
+    """In float32, within 1e-5 of the largest logit: the order of summation differs."""
     found = []
     for latent in (True, False):
         loaded = load_model(tiny_model("deepseek_v3"))

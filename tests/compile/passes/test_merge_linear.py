@@ -109,7 +109,7 @@ def layout(value: Any) -> Any:
 def test_a_router_joins_what_reads_its_rows(
     shape: tuple[int, ...], sizes: tuple[int, ...], halves: bool, expected: list[int]
 ) -> None:
-    """A router of six experts reads the rows of a shared expert through a view."""
+    """A router with six experts reads a shared expert's rows through a view."""
     module = torch.nn.ParameterList(torch.randn(size, 8) for size in (6, *sizes))
     graph = Graph()
     nodes = [graph.placeholder(name) for name in ("rows", *(f"w{i}" for i in range(len(module))))]

@@ -131,7 +131,7 @@ def test_a_second_capture_finds_the_same_memory() -> None:
 
 
 def views(fused: Tensor, sizes: Sequence[int]) -> list[nn.Parameter]:
-    """Parameters that lie in the memory of a fused tensor, which may go on behind them."""
+    """Parameters in the memory of a fused tensor, which may continue beyond them."""
     parts = fused[: sum(sizes)].split(list(sizes))
     return [nn.Parameter(part) for part in parts]
 
@@ -156,7 +156,7 @@ def test_the_end_is_counted_from_where_the_parameters_begin() -> None:
 
 
 def test_padding_rows_may_hold_anything() -> None:
-    """Nothing is moved: the columns that it gives have no reader."""
+    """The storage is not moved: no node reads the columns of the padding."""
     fused = torch.randn(10, IN)
     fused[7:] = torch.nan
     parameters = views(fused, (4, 3))

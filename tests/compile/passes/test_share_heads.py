@@ -29,7 +29,7 @@ def traced(arch: str) -> tuple[GraphModule, PassContext]:
 
 
 def _repeat(gm: GraphModule) -> None:
-    """What transformers wrote until its own delta rule took shared heads, before 5.24."""
+    """The repetition that transformers before 5.24 wrote for its delta rule."""
     with recording(gm.graph) as results:
         for node in recurrences(gm):
             for i, squeezed in enumerate(node.args[:2]):

@@ -67,11 +67,7 @@ def inputs(num_tokens: int, num_heads: int, dim: int, dtype: torch.dtype) -> tup
 
 
 class Rewritten:
-    """A function, traced anew for each shape and rewritten; how many complex calls went and stayed.
-
-    Attributes:
-        counts: of the last trace. graph: of the last trace, rewritten.
-    """
+    """A function, retraced for each shape and rewritten; counts complex calls removed and left."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         torch._dynamo.reset()

@@ -36,7 +36,7 @@ def test_routers_that_copy_their_weight_do_not_depend_on_the_pass(arch: str) -> 
 
 
 class Router(nn.Module):
-    """A router that sees its input with an error, another in each row and at each length."""
+    """A router whose input has an error that differs per row and per length."""
 
     def __init__(self, inner: nn.Module, error: float) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _unsupported(*_: Any) -> Tensor:
 def test_a_router_that_depends_on_the_pass_is_refused(
     arch: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where matmuls are replaced, experts are alike, but their weights are not."""
+    """Where matmuls are replaced: the experts are equal, but their weights are not."""
     monkeypatch.setattr(probe, "_check_token_independence", lambda *_: None)
     if is_whole:
         monkeypatch.setattr(cheap_passes._CheapMatmuls, "_mixed", _unsupported)

@@ -49,7 +49,7 @@ def test_finds_what_the_config_says(arch: str) -> None:
 
 
 class Wrapped(nn.Module):
-    """An attention module that does one thing more than it should."""
+    """An attention module with one additional operation."""
 
     def __init__(self, inner: nn.Module, what: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_refuses_attention_it_does_not_know(what: str, reason: str) -> None:
 
 
 def with_a_module_called_twice(what: str) -> PreTrainedModel:
-    """Its cache has a layer for each call."""
+    """The model's cache has one layer per call."""
     model = tiny_model("llama", num_hidden_layers=3)
     layers = model.model.layers  # type: ignore[union-attr]
     del layers[2]
@@ -124,7 +124,7 @@ def test_calls_of_one_module_are_numbered() -> None:
 
 
 class Switching(nn.Module):
-    """An attention module that does otherwise where a pass is long, or a position far."""
+    """An attention module that computes something else if a pass is long, or a position large."""
 
     def __init__(self, inner: nn.Module, what: str, threshold: int) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def contracted(built: Any) -> int:
 
 
 def spilled(built: Any) -> int:
-    """Bytes of local memory a thread."""
+    """Bytes of local memory per thread."""
     found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", run_tool(built, "cuobjdump", "-res-usage"))
     assert found is not None
     return int(found[1]) + int(found[2])

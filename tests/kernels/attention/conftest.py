@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU.
+    """``a @ b + d``, where each element is one sum in order along K, as on a GPU.
 
     The interpreter's own matmul calls BLAS, whose order of summation differs between the rows of a
     tile.

@@ -35,7 +35,7 @@ def main() -> None:
     knobs.runtime.jit_cache_hook = note
 
     def forms(is_turned: bool, num_rows: int, context: int) -> list[str]:
-        """Those of a batch of so many rows with one token each."""
+        """The kernel variants of a batch with so many rows of one token each."""
         rows: Rows = [(context, 1)] * num_rows
         case = Case(SHAPE, rows, num_padding=0)
         order = torch.arange(num_rows, dtype=torch.int32)

@@ -79,13 +79,13 @@ class Case:
         return out, k_cache, v_cache
 
     def attention_of(self, k_cache: Tensor, v_cache: Tensor) -> tuple[PagedKV, AttentionParams]:
-        """What is attended over in these caches, and how."""
+        """The caches that are attended over, and the attention's parameters."""
         return PagedKV(k_cache, v_cache, *self.layout[:4]), AttentionParams(*self.layout[4:])
 
     def check(
         self, tiling: Tiling | None = None, call: Callable[..., Tensor] | None = None
     ) -> None:
-        """One call stores and returns the bits of two."""
+        """One call stores and returns the same bits as two."""
         expected = self.two(tiling)
         assert self.k_cache.flatten(0, 1)[self.new_slots].isnan().all()  # nothing there before
         assert expected[1].flatten(0, 1)[self.new_slots].isfinite().all()

@@ -95,7 +95,7 @@ SPREADS = {
 
 @contextmanager
 def shuffled(seed: int) -> Iterator[None]:
-    """Runs the programs of a grid, one after another, in another order."""
+    """Runs the programs of a grid, one after another, in random order."""
     builder = interpreter.interpreter_builder
     original, orders = builder.set_grid_idx, {}
 
@@ -168,7 +168,7 @@ def test_the_order_of_rows_changes_no_bit(spread: dict[str, int]) -> None:
 
 
 def test_rows_are_taken_in_the_order_that_is_given() -> None:
-    """One that names a row twice, and so leaves out another."""
+    """An order that names one row twice leaves out another."""
     tiling = replace(SMALL, unsplit_from=1, some_unsplit_from=1)
     batch = stored([(10, 1), (20, 1), (30, 1)], Shape(dk=16, dv=16), num_padding=0)
     query, kv, params = bundled(*batch.attend)
@@ -194,7 +194,8 @@ def test_longest_contexts_come_first(num_rows: int) -> None:
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
 def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[str, int]) -> None:
-    """Contexts of one piece and of many, beside empty rows, padding and rows of several queries."""
+    """Contexts of one piece and of many, together with empty rows, padding and rows of several
+    queries."""
     arrival_counters = torch.zeros(16, dtype=torch.int32)
     shape = Shape(hq=6, hkv=2, dk=16, dv=24, window=70, has_sinks=True)
     for rows in ([(10, 1), (100, 1), (0, 0)], [(3, 2), (100, 1), (0, 0)]):
@@ -235,7 +236,7 @@ def test_counters_that_are_too_few_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
 def test_schedules_give_the_same_bits(shape: Shape) -> None:
-    """One prefill; chunks beside one another; decodes beside one another and alone."""
+    """One prefill; several chunks at once; decodes at once and alone."""
     length = 75
     batch = stored([(0, length)], shape, num_padding=0)
     whole = attend(batch.attend)

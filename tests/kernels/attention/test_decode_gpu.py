@@ -123,7 +123,7 @@ def test_repeats_to_the_bit(shape: Shape) -> None:
 
 
 def restricted(batch: Batch, rows: list[int], tokens: Tensor, starts: list[int]) -> Batch:
-    """The same caches with some of the rows; ``tokens`` are the queries that stay."""
+    """The same caches with some of the rows; ``tokens`` are the remaining queries."""
     query, k_cache, v_cache, _, contexts, tables, table_rows, *rest = batch.attend
     device = query.device
     index = torch.tensor(rows, device=device)
@@ -142,7 +142,7 @@ def restricted(batch: Batch, rows: list[int], tokens: Tensor, starts: list[int])
 
 @pytest.mark.parametrize("shape", BITWISE, ids=str)
 def test_rows_do_not_see_their_neighbours(shape: Shape) -> None:
-    """Every row alone, with other numbers of programs and splits in use, gives the same bits."""
+    """Every row alone, with other numbers of programs and splits in use, has the same bits."""
     for rows in (ROWS["mixed"], ROWS["ragged decode"] * 40):
         batch = stored(rows, shape)
         together = attend(batch)
@@ -156,7 +156,7 @@ def test_rows_do_not_see_their_neighbours(shape: Shape) -> None:
 
 
 def scheduled(batch: Batch, chunks: list[int]) -> Tensor:
-    """Outputs of a batch of one row when its queries come in ``chunks``, one row each."""
+    """The outputs of a batch of one row whose queries arrive in ``chunks``, one row each."""
     ends = list(accumulate(chunks))
     ranges = [(end - n, end) for n, end in zip(chunks, ends, strict=True)]
     return ops.paged_attention(*rescheduled(batch, ranges))
@@ -164,7 +164,7 @@ def scheduled(batch: Batch, chunks: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("shape", BITWISE, ids=str)
 def test_schedules_give_the_same_bits(shape: Shape) -> None:
-    """One prefill; chunks of many sizes; a decode a token: equal in every bit."""
+    """One prefill; chunks of many sizes; one decode per token: equal in every bit."""
     length = 1700
     batch = stored([(0, length)], shape, num_padding=0)
     whole = scheduled(batch, [length])
@@ -269,7 +269,7 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
 
 
 def test_counters_are_not_made_while_capturing() -> None:
-    """They would be zeros only once that graph has been replayed."""
+    """Otherwise they would be zero only after that graph has been replayed."""
     batch = stored(ROWS["ragged decode"], SHAPES[0])
     attention = TritonBackend()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

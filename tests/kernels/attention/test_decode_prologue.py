@@ -88,7 +88,7 @@ def test_the_real_tiling() -> None:
 
 
 def test_any_order_of_programs() -> None:
-    """Programs of other tokens and pieces may run before the one that stores, or after."""
+    """Programs of other tokens and pieces may run before or after the one that stores."""
     case = Case(SHAPES[2], ROWS["decode"], num_padding=1)
     for seed in range(2):
         with shuffled(seed):
@@ -96,7 +96,7 @@ def test_any_order_of_programs() -> None:
 
 
 def test_shared_blocks() -> None:
-    """Rows that share full blocks: nothing else of them is written, and all read the same."""
+    """Rows that share full blocks write only their own blocks and read the same values."""
     case = Case(SHAPES[0], [(32, 1), (40, 1), (33, 1)], num_padding=1)
     tables, table_rows = case.layout[2:4]
     tables[table_rows[1:], :2] = tables[table_rows[0], :2]
@@ -123,7 +123,7 @@ def test_refuses_what_it_cannot_serve() -> None:
 
 @pytest.fixture
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Notes which kernels an engine launches; calls ``instead``, if given."""
+    """Records the kernels that an engine launches; calls ``instead``, if given."""
 
     def note(instead: Callable[..., object] | None = None) -> list[str]:
         calls: list[str] = []

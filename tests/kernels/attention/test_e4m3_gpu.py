@@ -78,7 +78,7 @@ def test_block_sizes_give_the_same_bits(block_size: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_schedules_give_the_same_bits(shape: Shape) -> None:
-    """One prefill; chunks of many sizes; a decode a token: equal in every bit."""
+    """One prefill; chunks of many sizes; one decode per token: equal in every bit."""
     length = 1700
     batch = stored([(0, length)], shape, num_padding=0)
     whole = scheduled(batch, [length])

@@ -87,7 +87,7 @@ def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
 def test_schedules_give_the_same_bits(shape: Shape) -> None:
-    """One prefill; chunks beside one another; decodes beside one another and alone."""
+    """One prefill; several chunks at once; decodes at once and alone."""
     length = 75
     batch = stored([(0, length)], shape, num_padding=0)
     whole = attend(batch.attend)
@@ -102,7 +102,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 
 @pytest.mark.parametrize("size", [1e-20, 1e-8, 1.0, 1e4, 1e20])
 def test_numbers_of_any_size(size: float) -> None:
-    """Queries, keys and values far outside float16's range, of one size or of many."""
+    """Queries, keys and values far outside float16's range, of one magnitude or of many."""
     shape = Shape(hq=2, hkv=1, dk=32, dv=32, is_e4m3=True, dtype=torch.bfloat16)
     rows = [(40, 1), (0, 30)]
     batch = make_batch(rows, shape, num_padding=0)

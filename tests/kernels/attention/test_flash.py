@@ -122,7 +122,7 @@ def fake_2(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
-    """Put modules named like the libraries' in the place of those, if any is there."""
+    """Install modules with the libraries' names, in place of installed ones."""
     package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     package.flash_attn_varlen_func = attributes["two"]  # type: ignore[attr-defined]
     cute.flash_attn_varlen_func = attributes["four"]  # type: ignore[attr-defined]

@@ -123,7 +123,7 @@ def test_norms_add_up_their_squares_in_one_order(is_e4m3: bool, quantizes: bool)
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
 def test_a_captured_chain_waits_for_its_rows(num_rows: int) -> None:
-    """The matmul behind starts before attention has ended."""
+    """The following matmul starts before attention has ended."""
     from pagespec.kernels.matmul.quantized import dispatch_fp8
 
     backend = TritonBackend()

@@ -159,7 +159,7 @@ def test_calls_may_be_cut_otherwise() -> None:
 
 
 def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
-    """A peer may still read what the call before has pushed."""
+    """A peer may still read the data that the previous call pushed."""
     num_ranks, max_chunks, shape = 2, 8, LaunchShape(few_rows=0)
     barrier = multiprocessing.get_context("fork").Barrier(num_ranks)
     group = Group(num_ranks, max_chunks, shape)
@@ -236,7 +236,7 @@ def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
 
 
 def test_a_peer_may_be_a_call_ahead() -> None:
-    """It has what it waited for, and has begun the next call before this rank looks."""
+    """The peer has received its data and has begun the next call before this rank reads."""
     group = Group(2)
     size = 2 * MAX_CHUNKS * SHAPE.chunk_bytes  # of a half of a box
     box, flags = group.box(0), group._boxes_of(0).own_flags

@@ -222,7 +222,7 @@ def one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def change_ours(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
-    """Has our kernel give ``change(x, result)``."""
+    """Make our kernel return ``change(x, result)``."""
     from pagespec.kernels.matmul import dispatch as gpu_linear
 
     ours = gpu_linear.matmul
@@ -246,7 +246,7 @@ def test_a_sweep_finds_what_few_results_show(
     assert 0 < sum((x > rare).sum() for x in rows) < 10
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Another order of summation, which one row of some thousands shows."""
+        """A library with another order of summation, which one of some thousand rows shows."""
         return F.linear(x, weight, bias) + (x[:, :1] > rare) * (len(x) == 65)
 
     torch_calls[F.linear] = library

@@ -104,7 +104,7 @@ def test_spreading_splits_over_programs_changes_no_bit(shape: Shape) -> None:
     "shape", [*SHAPES[:2], pytest.param(SHAPES[2], marks=pytest.mark.nightly)], ids=str
 )
 def test_schedules_give_the_same_bits(shape: Shape) -> None:
-    """One prefill; chunks beside one another; decodes beside one another and alone."""
+    """One prefill; several chunks at once; decodes at once and alone."""
     length = 75 if shape.hq < 16 else 36
     batch = latent_batch([(0, length)], shape, num_padding=0)
     whole = attend(batch.attend, shape)
@@ -119,7 +119,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 
 
 def test_another_split_has_other_bits() -> None:
-    """What the tests above compare would differ if splits followed the schedule."""
+    """A control: if splits followed the schedule, the tests above would detect it."""
     shape = SHAPES[0]
     batch = latent_batch([(0, 75)], shape, num_padding=0)
     changed = attend(batch.attend, shape, near_split=32)

@@ -128,7 +128,7 @@ def test_kernels_of_hopper_have_the_bits_of_any(
 
 
 def test_another_split_has_other_bits() -> None:
-    """What the tests above compare would differ if splits followed the schedule."""
+    """A control: if splits followed the schedule, the tests above would detect it."""
     shape = SHAPES[0]
     batch = latent_batch([(0, 1300)], shape, num_padding=0, device="cuda")
     changed = attend(batch.attend, shape, near_split=128)

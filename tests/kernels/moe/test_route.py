@@ -100,7 +100,7 @@ def test_a_row_has_its_bits_in_any_company_and_layout(normalisation: str) -> Non
 @pytest.mark.parametrize("normalisation", ["renormalised", "chosen"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_every_id_is_an_experts(value: float, normalisation: str) -> None:
-    """Ids are indices: those of numbers that are none may not lie outside."""
+    """Ids are used as indices, so those of NaN and infinite logits must be in range too."""
     logits = normal(2, 60)
     logits[0, 7] = value
     logits[1] = value

@@ -19,7 +19,7 @@ Build = Callable[[], ctypes.CDLL | None]
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """A build as of a process of its own, with a cache of its own."""
+    """A build in a new process with its own cache."""
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path))
 
     def build() -> ctypes.CDLL | None:
@@ -32,7 +32,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only compiler that is found: a file that a test writes."""
+    """The only compiler that is found: a file that the test writes."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

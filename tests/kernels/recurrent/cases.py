@@ -57,7 +57,7 @@ class Case:
         return found[:, :num_values].mT
 
     def kept(self, slot: Tensor, num_tokens: int, interval: int) -> Tensor:
-        """What a slot holds after ``num_tokens`` positions, without what was there before."""
+        """The contents of a slot after ``num_tokens`` positions, without older contents."""
         if not self.in_chunks:
             return slot
         num_heads, num_keys, num_values = self.state_shape

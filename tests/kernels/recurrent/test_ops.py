@@ -178,7 +178,7 @@ def test_torch_compile_traces_the_ops_whole(make_case: Callable[[int], Case]) ->
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of the calls of our ops."""
+    """Records the arguments of the calls of our ops."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def staged(rows: list[Row]) -> Tensor:
 
 
 def reference_kept(logits: Tensor, p: SamplingInputs) -> Tensor:
-    """bool ``[S, V]``: what ``sample`` keeps, by its own steps."""
+    """bool ``[S, V]``: the tokens that ``sample`` keeps, by its own steps."""
     scaled = logits.float()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled = scaled / p.temperature.unsqueeze(1)
@@ -88,7 +88,8 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
 
 
 def kept(logits: Tensor, rows: list[Row], *, tile: int = 1024, num_warps: int = 4) -> Tensor:
-    """bool ``[n, V]``: what the kernel keeps of the rows that truncate; logits are contiguous."""
+    """bool ``[n, V]``: the tokens that the kernel keeps in rows that truncate; logits are
+    contiguous."""
     fields = staged(rows).to(logits.device)
     num_rows, vocab_size = fields.shape[1], logits.shape[1]
     mask = torch.zeros(num_rows, vocab_size, dtype=torch.int8, device=logits.device)

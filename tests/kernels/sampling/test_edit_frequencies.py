@@ -31,7 +31,7 @@ def test_draws_on_a_gpu_fit_the_definition(case: str) -> None:
 
 
 def test_a_wrong_probability_is_noticed() -> None:
-    """That tokens of the prompt counted as output would show."""
+    """A control: counting prompt tokens as output tokens would be detected."""
 
     def wrong(logits, prompt, output, *rest, **named):  # type: ignore[no-untyped-def]
         return edited_logits(logits, [], [*prompt, *output], *rest, **named)

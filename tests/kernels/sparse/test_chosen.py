@@ -47,7 +47,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
 def attend(batch: tuple, shape: Shape, chosen: Tensor, **spread: Any) -> Tensor:
-    """Of the latents, or of the heads."""
+    """Attention to the latents, or to the heads."""
     if shape in LATENTS:
         tiling = replace(SMALL, **spread)
         return launch.attention(*arguments(batch, shape.dv), tiling=tiling, indices=chosen)

@@ -133,7 +133,7 @@ def test_attention_sees_what_was_chosen(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", LATENTS, ids=str)
 def test_schedules_attend_alike(shape: Shape) -> None:
-    """And where all positions are chosen, with the bits of attention to all."""
+    """Also where all positions are selected, with the bits of dense attention."""
     length = 1300
     batch = latent_batch([(0, length)], shape, num_padding=0, device="cuda")
     chosen = choice_of(list(range(length)), TOPK).cuda()

@@ -113,7 +113,7 @@ def test_a_packed_weight_is_chosen_only_where_allowed(shape: tuple[int, int]) ->
 
 
 def test_a_trial_refuses_what_depends_on_the_number_of_rows() -> None:
-    """MKL without filling up: one row goes another way than many."""
+    """MKL without padding: one row takes another code path than many."""
     torch.manual_seed(0)
     weight, rows = torch.randn(576, 576), torch.randn(129, 576)
     assert not invariant.is_row_invariant(invariant.MatmulRecipe("mkl", 1), rows, weight)

@@ -17,7 +17,7 @@ from pagespec.kernels.matmul.cpu.recipe_cache import Recipes
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """The shapes tried out, on a processor that says what it is."""
+    """The shapes that were measured, on a processor with a given name."""
     info = tmp_path / "cpuinfo"
     info.write_text("model name: one\ncpu MHz: 1\nflags: avx2\n\nmodel name: another\n")
     monkeypatch.setattr(recipe_cache, "_CPU_INFO", info)
@@ -86,7 +86,7 @@ def test_threads_and_settings_matter(
 
 
 def test_of_threads_those_matter_that_are_tried(tried: list[Any], tmp_path: Path) -> None:
-    """A machine that is busy at one start and quiet at the next tries once."""
+    """A machine that is busy at one start and idle at the next measures once."""
     folder, before = tmp_path / "linear", torch.get_num_threads()
     for number in (2, 1):
         torch.set_num_threads(number)

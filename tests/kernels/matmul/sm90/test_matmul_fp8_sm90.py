@@ -71,7 +71,7 @@ def test_chosen_tiles_fit() -> None:
 
 @pytest.mark.usefixtures("_gluon")
 def test_what_was_the_quickest_is_taken() -> None:
-    """Weights of Qwen3-8B and 32B on an H100, docs/notes/fp8.md."""
+    """The fastest tiles for weights of Qwen3-8B and 32B on an H100, from docs/notes/fp8.md."""
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.matmul.quantized.tiles_fp8 import choose_sm90_tile
 

@@ -107,7 +107,7 @@ def test_it_compiles_for_hopper_and_reads_nothing_before_it_waits() -> None:
 
 
 def set_kernel(monkeypatch: pytest.MonkeyPatch, matmul: Any) -> None:
-    """``matmul`` in place of the kernel, which is not imported."""
+    """Use ``matmul`` in place of the kernel, which is not imported."""
     fake = SimpleNamespace(matmul_many=matmul)
     monkeypatch.setitem(sys.modules, "pagespec.kernels.matmul.sm90.matmul_sm90_many", fake)
     monkeypatch.setattr(kernels.matmul, "matmul_sm90_many", fake, raising=False)
