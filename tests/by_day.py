@@ -296,8 +296,8 @@ def mark_nightly(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
     """Mark the cases that do not run by day.
 
     Args:
-        is_whole: whether each file of ``items`` was collected whole. If not, cases were named by
-            whoever runs them, and all of them run.
+        is_whole: whether each file of ``items`` was collected whole. If not, cases were named,
+            and all of them run.
 
     Raises:
         pytest.UsageError: a test of the table is not in its file, or has no more cases than run.

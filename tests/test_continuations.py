@@ -50,7 +50,7 @@ def test_continuations_are_those_of_separate_requests(llm: LLM, trace: Path) -> 
     assert len({tuple(answer) for answer in singles}) == len(singles), "all are different"
     lines = trace.read_text().splitlines()
     copies = [pair for line in lines for pair in json.loads(line).get("copies", [])]
-    assert len(copies) > N, "of whoever still has the prompt when one of them is admitted"
+    assert len(copies) > N, "of the request that still has the prompt when one of them is admitted"
     assert not replay.check(lines).property_id
 
 

@@ -81,7 +81,7 @@ def test_generate_raises_when_a_step_of_another_thread_failed() -> None:
     thread.start()
     while not llm.engine.has_work:
         time.sleep(0.001)
-    # From here, whoever steps fails; which of the two it is does not matter.
+    # From here, each thread that steps fails, whichever of the two it is.
     with failing(llm, RuntimeError("out of memory")), pytest.raises(EngineError):
         llm.generate(PROMPT, SHORT, use_tqdm=False)
     thread.join(30)

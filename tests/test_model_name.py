@@ -117,7 +117,7 @@ def test_names_on_the_hub(hub: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_unreachable_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.utils.get_session", _Unreachable)
-    with pytest.raises(InvalidInputError, match="not in the hub's cache .* cannot be reached"):
+    with pytest.raises(InvalidInputError, match=r"not in the hub's cache .* cannot be reached"):
         check_model_name("some/model")
 
 

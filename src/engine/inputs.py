@@ -165,7 +165,7 @@ def pair_params(
     if params is None:
         params = default()
     if isinstance(params, SamplingParams):
-        return [params.held()] * len(prompts)
+        return [params.frozen()] * len(prompts)
     if not is_list(params):
         limit = "must be a SamplingParams, or a list with one per prompt"
         raise InvalidInputError("sampling_params", params, limit)

@@ -96,13 +96,13 @@ class RequestFactory:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
-        params = params.held()
+        params = params.frozen()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
         self._check_structured_outputs(prompt, params, checks_structure)
         if params.num_generated > params.n and params.logprobs is None:
-            params = replace(params, logprobs=0).held()  # best_of ranks by them
+            params = replace(params, logprobs=0).frozen()  # best_of ranks by them
         for is_refused, reason in (
             (not self._can_score, "this model's output head was not found"),
             (prompt.segments is not None, "the prompt has other content than tokens"),

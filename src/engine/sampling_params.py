@@ -40,7 +40,7 @@ else:
 
 
 def _assign(params: SamplingParams, name: str, value: Any) -> None:
-    if params.is_held:
+    if params.is_frozen:
         raise FrozenInstanceError(
             f"{name} cannot be assigned: these parameters are of a request that was made; make "
             f"others with dataclasses.replace(params, {name}=...)"
@@ -289,7 +289,7 @@ class SamplingParams(UnsupportedParams):
         is_hashed=False,
     )
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
-    is_held: bool = field(init=False, repr=False, compare=False, default=False)
+    is_frozen: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -317,13 +317,13 @@ class SamplingParams(UnsupportedParams):
         """Number of continuations to generate, of which ``n`` are returned."""
         return self.n if self.best_of is None else self.best_of
 
-    def held(self) -> SamplingParams:
+    def frozen(self) -> SamplingParams:
         """These parameters for a request: a copy that no assignment changes."""
-        if self.is_held:
+        if self.is_frozen:
             return self
         copy = object.__new__(SamplingParams)
         _copy(self, copy)
-        object.__setattr__(copy, "is_held", True)
+        object.__setattr__(copy, "is_frozen", True)
         return copy
 
 

@@ -2,7 +2,7 @@
 token. Run as a script, by a package ``vllm`` that a test makes.
 
 The environment variable ``FAKE_VLLM_FAULT`` makes it "exit" instead of serving, or answer with
-tokens that are "short" of those asked for.
+tokens that are "short" of the requested ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true", required=True)
     options = parser.parse_args()
     if _FAULT == "exit":
-        sys.exit("no GPU that it knows")
+        sys.exit("no known GPU")
     uvicorn.run(app, host=options.host, port=options.port, access_log=False)
 
 

@@ -90,7 +90,7 @@ def test_the_peers_scripts_are_run_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "bench_more.py").write_text(f"print({MORE!r})\nraise SystemExit('out of memory')")
     require_kit(tmp_path, "0.6b", ["nano", "tiny"])
     for model, names in (("tiny", ["nano"]), ("8b", ["tiny"])):
-        with pytest.raises(PeerError, match="the peer knows"):
+        with pytest.raises(PeerError, match="the peer supports"):
             require_kit(tmp_path, model, names)
     result = measure_throughput(tmp_path, "0.6b", ["nano"], repeat=2)
     assert result.seconds == {"nano": [7.0, 8.0]}

@@ -84,7 +84,7 @@ def test_ratios_are_of_medians() -> None:
     }
     assert list(ratios(results)) == [
         "at once, whole: 0.900 of offline generate",
-        "without pause: 2.00 of vLLM's tokens a second",
+        "without pause: 2.00 of vLLM's tokens per second",
     ]
 
 
@@ -128,7 +128,7 @@ def test_vllm_is_measured_as_its_users_start_it(
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [("exit", "no GPU that it knows"), ("short", "tokens in and out instead")]
+    ("fault", "told"), [("exit", "no known GPU"), ("short", "tokens in and out instead")]
 )
 def test_a_peer_that_fails_is_told(
     fault: str, told: str, site: Path, app: typer.Typer, monkeypatch: pytest.MonkeyPatch

@@ -129,15 +129,15 @@ def test_an_assignment_is_validated_like_the_constructor() -> None:
 
 def test_an_assignment_does_not_change_a_request() -> None:
     params = SamplingParams(max_tokens=5)
-    held = params.held()
-    assert held == params
-    assert held.held() is held
+    frozen = params.frozen()
+    assert frozen == params
+    assert frozen.frozen() is frozen
     params.max_tokens = 7
-    assert held.max_tokens == 5
+    assert frozen.max_tokens == 5
     assert hash(params) == hash(SamplingParams(max_tokens=7))
     with pytest.raises(FrozenInstanceError, match=r"dataclasses\.replace"):
-        held.max_tokens = 9
-    assert not replace(held).is_held
+        frozen.max_tokens = 9
+    assert not replace(frozen).is_frozen
 
 
 def test_values_are_normalised() -> None:

@@ -147,7 +147,7 @@ def test_what_is_aborted_before_it_was_computed_costs_nothing() -> None:
 
 
 def test_a_stream_of_new_owners_cannot_starve_others() -> None:
-    """Each new owner may go before whoever has used its share; the clock goes on all the same."""
+    """A new owner may precede owners that have used their share; the clock still advances."""
     scheduler = make_scheduler(
         num_blocks=400,
         max_num_seqs=1,

@@ -48,7 +48,7 @@ def limit_of(name: str, declaration: Param) -> str:
 
 
 def json_type(schema: Mapping[str, Any]) -> str:
-    """The type of a JSON schema in words, without null."""
+    """The type of a JSON schema as text, without null."""
     if "anyOf" in schema:
         members = [one for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(json_type(one) for one in members)
