@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, nearest
@@ -50,10 +49,10 @@ def _assign(params: SamplingParams, name: str, value: Any) -> None:
         raise AttributeError(
             f"SamplingParams has no parameter {name!r}{nearest(name, known)}", name=name, obj=params
         )
-    _copy(replace(params, **{name: value}), params)
+    vars(params).update(vars(replace(params, **{name: value})))
 
 
-@_assignable(slots=True, kw_only=True, init=False, repr=False, eq=False)
+@_assignable(kw_only=True, init=False, repr=False, eq=False)
 class UnsupportedParams:
     """Parameters of vLLM's SamplingParams that are refused by name unless they have their default.
 
@@ -113,7 +112,7 @@ def _structured(name: str, value: Any) -> StructuredOutputs:
     return value
 
 
-@_assignable(slots=True, kw_only=True, unsafe_hash=True)
+@_assignable(kw_only=True, unsafe_hash=True)
 class SamplingParams(UnsupportedParams):
     """How a request's tokens are chosen and when it stops. Names as in vLLM.
 
@@ -322,19 +321,8 @@ class SamplingParams(UnsupportedParams):
         if self.is_frozen:
             return self
         copy = object.__new__(SamplingParams)
-        _copy(self, copy)
-        object.__setattr__(copy, "is_frozen", True)
+        vars(copy).update(vars(self), is_frozen=True)
         return copy
-
-
-_NAMES = [each.name for each in fields(SamplingParams)]
-_values = attrgetter(*_NAMES)
-_SETTERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
-
-
-def _copy(source: SamplingParams, target: SamplingParams) -> None:
-    for assign, value in zip(_SETTERS, _values(source), strict=True):
-        assign(target, value)
 
 
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{describe(SamplingParams, 8)}"
