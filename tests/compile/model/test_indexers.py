@@ -175,7 +175,7 @@ def test_an_indexer_of_no_model_here_is_known() -> None:
     ],
 )
 def test_another_computation_is_refused(kind: type[_Indexer], reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} chooses .* {reason}"):
+    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} selects .* {reason}"):
         probe_model(load_model(_with_indexer(kind)))
 
 
@@ -204,7 +204,7 @@ def test_calls_out_of_place_are_refused() -> None:
     recorder.choose(module, _call())
     with pytest.raises(UnsupportedModelError, match="two indexers"):
         recorder.choose(nn.Identity(), _call())
-    with pytest.raises(UnsupportedModelError, match="is not handed what its indexer chose"):
+    with pytest.raises(UnsupportedModelError, match="does not get its indexer's selection"):
         recorder.attend(0, None)
     recorder = _recorder()
     chosen = recorder.choose(module, _call())
