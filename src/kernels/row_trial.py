@@ -20,6 +20,10 @@ best."""
 _FEW_ELEMENTS = 1 << 14
 _MOST_PLACES = 3
 _MOST_EXPONENT = 8
+# A sum of few inputs has few partial sums: one draw, with one order of its cancelling pairs, can
+# hide another order of summation.
+_FEW_INPUTS = 64
+_NUM_DRAWS = 6
 # Numbers of rows. Padded to multiples of 4, as in most recipes: 4, 8, 12, 20, 36, 64 and 100.
 _OTHER_THREADS_COUNTS = (1, 5, 12, 17, 33, 64, 100)
 
@@ -137,6 +141,11 @@ def groups_of(num_rows: int, counts: Sequence[int], num_elements: int) -> Iterat
             places |= set(range(0, last + 1, step))
         for first in sorted(places):
             yield slice(first, first + count)
+
+
+def num_draws(num_inputs: int, dtype: torch.dtype) -> int:
+    """How many random operands a trial of a matmul over ``num_inputs`` takes."""
+    return _NUM_DRAWS if dtype != torch.float32 and num_inputs <= _FEW_INPUTS else 1
 
 
 def make_cancel(rows: Tensor, weight: Tensor) -> None:

@@ -74,7 +74,7 @@ def test_a_library_that_follows_the_number_is_called_with_one_thread_or_not_at_a
     torch_calls |= {F.linear: library.linear, torch.bmm: library.bmm}
     others = tuple(number for number in NUMBERS if number != differing)
     for dtype in (torch.float32, torch.bfloat16):
-        assert invariant.choose_recipe(24, 40, dtype, threads=NUMBERS) == invariant.SERIAL
+        assert invariant.choose_recipe(24, 40, dtype, threads=NUMBERS).is_serial
         assert not invariant.choose_recipe(24, 40, dtype, threads=others).is_serial
     heads = 2, 40, 24, torch.float32, False
     assert head_matmul.choose_recipe(*heads, NUMBERS).is_fixed_order

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import fixed_order, row_trial
 from ..device import MKL_ROW_UNIT
-from ..row_trial import make_cancel, no_recipe
+from ..row_trial import make_cancel, no_recipe, num_draws
 
 _TILE_ROWS = 16
 _EVEN_OUTPUTS = 16
@@ -98,8 +98,28 @@ def choose_recipe(
     Raises:
         UnsupportedModelError: no recipe passes the trial.
     """
+    size = num_heads, num_inputs, num_outputs
+    draws = [
+        _draw(size, dtype, is_transposed, seed) for seed in range(num_draws(num_inputs, dtype))
+    ]
+    for recipe in _RECIPES:
+        if all(
+            _is_row_invariant(recipe, rows, weight, counts, threads)
+            for weight, layouts in draws
+            for rows, counts in layouts
+        ):
+            return recipe
+    raise no_recipe(f"weights [{num_heads}, {num_inputs}, {num_outputs}] of heads in {dtype}")
+
+
+def _draw(
+    size: tuple[int, int, int], dtype: torch.dtype, is_transposed: bool, seed: int
+) -> tuple[Tensor, list[tuple[Tensor, Sequence[int]]]]:
+    """A random weight ``[H, I, O]``, and random rows ``[M, H, I]`` in each layout with the numbers
+    of rows to try."""
+    num_heads, num_inputs, num_outputs = size
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         weight = torch.randn(num_heads, num_outputs, num_inputs).to(dtype)
         # With one element more than a row has, so that rows are slices, as queries are.
         rows = torch.randn(max(_ROW_COUNTS), num_heads, num_inputs + 1).to(dtype)
@@ -110,13 +130,11 @@ def choose_recipe(
         weight = weight.contiguous()
     part = rows[..., :num_inputs]
     by_head = part.transpose(0, 1).contiguous().transpose(0, 1)
-    layouts = (part, _ROW_COUNTS), (part.contiguous(), _FEW_COUNTS), (by_head, _FEW_COUNTS)
-    for recipe in _RECIPES:
-        if all(
-            _is_row_invariant(recipe, some, weight, counts, threads) for some, counts in layouts
-        ):
-            return recipe
-    raise no_recipe(f"weights [{num_heads}, {num_inputs}, {num_outputs}] of heads in {dtype}")
+    return weight, [
+        (part, _ROW_COUNTS),
+        (part.contiguous(), _FEW_COUNTS),
+        (by_head, _FEW_COUNTS),
+    ]
 
 
 def _is_row_invariant(

@@ -54,7 +54,7 @@ from torch import Tensor
 
 from ... import fixed_order, row_trial
 from ...device import MKL_ROW_UNIT
-from ...row_trial import MANY_ELEMENTS, make_cancel, no_recipe, num_threads
+from ...row_trial import MANY_ELEMENTS, make_cancel, no_recipe, num_draws, num_threads
 
 Library = Literal["onednn", "mkl", "fixed_order"]
 
@@ -188,14 +188,11 @@ def choose_recipe(
     Raises:
         UnsupportedModelError: no recipe passes the trial.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        weight = torch.randn(num_outputs, num_inputs).to(dtype)
-        rows = torch.randn(max(_ROW_COUNTS), num_inputs).to(dtype)
-        if dtype != torch.float32:
-            make_cancel(rows, weight)
-    if not is_contiguous:
-        weight = weight.t().contiguous().t()
+    draws = [
+        _draw(num_outputs, num_inputs, dtype, is_contiguous, seed)
+        for seed in range(num_draws(num_inputs, dtype))
+    ]
+    weight = draws[0][1]
     is_large = weight.numel() >= MANY_ELEMENTS
     candidates = [
         MatmulRecipe("mkl", MKL_ROW_UNIT),
@@ -209,9 +206,25 @@ def choose_recipe(
         packed = [MatmulRecipe("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
     for recipe in (*candidates, FALLBACK, SERIAL, SERIAL_FALLBACK, FIXED_ORDER):
-        if is_row_invariant(recipe, rows[: 48 if is_large else None], weight, threads):
+        if all(
+            is_row_invariant(recipe, rows[: 48 if is_large else None], weight, threads)
+            for rows, weight in draws
+        ):
             return recipe
     raise no_recipe(f"a weight [{num_outputs}, {num_inputs}] in {dtype}")
+
+
+def _draw(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, is_contiguous: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Random rows ``[M, in]`` and a random weight ``[out, in]``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        weight = torch.randn(num_outputs, num_inputs).to(dtype)
+        rows = torch.randn(max(_ROW_COUNTS), num_inputs).to(dtype)
+        if dtype != torch.float32:
+            make_cancel(rows, weight)
+    return rows, weight if is_contiguous else weight.t().contiguous().t()
 
 
 def is_row_invariant(
