@@ -9,6 +9,11 @@ torch's operations. Experts are drawn as in :mod:`benchmarks.experts`.
 
 from __future__ import annotations
 
+from benchmarks.gpu import require_gpu
+
+if __name__ == "__main__":
+    require_gpu(hint="; --dry runs on a CPU")  # before torch is imported
+
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial

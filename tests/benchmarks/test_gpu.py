@@ -24,7 +24,7 @@ _SCRIPTS = {
 
 @pytest.mark.parametrize("name", sorted(_SCRIPTS.keys() - _ON_CPU))
 def test_a_script_says_that_it_needs_a_gpu(name: str, tmp_path: Path) -> None:
-    done = _run(name, tmp_path, has_torch=name == "floor")  # its table of models imports torch
+    done = _run(name, tmp_path, has_torch=name == "roofline")  # its table of models imports torch
     assert (done.returncode, done.stdout) == (2, "")
     needed = "2 GPUs" if name == "all_reduce" else "a GPU"
     assert done.stderr.startswith(f"needs {needed}: no CUDA devices found here")
