@@ -55,9 +55,10 @@ class ReplayMachine(Machine):
         if request.tokens[-1] in self.stop_ids[r]:
             return "stop"
         # Only the engine reads text, so the trace determines whether a stop string was met, and
-        # after which accepted draft.
-        if self.watches_text[r] and self.traced_reasons.get(r) == "stop":
+        # after which accepted draft. The same holds for a sample that cannot be taken.
+        traced = self.traced_reasons.get(r)
+        if traced == "error" or (self.watches_text[r] and traced == "stop"):
             num_taken = len(request.tokens) - self._num_settled[r]
             if num_taken == 1 + self.traced_accepted.get(r, 0):
-                return "stop"
+                return traced
         return "length" if len(request.tokens) >= request.limit else ""

@@ -23,6 +23,7 @@ from .compile.start_record import may_restore
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
 from .engine.outputs import EngineStats
+from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_device, refuse_recurrent
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
@@ -49,6 +50,7 @@ class BuiltEngine:
         can_score: whether the runner computes log-probabilities of prompts.
         grammars: the runner's compiled constraints; None with several ranks.
         default_sampling: sampling defaults from the generation config.
+        step_costs: durations of steps, measured only for draft tokens.
     """
 
     runner: TimedRunner
@@ -65,6 +67,7 @@ class BuiltEngine:
     can_score: bool = True
     grammars: Grammars | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    step_costs: StepCosts = DEFAULT_COSTS
 
 
 def build(
@@ -88,6 +91,7 @@ def build(
     """
     platform = find_platform(config, shard)
     config, device = platform.config, platform.device
+    refuse_device(config.speculation, device.type)
     generation_config = None
     if config.generation_config not in GENERATION_CONFIGS:
         generation_config = read_generation_config(str(config.generation_config))
@@ -128,6 +132,7 @@ def build(
 
             specs = probe_model(loaded)
     _check_recurrent(loaded, shard)
+    refuse_recurrent(config.speculation, bool(loaded.recurrent))
     attention = select_backend(
         config.attention,
         device=device,
@@ -162,6 +167,7 @@ def build(
                 record.write(described, graph_cache.key)
         _report_capture(stats, captured, config.quantization)
         runner, max_model_len = platform.make_runner(captured, stats, on_logits)
+        step_costs = platform.step_costs(runner, max_model_len)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens%s, at most %d tokens per request",
         loaded.architecture,
@@ -188,6 +194,7 @@ def build(
         default_sampling=chosen_sampling(
             loaded, str(config.generation_config), generation_config, is_reported=shard.rank == 0
         ),
+        step_costs=step_costs,
     )
 
 

@@ -16,12 +16,14 @@ from .chat.response import read_response, stream_deltas
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
+from .engine.drafters import make_drafter
 from .engine.generation import GenerationLoop, only_text
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts, truncation_of
 from .engine.outputs import EngineStats, RequestOutput, ScoreOutput
 from .engine.pace import StepPace
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
+from .engine.runner import Drafter
 from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
 from .errors import InvalidInputError, PagespecError
@@ -162,6 +164,13 @@ class LLM:
             encode=self.reader.encode,
             structures=built.grammars,
         )
+        drafter: Drafter | None = None
+        if config.speculation is not None:
+            drafter = lookup = make_drafter(config.speculation, built.step_costs)
+            if built.grammars is not None:
+                from .structured.forced import ForcedDrafter
+
+                drafter = ForcedDrafter(built.grammars, lookup)
         scheduler = Scheduler(
             BlockManager(
                 built.num_blocks,
@@ -174,6 +183,7 @@ class LLM:
             max_num_batched_tokens=config.num_tokens_per_step,
             pipeline_depth=built.runner.pipeline_depth,
             policy=Policy(config.policy),
+            drafter=drafter,
         )
         target_s = config.max_inter_token_s(built.device.type)
         self.engine = Engine(
@@ -213,7 +223,9 @@ class LLM:
                 ``"priority"`` (0, the most urgent and the default, to 256): under
                 ``policy="priority"`` a request of priority p lets requests of priority 0 among the
                 next 16 p arrivals go first;
-                ``"owner"`` (text): under ``policy="fair"`` owners get equal shares.
+                ``"owner"`` (text): under ``policy="fair"`` owners get equal shares;
+                ``"prediction"`` (text or token ids of the expected answer): a hint that never
+                changes the answer, used with ``speculative_config``.
             sampling_params: one for all prompts, or a list with one per prompt; the default is
                 :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
@@ -273,6 +285,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         stop_in_reasoning: bool = False,
+        prediction: Any = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, with the model's chat
         template. Each answer has a ``message`` with its content, reasoning and tool calls.
@@ -289,11 +302,18 @@ class LLM:
             chat_template_kwargs: more template variables, such as ``{"enable_thinking": False}``.
             stop_in_reasoning: apply stop strings inside the reasoning too; by default they apply
                 to the content only.
+            prediction: the expected answer: a text, or one per conversation in a list. A hint that
+                never changes the answer, used with ``speculative_config``.
         """
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, self.get_default_sampling_params)
         schemas = read_tools(tools)
+        is_listed = is_many and is_list(prediction)
+        predictions = list(prediction) if is_listed else [prediction] * len(conversations)
+        if len(predictions) != len(conversations):
+            limit = f"{len(predictions)} given for {len(conversations)} conversations"
+            raise InvalidInputError("prediction", prediction, limit)
         inputs = [
             self.chat_reader.read(
                 item,
@@ -308,6 +328,8 @@ class LLM:
             )
             for i, item in enumerate(conversations)
         ]
+        for i, given in enumerate(predictions if prediction is not None else ()):
+            inputs[i] = replace(inputs[i], prediction=self.reader.read_prediction(given))
         outputs = self._loop.run(inputs, params, use_tqdm)
         for output, prompt, its_params in zip(outputs, inputs, params, strict=True):
             for answer in output.outputs if its_params.detokenize else ():
@@ -423,8 +445,13 @@ class LLM:
         from .kernels.device import count_triton_variants, peak_memory_bytes
 
         engine, runner = self.engine, self._runner
+        drafts = engine.scheduler.draft_counts
         return replace(
             self._startup,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            accepted_per_position=list(drafts.accepted_per_position),
             num_compilations=self._startup.num_compilations + count_triton_variants(),
             num_steps=engine.scheduler.num_steps,
             memory_bytes=self._startup.memory_bytes | peak_memory_bytes(self._device),

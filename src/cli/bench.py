@@ -21,7 +21,7 @@ from .command import note, option
 from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from ..engine.outputs import RequestOutput
+    from ..engine.outputs import EngineStats, RequestOutput
     from ..llm import LLM
 
 _WARMUP_PROMPTS = 4
@@ -71,10 +71,13 @@ def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: 
         _warm_up(llm, workload, vocabulary)
     note(f"running {workload.num_prompts} requests on {_device(llm)} ...")
     prompts = workload.prompts(vocabulary)
+    before = llm.stats() if engine.config.speculation is not None else None
     began = time.perf_counter()
     results = llm.generate(prompts, params)
     seconds = time.perf_counter() - began
     numbers = _measured(results, workload, seconds) | {"load_seconds": round(load_seconds, 3)}
+    if before is not None:
+        numbers |= _drafted(before, llm.stats())
     numbers |= _setting(llm, engine)
     typer.echo(json.dumps(numbers) if as_json else _table(numbers))
 
@@ -111,6 +114,20 @@ def _measured(
         "ttft_median_s": round(percentile(first, 50), 4),
         "ttft_p99_s": round(percentile(first, 99), 4),
         "preemptions": sum(result.metrics.num_preemptions for result in results),
+    }
+
+
+def _drafted(before: EngineStats, after: EngineStats) -> dict[str, Any]:
+    """Draft tokens between two snapshots."""
+    num_drafts = after.num_drafts - before.num_drafts
+    num_tokens = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    return {
+        "drafts": num_drafts,
+        "draft_tokens": num_tokens,
+        "accepted_tokens": num_accepted,
+        "acceptance": round(num_accepted / num_tokens, 3) if num_tokens else None,
+        "accepted_per_draft": round(num_accepted / num_drafts, 2) if num_drafts else None,
     }
 
 

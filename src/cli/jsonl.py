@@ -16,7 +16,7 @@ from ..params.checks import is_int
 from .options import SAMPLING_FIELDS, SamplingOptions
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_PROMPT_OPTIONS = ("cache_salt", "priority", "owner")
+_PROMPT_OPTIONS = ("cache_salt", "priority", "owner", "prediction")
 _BOM = b"\xef\xbb\xbf"
 
 Row = dict[str, Any]

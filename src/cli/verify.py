@@ -107,6 +107,12 @@ def _check(config: EngineConfig) -> None:
         raise InvalidInputError(
             "--trace", config.trace, "must be absent: verify starts several engines"
         )
+    if config.speculation is not None:
+        raise InvalidInputError(
+            "--speculative-config",
+            config.speculation.method,
+            "must be absent: verify runs cases with and without draft tokens",
+        )
     for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "memory_utilization"):
         given = getattr(config, name)
         if given is not None:
@@ -161,8 +167,8 @@ def _verdict(report: GateReport) -> str:
         )
     if report.idle:
         return (
-            f"NOT SHOWN: all {report.num_cases} answers are equal, but there was none of the hits "
-            f"or preemptions they are about in: {'; '.join(report.idle)}."
+            f"NOT SHOWN: all {report.num_cases} answers are equal, but there was none of the hits, "
+            f"preemptions or draft tokens they are about in: {'; '.join(report.idle)}."
         )
     proven = (
         f"transparent: all {report.num_cases} answers have the tokens and the bits of the logits "

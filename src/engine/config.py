@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..params.checks import (
 )
 from ..params.declare import check_fields, declared, param
 from .policy import MAX_OVERTAKES
+from .speculation import SpeculativeConfig, refuse_device, speculative
 
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096
@@ -261,6 +262,17 @@ class EngineConfig:
         count(1, MAX_THREADS),
         absent="the fastest number, measured at start and while serving",
     )
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = param(  # noqa: RUF009
+        None,
+        'On a CPU: draft tokens, a dict or JSON text such as {"method": "ngram"}. Keys: method '
+        "(ngram, suffix or prediction), num_speculative_tokens (1 to 16, default 8), "
+        "prompt_lookup_max (4) and prompt_lookup_min (2). Answers do not depend on it "
+        "(docs/speculation.md).",
+        speculative,
+        absent="no draft tokens",
+        metavar="JSON",
+        stage="serve",
+    )
     tool_call_format: str = param(
         "auto",
         "Syntax of the model's tool calls, such as hermes, mistral or llama3_json (docs/chat.md); "
@@ -309,6 +321,8 @@ class EngineConfig:
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
+        if self.device.startswith("cuda"):
+            refuse_device(self.speculation, "cuda")
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 
@@ -335,6 +349,13 @@ class EngineConfig:
             if not suits:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
                 raise InvalidInputError("quantization", self.quantization, given)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The checked ``speculative_config``."""
+        config = self.speculative_config
+        assert config is None or isinstance(config, SpeculativeConfig)
+        return config
 
     def arguments(self) -> dict[str, Any]:
         """All arguments, as keyword arguments of ``LLM``."""

@@ -388,11 +388,18 @@ class Engine:
             self._pace.note(plan, begin - max(self._begun[0], self._last_end))
         self._last_end = begin
         # Before commit, which could end the request for another reason.
-        failures = dead_ends(step, result.token_ids) | dict(result.failures)
+        failures = dead_ends(step, result.token_ids)
+        failing: dict[str, tuple[int, str]] = {}  # samples after draft tokens: the commit decides
+        for request_id, failure in result.failures.items():
+            index = result.failed_samples.get(request_id, 0)
+            if not index:
+                failures[request_id] = failure
+            elif request_id not in failures:
+                failing[request_id] = index, failure
         failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
             keep_logprobs(step, result.logprobs, result.token_ids)
-        finished = self.scheduler.commit(plan, result.token_ids)
+        finished = self.scheduler.commit(plan, result.token_ids, failing)
         if result.logprobs is not None and plan.has_drafts:
             trim_logprobs(step)
         self.commit_s += time.perf_counter() - begin
@@ -401,7 +408,10 @@ class Engine:
         if self._trace is not None:
             self._trace.result(plan, result.token_ids, finished, awaited, begin)
         if self.scheduler.failures:
-            failed += [self._fail(*failure) for failure in self.scheduler.failures.items()]
+            for request in finished:
+                if request.finish_reason == "error":
+                    failure = self.scheduler.failures[request.request_id]
+                    self._records.note_failed(request, failure)
             self.scheduler.failures = {}
         if self._view is not None:
             check_state(self.scheduler)

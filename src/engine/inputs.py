@@ -50,6 +50,7 @@ class PromptInput:
         end_token_ids: tokens that end its answers in addition to the model's own, unless ignored.
         reasoning: for a conversation, reasoning that may precede the content of the answer.
         segments: for a prompt with content other than tokens; otherwise None.
+        prediction: tokens that the answer is predicted to have, a hint for drafters.
     """
 
     text: str | None
@@ -61,6 +62,7 @@ class PromptInput:
     end_token_ids: frozenset[int] = frozenset()
     reasoning: Reasoning | None = None
     segments: tuple[Segment, ...] | None = None
+    prediction: tuple[int, ...] = ()
 
 
 def require_unicode(field: str, text: str) -> None:
@@ -81,6 +83,7 @@ class Marks(TypedDict, total=False):
     cache_salt: str | None
     priority: int | None
     owner: str | None
+    prediction: Any
 
 
 def _text(field: str, value: Any) -> str:
@@ -99,12 +102,6 @@ _MARKS: dict[str, Check] = {
     "priority": integer(0, MAX_PRIORITY, f"from 0, the most urgent, to {MAX_PRIORITY}"),
     "owner": _text,
 }
-
-
-def _checked_marks(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The validated optional fields among ``given``."""
-    known = (name for name in _MARKS if name in given)
-    return {name: _MARKS[name](f"{field}.{name}", given[name]) for name in known}
 
 
 def _read_segments(
@@ -137,6 +134,22 @@ def _read_segments(
         found.append(Segment(len(segment[kind])))
     has_contents = any(segment.content_hash is not None for segment in found)
     return token_ids, tuple(found) if has_contents else None
+
+
+def _text_of_parts(field: str, content: Any) -> str:
+    """A text, or the joined texts of OpenAI's content parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if is_list(content) else None
+    texts = []
+    for part in parts or ():
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise InvalidInputError(field, part, "must be {'type': 'text', 'text': text}")
+        texts.append(part["text"])
+    if parts is None:
+        raise InvalidInputError(field, content, "must be text or a list of text parts")
+    return "".join(texts)
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -233,14 +246,14 @@ class PromptReader:
             for key in _CONTENT_KEYS:
                 if prompt.get(key) is not None:
                     raise InvalidInputError(f"{field}.{key}", prompt[key], _NO_CONTENT)
-            unknown = set(prompt).difference(_PROMPT_FORMS, _MARKS, _CONTENT_KEYS)
+            unknown = set(prompt).difference(_PROMPT_FORMS, Marks.__annotations__, _CONTENT_KEYS)
             if unknown or sum(form in prompt for form in _PROMPT_FORMS) != 1:
                 limit = (
                     "must have either 'prompt' or 'prompt_token_ids' or 'segments', "
-                    "and at most 'cache_salt', 'priority' and 'owner' besides"
+                    "and at most 'cache_salt', 'priority', 'owner' and 'prediction' besides"
                 )
                 raise InvalidInputError(field, dict(prompt), limit)
-            marks = _checked_marks(field, prompt)
+            marks = self._checked_marks(field, prompt)
             if "prompt" in prompt:
                 prompt = prompt["prompt"]
                 if not isinstance(prompt, str):
@@ -294,10 +307,44 @@ class PromptReader:
 
     def marked(self, prompt: PromptInput, **marks: Unpack[Marks]) -> PromptInput:
         """A prompt that was read before, with these fields; None keeps a field."""
-        for name in marks.keys() - _MARKS:
+        for name in marks.keys() - Marks.__annotations__.keys():
             raise TypeError(f"a prompt has no {name}")
         given = {name: value for name, value in marks.items() if value is not None}
-        return replace(prompt, **_checked_marks("prompt", given))
+        return replace(prompt, **self._checked_marks("prompt", given))
+
+    def _checked_marks(self, field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The validated optional fields among ``given``."""
+        found = {n: _MARKS[n](f"{field}.{n}", given[n]) for n in _MARKS if n in given}
+        if "prediction" in given:
+            found["prediction"] = self.read_prediction(given["prediction"], f"{field}.prediction")
+        return found
+
+    def read_prediction(self, value: Any, field: str = "prediction") -> tuple[int, ...]:
+        """The tokens of a predicted answer.
+
+        Args:
+            value: a text, a list of token ids, OpenAI's ``{"type": "content", "content": ...}``,
+                whose content is a text or a list of text parts, or None.
+
+        Raises:
+            InvalidInputError: it has another form, or cannot fit in the context.
+        """
+        if value is None:
+            return ()
+        if isinstance(value, Mapping):
+            if set(value) != {"type", "content"} or value["type"] != "content":
+                limit = "must be {'type': 'content', 'content': text}"
+                raise InvalidInputError(field, dict(value), limit)
+            value = _text_of_parts(f"{field}.content", value["content"])
+        if isinstance(value, str):
+            token_ids = self.encode_prompt(value, field) if value else []
+        elif is_list(value):
+            token_ids = list(value)
+        else:
+            raise InvalidInputError(field, value, "must be text, token ids or OpenAI's object")
+        if token_ids:
+            self._check(token_ids, field, is_scored=True)
+        return tuple(token_ids)
 
     def _truncated(
         self,

@@ -25,6 +25,8 @@ class RequestMetrics:
             with fewer than two tokens.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_preemptions: how often it was preempted and its tokens were recomputed.
+        num_draft_tokens: draft tokens that were computed for it (docs/speculation.md).
+        num_accepted_tokens: those that were accepted.
     """
 
     queue_time_s: float | None = None
@@ -33,11 +35,13 @@ class RequestMetrics:
     tokens_per_second: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
     """The metrics of all continuations of one prompt: the wait and cache hits of the first, the
-    time until the last one finished, and the sums of preemptions and rates."""
+    time until the last one finished, and the sums of preemptions, rates and draft tokens."""
     first = metrics[0]
     totals = [m.total_time_s for m in metrics if m.total_time_s is not None]
     rates = [m.tokens_per_second for m in metrics if m.tokens_per_second is not None]
@@ -46,6 +50,8 @@ def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         total_time_s=max(totals, default=None),
         tokens_per_second=sum(rates) if rates else None,
         num_preemptions=sum(m.num_preemptions for m in metrics),
+        num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
+        num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
     )
 
 
@@ -169,6 +175,9 @@ class EngineStats:
             Gluon kernels; compiled, or loaded from the disk cache.
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
+        num_drafts: settled rows with draft tokens. num_draft_tokens: their draft tokens.
+        num_accepted_tokens: accepted draft tokens. accepted_per_position: these by their place in
+            the draft; empty without ``speculative_config``.
         quantization: the format of quantised weights, as text; None if there are none.
         weight_formats: if quantised, number of weight elements per format ("int4", "fp8", or a
             dtype); otherwise empty. float32_matrices: names of matrices that are not quantised (on
@@ -190,6 +199,10 @@ class EngineStats:
     num_compilations: int = 0
     num_graphs: int = 0
     num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
     startup_s: dict[str, float] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)
     quantization: str | None = None

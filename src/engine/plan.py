@@ -128,23 +128,18 @@ class StepPlan:
         return found
 
 
-def refuse_drafts(plan: StepPlan, runner: str, *, takes_plain: bool = False) -> None:
-    """Raises EngineError if a row has draft tokens that ``runner`` does not compute.
+def refuse_drafts(plan: StepPlan, runner: str) -> None:
+    """Raises EngineError if a row has draft tokens, for a runner that samples at most one token per
+    row.
 
     Args:
         runner: the name used in the error.
-        takes_plain: the runner computes draft tokens of requests without logit edits and without a
-            constraint; otherwise it samples at most one token per row.
     """
     for row in plan.drafts() if plan.has_drafts else ():
-        info = plan.requests[row]
-        is_plain = info.edits is None and info.sampling_params.structured_outputs is None
-        if not (takes_plain and is_plain):
-            which = " of requests with edits or constraints" if takes_plain else ""
-            raise EngineError(
-                f"{runner} computes no draft tokens{which}, and the row of "
-                f"{info.request_id!r} in step {plan.step} has some"
-            )
+        raise EngineError(
+            f"{runner} computes no draft tokens, and the row of "
+            f"{plan.requests[row].request_id!r} in step {plan.step} has some"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +149,17 @@ class StepResult:
     Attributes:
         token_ids: the samples of the step, ``num_samples`` per row, concatenated in row order.
         logprobs: present if parameters of a row request log-probabilities.
-        failures: why a request cannot continue, by request id; its sampled token is discarded.
+        failures: why a request cannot continue, by request id. The sample that failed and those
+            behind it are discarded.
+        failed_samples: the index in its row of the sample that failed, by request id. An absent
+            request failed at its first sample. The failure counts only if all draft tokens before
+            the sample are accepted and the request does not end before it.
     """
 
     token_ids: Sequence[int]
     logprobs: StepLogprobs | None = None
     failures: Mapping[str, str] = field(default_factory=dict)
+    failed_samples: Mapping[str, int] = field(default_factory=dict)
 
 
 class InFlightStep(NamedTuple):

@@ -38,7 +38,7 @@ from .block_manager import BlockManager
 from .plan import Blocks, InFlightStep, StepPlan, row_token_ids
 from .queues import Queues
 from .request import Request, RequestInfo, RequestState, by_rank
-from .runner import Drafter
+from .runner import Drafter, DraftObserver
 from .state_slots import StateSlots
 
 
@@ -153,6 +153,9 @@ class Planner:
         """Append draft tokens to rows that sample after settled tokens. Draft tokens do not count
         as dispatched: the next row starts after the accepted ones."""
         blocks = self._blocks
+        if isinstance(drafter, DraftObserver):
+            num_rows = sum(r.num_dispatched == len(r.token_ids) for r in self._requests)
+            drafter.begin(num_rows, len(self._requests) + self._num_extra_tokens)
         for row, request in enumerate(self._requests):
             end = request.num_dispatched
             if not request.settled_only or end != len(request.token_ids):

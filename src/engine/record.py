@@ -71,7 +71,10 @@ class Record:
     def metrics(self, request: Request) -> RequestMetrics:
         """Metrics of ``request``, to which this record belongs, up to its present state."""
         metrics = RequestMetrics(
-            num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            num_draft_tokens=request.num_drafted,
+            num_accepted_tokens=request.num_accepted,
         )
         if self.first_scheduled is not None:
             metrics.queue_time_s = self.first_scheduled - self.arrival

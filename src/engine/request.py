@@ -110,7 +110,10 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         next_event: smallest ``num_computed`` at which commit has more to do (block full, length
             reached); 0: at every commit. Derived; see ``Queues.set_next_event``.
-            reached); 0: at every commit. Derived; see ``Queues.set_next_event``.
+        prediction: tokens that its output is predicted to have; drafters may propose them.
+        drafts: state of the drafter for this request; None before its first proposal.
+        num_drafted, num_accepted: settled draft tokens of its rows, and those accepted among them.
+        num_predicted, num_accepted_predicted: the same for draft tokens from ``prediction``.
     """
 
     __slots__ = (
@@ -118,17 +121,22 @@ class Request:
         "block_table",
         "charge",
         "contents",
+        "drafts",
         "finish_reason",
         "info",
         "leader",
         "logprobs",
         "max_num_tokens",
         "next_event",
+        "num_accepted",
+        "num_accepted_predicted",
         "num_admissions",
         "num_cached_tokens",
         "num_computed",
         "num_dispatched",
+        "num_drafted",
         "num_past_states",
+        "num_predicted",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
@@ -136,6 +144,7 @@ class Request:
         "num_total",
         "on_token",
         "owner",
+        "prediction",
         "priority",
         "rank",
         "reads_cache",
@@ -168,6 +177,7 @@ class Request:
         end_token_ids: frozenset[int] = frozenset(),
         scores_prompt: bool = True,
         segments: Sequence[Segment] | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         """``segments``: segments of the prompt; None: tokens only. ``prompt_token_ids`` has
         placeholders where a segment has other content."""
@@ -210,6 +220,10 @@ class Request:
         self.state_table: list[int] = []
         self.num_slots = self.num_published = self.num_past_states = 0
         self.num_admissions = self.num_cached_tokens = self.num_preemptions = 0
+        self.prediction = prediction
+        self.drafts: object | None = None
+        self.num_drafted = self.num_accepted = 0
+        self.num_predicted = self.num_accepted_predicted = 0
 
     def sibling(
         self, request_id: str, seed: int, on_token: Callable[[int], bool] | None
@@ -235,6 +249,7 @@ class Request:
             end_token_ids=info.end_token_ids,
             scores_prompt=False,
             segments=info.segments,
+            prediction=self.prediction,
         )
         sibling.leader = self
         return sibling

@@ -138,6 +138,7 @@ class RequestFactory:
             reasoning=None if params.structured_outputs is None else prompt.reasoning,
             end_token_ids=own_ends,
             segments=prompt.segments,
+            prediction=prompt.prediction,
         )
         requests = [leader]
         for index in range(1, params.num_generated):

@@ -61,5 +61,28 @@ class Drafter(Protocol):
     def propose(self, request: Request) -> Sequence[int]:
         """Token ids of the target model's vocabulary that may follow ``request.token_ids``, all of
         which are settled. At most ``max_draft_tokens`` of them are used. Called for settled-only
-        requests, at most once per plan. Must not change the request."""
+        requests, at most once per plan. Must not change the request, except ``request.drafts``,
+        which belongs to the drafter."""
         ...
+
+
+class DraftObserver:
+    """Base class of drafters that follow the steps: the scheduler calls these methods of an
+    instance. A drafter that wraps another one forwards them."""
+
+    def begin(self, num_rows: int, num_tokens: int) -> None:
+        """The proposals for a step follow.
+
+        Args:
+            num_rows: number of rows that may have draft tokens.
+            num_tokens: number of tokens of the step, without draft tokens.
+        """
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """A row of ``request`` with draft tokens was settled."""
+
+    def end(self, request: Request) -> None:
+        """``request`` has ended, for the reason ``request.finish_reason``."""
+
+    def reset(self) -> None:
+        """All requests have failed. A method of this object may have been interrupted."""

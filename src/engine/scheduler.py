@@ -12,7 +12,8 @@ The module imports no torch: the scheduler runs, and is checked, without a model
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
@@ -22,13 +23,36 @@ from .planner import PlanAccount, Planner
 from .policy import Policy
 from .queues import Queues
 from .request import Request, RequestState
-from .runner import Drafter
+from .runner import Drafter, DraftObserver
 from .segments import check_segments
 
 _RUNNING = RequestState.RUNNING
 DEAD_END = "allowed_token_ids, bad_words and min_tokens leave no token to sample"
 # The token id that samplers return for a row without a finite logit (kernels/sampling/sampler.py).
 _TOKEN_WITHOUT_LOGITS = 0
+_NO_FAILURES: Final[Mapping[str, tuple[int, str]]] = {}
+
+
+class DraftCounts:
+    """Cumulative counts of draft tokens of settled rows.
+
+    Attributes:
+        num_drafts: number of rows with draft tokens.
+        num_draft_tokens, num_accepted_tokens: their draft tokens, and those accepted among them.
+        accepted_per_position: number of accepted draft tokens by their place in the draft.
+    """
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.accepted_per_position = [0] * (0 if drafter is None else drafter.max_draft_tokens)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one row."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1
 
 
 class Scheduler:
@@ -71,9 +95,11 @@ class Scheduler:
         self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
         self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
-        self.failures: dict[str, str] = {}  # error of on_token, by request id; the engine clears it
+        # Why requests ended with "error" in a commit, by request id; the engine clears it.
+        self.failures: dict[str, str] = {}
         self.num_steps = 0
         self.last_budget = max_num_batched_tokens  # of the newest dispatched step
+        self.draft_counts = DraftCounts(drafter)
         # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
         # row with draft tokens.
         self.last_accepted: list[tuple[str, int]] = []
@@ -179,7 +205,12 @@ class Scheduler:
 
     # Settle -----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[Request]:
+    def commit(
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int],
+        failing: Mapping[str, tuple[int, str]] = _NO_FAILURES,
+    ) -> list[Request]:
         """Settle the oldest step in flight: count its positions as computed, append its tokens,
         publish full blocks, apply stop conditions, release blocks. For a row with draft tokens,
         take the accepted prefix of its samples, up to the end of the request.
@@ -187,6 +218,8 @@ class Scheduler:
         Args:
             plan: the oldest plan that ``schedule`` returned and that was not committed.
             token_ids: the samples of the step, ``num_samples`` per row, concatenated in row order.
+            failing: (index in its row, at least 1; reason) of samples after draft tokens that
+                failed, by request id. A request that reaches the sample ends there with "error".
 
         Returns:
             The requests that finished.
@@ -211,7 +244,7 @@ class Scheduler:
             return finished
         self.last_accepted = []
         if plan.has_drafts:
-            self._commit_drafts(step, token_ids, finished)
+            self._commit_drafts(step, token_ids, failing, finished)
             return finished
         tokens = iter(token_ids)
         for request, _, num_tokens, num_samples in step.rows():
@@ -219,7 +252,11 @@ class Scheduler:
         return finished
 
     def _commit_drafts(
-        self, step: InFlightStep, token_ids: Sequence[int], finished: list[Request]
+        self,
+        step: InFlightStep,
+        token_ids: Sequence[int],
+        failing: Mapping[str, tuple[int, str]],
+        finished: list[Request],
     ) -> None:
         """Settle a step with draft tokens. They are counted only here: each accepted one adds one
         to all three counters of its request."""
@@ -229,9 +266,22 @@ class Scheduler:
                 self._settle(request, num_tokens, tokens[0] if tokens else None, finished)
                 continue
             num_known = len(request.token_ids)
-            self._settle(request, num_tokens - num_samples + 1, tokens[0], finished, tokens[1:])
+            failed, failure = failing.get(request.request_id, (num_samples, ""))
+            if failed >= len(tokens):
+                failure = ""  # of a sample that is not accepted
+            num_own = num_tokens - num_samples + 1
+            self._settle(request, num_own, tokens[0], finished, tokens[1:failed], failure)
             num_accepted = max(0, len(request.token_ids) - num_known - 1)
             self.last_accepted.append((request.request_id, num_accepted))
+            if num_known < len(request.token_ids):  # otherwise it had ended before
+                self._note_drafts(request, num_samples - 1, num_accepted)
+
+    def _note_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.draft_counts.add(num_drafts, num_accepted)
+        request.num_drafted += num_drafts
+        request.num_accepted += num_accepted
+        if isinstance(self.drafter, DraftObserver):
+            self.drafter.note(request, num_drafts, num_accepted)
 
     def _settle(
         self,
@@ -240,10 +290,12 @@ class Scheduler:
         token: int | None,
         finished: list[Request],
         more: Sequence[int] = (),
+        failure: str = "",
     ) -> None:
         """Args:
         num_tokens: positions computed, without draft tokens.
         more: samples after the first, which accepted draft tokens precede.
+        failure: why the sample after these failed; empty if it did not.
         """
         request.num_computed += num_tokens
         if self.queues.pending and request.num_computed >= request.num_prompt_tokens:
@@ -251,8 +303,8 @@ class Scheduler:
         if request.state is not RequestState.FINISHED:
             if token is not None:
                 request.token_ids.append(token)
-            if more:
-                reason = self._take_more(request, more)
+            if more or failure:
+                reason = self._take_more(request, more, failure)
                 self.blocks.publish(request)
             else:
                 self.blocks.publish(request)
@@ -266,25 +318,29 @@ class Scheduler:
         if draining and request in draining:
             self.queues.end_drain(request)
 
-    def _take_more(self, request: Request, more: Sequence[int]) -> str | None:
+    def _take_more(self, request: Request, more: Sequence[int], failure: str) -> str | None:
         """Append the samples that follow accepted draft tokens until the request ends. Returns the
-        reason if it ends."""
+        reason if it ends. ``failure``: see :meth:`_settle`."""
         reason = self._stop_reason(request, request.token_ids[-1])
         for token in more:
             if reason is not None:
                 break
             if is_dead_end(request, token):
-                self.failures[request.request_id] = DEAD_END
+                failure = DEAD_END
+                break
             request.num_computed += 1
             request.num_dispatched += 1
             request.num_total += 1
             request.token_ids.append(token)
             reason = self._stop_reason(request, token)
+        if failure and reason is None:
+            self.failures[request.request_id] = failure
+            return "error"
         return reason
 
     def _stop_reason(self, request: Request, token: int) -> str | None:
         """The reason to stop. A stop token takes precedence over a stop string, and a stop string
-        over the length limit (S25)."""
+        over the length limit (S25). "error" if the text of the token cannot be read."""
         if token in request.stop_token_ids:
             return "stop"
         if request.on_token is not None:
@@ -293,6 +349,7 @@ class Scheduler:
                     return "stop"
             except Exception as error:
                 self.failures[request.request_id] = f"its text could not be read: {error}"
+                return "error"
         return "length" if len(request.token_ids) >= request.max_num_tokens else None
 
     # Reset of the prefix cache ----------------------------------------------------------------
@@ -331,6 +388,8 @@ class Scheduler:
         self.last_steps = deque(maxlen=2)  # the runner discards its own as well
         self.requests = {}
         self.failures = {}
+        if isinstance(self.drafter, DraftObserver):
+            self.drafter.reset()
 
     # ------------------------------------------------------------------------------------------
 
@@ -344,6 +403,8 @@ class Scheduler:
         self.queues.withdraw(request, RequestState.FINISHED)
         request.finish_reason = reason
         del self.requests[request.request_id]
+        if isinstance(self.drafter, DraftObserver):
+            self.drafter.end(request)
 
 
 def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:

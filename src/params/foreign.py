@@ -66,7 +66,7 @@ def _is_path_of_runs(value: Any, _others: Arguments) -> bool:
 
 _OFF = (False,)
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
-_NO_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = "use speculative_config"
 _NO_IMAGES = "only text is supported"
 _REPLICAS = "run an engine per GPU, or `pagespec generate --replicas N`"
 _REVISION = (
@@ -157,7 +157,7 @@ ENGINE: dict[str, Foreign] = {
     "long_prefill_token_threshold": Foreign((0,), _LONG),
     "num_scheduler_steps": Foreign((1,), "use overlap"),
     "scheduler_delay_factor": Foreign((0,), "leave it out"),
-    "num_lookahead_slots": Foreign((0,), _NO_SPECULATION),
+    "num_lookahead_slots": Foreign((0,), _SPECULATION),
     # Computation.
     "compilation_config": Foreign(({},), _GRAPHS),
     "max_seq_len_to_capture": Foreign((_any,)),  # graphs serve every length
@@ -178,9 +178,8 @@ ENGINE: dict[str, Foreign] = {
     "show_hidden_metrics_for_version": Foreign((), "leave it out"),
     "otlp_traces_endpoint": Foreign((), "use trace"),
     # Features that are not supported.
-    "speculative_config": Foreign(({},), _NO_SPECULATION),
-    "speculative_model": Foreign((), _NO_SPECULATION),
-    "num_speculative_tokens": Foreign((0,), _NO_SPECULATION),
+    "speculative_model": Foreign((), "a second model is not supported: use speculative_config"),
+    "num_speculative_tokens": Foreign((0,), _SPECULATION),
     "enable_lora": Foreign(_OFF, _NO_LORA),
     "lora_modules": Foreign(([],), _NO_LORA),
     "enable_prompt_adapter": Foreign(_OFF, _NO_LORA),

@@ -20,6 +20,7 @@ from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
 from ..engine.plan import StepPlan, StepResult
 from ..engine.runner import Runner
+from ..engine.speculation import DEFAULT_COSTS, StepCosts
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..structured.grammars import Grammars
@@ -204,3 +205,7 @@ class Platform(ABC):
         Raises:
             InvalidInputError: they do not fit into memory.
         """
+
+    def step_costs(self, _runner: LocalRunner, _max_model_len: int) -> StepCosts:
+        """The durations of steps, for drafters."""
+        return DEFAULT_COSTS

@@ -19,12 +19,13 @@ class Handle(Protocol):
     Attributes:
         token_ids: int64, tokens of its samples, once these are computed.
         constrained: rows that are sampled once their bitmasks are computed.
-        failures: reasons why requests of the step fail, by request id.
+        failures, failed_samples: see :class:`.StepResult`.
     """
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
     failures: dict[str, str]
+    failed_samples: dict[str, int]
 
 
 class LateMatchers(Matchers):
@@ -67,7 +68,13 @@ class LateMatchers(Matchers):
 
     def result(self, handle: Handle, logprobs: StepLogprobs | None) -> StepResult:
         """The result of a computed step. The matchers of its constrained rows continue."""
-        tokens, failures = handle.token_ids.tolist(), handle.failures
+        tokens = handle.token_ids.tolist()
+        failures, failed_samples = handle.failures, handle.failed_samples
         if handle.constrained is not None:
-            failures = failures | self.settle(handle.constrained, tokens)
-        return StepResult(tokens, logprobs, failures)
+            more, more_samples = self.settle(handle.constrained, tokens)
+            for request_id, failure in more.items():
+                index = more_samples.get(request_id, 0)
+                if request_id not in failures or index <= failed_samples.get(request_id, 0):
+                    failures = failures | {request_id: failure}
+                    failed_samples = failed_samples | {request_id: index}
+        return StepResult(tokens, logprobs, failures, failed_samples)

@@ -1,4 +1,10 @@
-"""Edited rows on a CPU: their histories and tokens, one row at a time."""
+"""Edited rows on a CPU: their histories and tokens, one sample at a time.
+
+A row with draft tokens has several samples, and the history of each ends with the draft tokens
+before it. Its samples are edited in order, up to the first wrong draft token: later ones are
+discarded in any case. So ``logits_processors`` are called with the request's own tokens only, as in
+a row per token.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ class CpuEdits:
 
     def reset(self) -> None:
         """A step failed: clear the histories of all requests."""
-        self._histories: dict[str, list[int]] = {}
+        self.histories: dict[str, list[int]] = {}
 
     def apply(
         self,
@@ -40,7 +46,7 @@ class CpuEdits:
         logits: Tensor,
         tokens: Tensor,
         masks: Masks | None = None,
-    ) -> dict[str, str]:
+    ) -> tuple[dict[str, str], dict[str, int]]:
         """Replace the tokens of edited rows among the tokens of the step.
 
         Args:
@@ -50,26 +56,36 @@ class CpuEdits:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Reasons why requests fail, by request id.
+            Reasons why requests fail, and the samples that failed: see :class:`.StepResult`.
         """
         packer = self._packer
         failures: dict[str, str] = {}
+        failed_samples: dict[str, int] = {}
         if self._rows:
             self._rows.clear()
-        packer.look(plan)
-        if packer.any_history or self._histories:
-            self._keep_history(plan, input_ids)
+        self.take(plan, input_ids)
         if not (packer.any_edited or masks):
-            return failures
+            return failures, failed_samples
         batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks)
         if batch is not None:
             failures.update(packer.failures)
+            drafts = plan.drafts() if plan.has_drafts else {}
             for i, request in enumerate(batch.requests):
+                row, place = int(batch.fields[1, i]), int(batch.fields[0, i])
+                num_drafts = 0
+                if row in drafts:
+                    num_drafts = _num_drafts_before(plan, row, int(batch.fields[3, i]))
+                    before = tokens[place - num_drafts : place].tolist()
+                    has_failed = request.request_id in failures
+                    if has_failed or before != list(drafts[row][:num_drafts]):
+                        continue  # a discarded sample
                 try:
                     self._sample(batch, i, sampling, logits, tokens, failures)
                 except Exception as error:  # ends this request only
                     failures[request.request_id] = f"its logits cannot be edited: {error}"
-        return failures
+                if num_drafts and request.request_id in failures:
+                    failed_samples[request.request_id] = num_drafts
+        return failures, failed_samples
 
     def replaced(self, logits: Tensor) -> Tensor:
         """The logits ``[S, V]`` of the last step, with the edited logits in edited rows."""
@@ -78,18 +94,26 @@ class CpuEdits:
         places = torch.tensor(list(self._rows))
         return logits.float().index_copy(0, places, torch.stack(list(self._rows.values())))
 
-    def _keep_history(self, plan: StepPlan, input_ids: Tensor) -> None:
-        histories = self._histories
+    def take(self, plan: StepPlan, input_ids: Tensor) -> None:
+        """Find the rows of a plan that may be edited, and keep their histories: ``histories``, the
+        known tokens of each request and the draft tokens of its last row, by request id."""
+        self._packer.look(plan)
+        histories = self.histories
+        if not (self._packer.any_history or histories):
+            return
         for request_id in plan.released:
             histories.pop(request_id, None)
         for row, token_ids in plan.prefixes.items():
             if _needs_history(plan.requests[row]):
                 histories[plan.requests[row].request_id] = list(token_ids)
         begin = 0
-        for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
+        for request, start, num_tokens in zip(
+            plan.requests, plan.starts, plan.num_tokens, strict=True
+        ):
             if _needs_history(request):
                 own = input_ids[0, begin : begin + num_tokens].tolist()
-                histories[request.request_id] += own
+                # Rejected draft tokens of an earlier row are stored from the row's start on.
+                histories[request.request_id][start:] = own
             begin += num_tokens
 
     def _sample(
@@ -102,7 +126,7 @@ class CpuEdits:
         failures: dict[str, str],
     ) -> None:
         request, place = batch.requests[i], int(batch.fields[0, i])
-        history = self._histories.get(request.request_id, [])
+        history = self.histories.get(request.request_id, [])[: int(batch.fields[3, i])]
         row = edited_row(batch, i, logits[place], history)
         if has_processors(request):
             row = process(request, row, history[int(batch.fields[2, i]) :], failures)
@@ -112,6 +136,12 @@ class CpuEdits:
         if sampling is not None:
             own = SamplingInputs.from_tensors(*(t[place : place + 1] for t in sampling.tensors()))
         tokens[place : place + 1] = sample(row.unsqueeze(0), own)
+
+
+def _num_drafts_before(plan: StepPlan, row: int, num_known: int) -> int:
+    """The number of draft tokens of a row before its sample that follows ``num_known`` tokens."""
+    num_drafts = plan.num_samples[row] - 1
+    return num_known - (plan.starts[row] + plan.num_tokens[row] - num_drafts)
 
 
 def _needs_history(request: RequestInfo) -> bool:

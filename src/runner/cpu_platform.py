@@ -13,6 +13,7 @@ from ..compile.start_record import StartRecord
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
+from ..engine.speculation import DEFAULT_COSTS, StepCosts
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.cpu_invariant import TILE
 from ..kernels.device import MKL_ROW_UNIT
@@ -22,6 +23,7 @@ from .cpu_runner import ModelRunner
 from .cpu_threads import StepThreads, step_threads
 from .host_memory import available_bytes
 from .kv_budget import size_cpu_cache
+from .step_costs import measure_costs
 
 _PACKING_PART = 4  # 1 / 4 of the available memory may hold packed weights
 _ROWS_OF_STEP = (1, 2, 5)
@@ -88,6 +90,13 @@ class CpuPlatform(Platform):
                 threads=threads,
             )
         return runner, size.max_model_len
+
+    def step_costs(self, runner: LocalRunner, max_model_len: int) -> StepCosts:
+        """Measured, except by one of several ranks."""
+        drafts = self.config.speculation
+        if drafts is None or self._shard.num_ranks > 1 or not isinstance(runner, ModelRunner):
+            return DEFAULT_COSTS
+        return measure_costs(runner, self.config, drafts, max_model_len)
 
 
 def _packing_bytes(*, is_own: bool) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
-from ..engine.plan import StepPlan, StepResult, refuse_drafts
+from ..engine.plan import StepPlan, StepResult
 from ..engine.runner import MAX_DRAFT_TOKENS
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
@@ -30,13 +30,14 @@ from .logprob_rows import step_logprobs
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
-    rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do. ``failures``:
-    reasons why requests of the step fail, by request id."""
+    rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do. ``failures``,
+    ``failed_samples``: see :class:`.StepResult`."""
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
     logprobs: StepLogprobs | None = None
     failures: dict[str, str] = field(default_factory=dict)
+    failed_samples: dict[str, int] = field(default_factory=dict)
 
 
 class _Step(NamedTuple):
@@ -80,7 +81,6 @@ class ModelRunner(LocalRunner):
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
-        refuse_drafts(plan, "the runner on a CPU", takes_plain=True)
         begin = time.perf_counter()
         with torch.inference_mode():
             packed = self._packer.pack(plan)
@@ -95,6 +95,18 @@ class ModelRunner(LocalRunner):
         handle = self._forwarded(packed, plan)
         self._threads.add(time.perf_counter() - begin)
         return handle
+
+    def seconds_of(self, plan: StepPlan) -> float:
+        """CPU time of a step without its packing: the load of other processes hardly changes it, as
+        it changes the duration. Called without steps in flight; the runner is reset afterwards."""
+        try:
+            packed = self._pack(plan)
+            begin = time.process_time()
+            self._compute(packed, None)
+            return time.process_time() - begin
+        finally:
+            self.reset()
+            self.pack_s = 0.0
 
     def _forwarded(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
@@ -121,7 +133,9 @@ class ModelRunner(LocalRunner):
         tokens = handle.token_ids
         if plan is not None:
             ids, sampling = packed.inputs.input_ids, packed.sampling
-            handle.failures = self._edits.apply(plan, ids, sampling, logits, tokens, masks)
+            handle.failures, handle.failed_samples = self._edits.apply(
+                plan, ids, sampling, logits, tokens, masks
+            )
         self._packer.remember(tokens.cpu().numpy())
 
         def sampled_logits(places: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""The edited rows of a step as arrays, from its plan; and the callers' ``logits_processors``."""
+"""The edited rows of logits of a step as arrays, from its plan; and the callers'
+``logits_processors``."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, chain, count, pairwise, repeat
 from threading import current_thread, main_thread
 
 import numpy as np
@@ -31,10 +32,10 @@ _Edited = tuple[RequestInfo, bool, int | None]
 
 @dataclass(frozen=True, slots=True)
 class EditBatch:
-    """Edited rows. ``kernels.sampling.edit_kernels`` defines the arrays.
+    """Edited rows of logits. ``kernels.sampling.edit_kernels`` defines the arrays.
 
     Attributes:
-        requests: the requests of the rows.
+        requests: the requests of the rows. A request with draft tokens has a row per sample.
         fields: int32 ``[NUM_FIELDS, n]``. bias: int32 ``[2, m]``. words: int32 ``[w + 1]``.
         word_ids: int32. masks: int32 ``[k, ceil(V / 32)]``.
         constrained: masks of constrained rows: int32 ``[m, ceil(V / 32)]``.
@@ -137,21 +138,22 @@ class EditPacker:
         history_rows: Sequence[int],
         masks: Masks | None = None,
     ) -> EditBatch | None:
-        """The edited rows, in the order of the logits; None if there are none.
+        """The edited rows, in the order of the logits; None if there are none. Each sample of a row
+        with draft tokens is edited on its own: its history ends before it.
 
         Args:
             history_rows: index of the history of each row of the plan.
-            masks: for rows of the plan, the ids that they may sample. Ids outside
+            masks: the ids that samples of constrained rows may be. Ids outside
                 ``allowed_token_ids`` are removed from the masks here.
         """
         numbers = {} if masks is None else masks.numbers
         rows: list[tuple[int, int, int, int]] = []
         edited: list[_Edited] = []
-        for row, place in self._candidates(plan, masks):
+        for row, place, num_after in self._candidates(plan, masks):
             request = plan.requests[row]
-            num_known = plan.starts[row] + plan.num_tokens[row]
+            num_known = plan.starts[row] + plan.num_tokens[row] - num_after
             num_output = num_known - request.num_prompt_tokens
-            edits, mask = request.edits, numbers.get(row)
+            edits, mask = request.edits, numbers.get(place)
             if (edits is not None and edits.is_active(num_output)) or mask is not None:
                 rows.append((place, history_rows[row], request.num_prompt_tokens, num_known))
                 edited.append((request, edits is not None and num_output < edits.min_tokens, mask))
@@ -173,14 +175,20 @@ class EditPacker:
                 masks.bits[mask] &= allowed
         return replace(batch, fields=fields, constrained=masks.bits)
 
-    def _candidates(self, plan: StepPlan, masks: Masks | None) -> Iterable[tuple[int, int]]:
-        """Rows of the plan that may be edited, each with the index of its first sample among those
-        of the step."""
-        if masks is not None and not self.any_edited:
-            return zip(masks.numbers, masks.places, strict=True)
+    def _candidates(self, plan: StepPlan, masks: Masks | None) -> Iterable[tuple[int, int, int]]:
+        """Samples whose logits may be edited: (row in the plan, index among the samples of the
+        step, number of samples after it in its row)."""
+        if masks is not None and not (self.any_edited or plan.has_drafts):
+            return zip(masks.rows, masks.numbers, repeat(0), strict=False)
         places = accumulate(plan.num_samples, initial=0)
         rows = zip(count(), places, plan.num_samples, strict=False)
-        return ((row, place) for row, place, num_samples in rows if num_samples)
+        if not plan.has_drafts:
+            return ((row, place, 0) for row, place, num_samples in rows if num_samples)
+        return (
+            (row, place + i, num_samples - 1 - i)
+            for row, place, num_samples in rows
+            for i in range(num_samples)
+        )
 
     def _lists_of(self, request: RequestInfo, vocab_size: int) -> _RowLists:
         try:

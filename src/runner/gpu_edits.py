@@ -54,13 +54,13 @@ def _truncated(places: IntArray, numbers: IntArray, params: Sequence[SamplingPar
 
 
 class _MaskedRows(NamedTuple):
-    """The constrained rows of a batch: ``numbers`` and ``places`` of all of them, see
+    """The constrained rows of a batch: ``numbers`` and ``rows`` of all of them, see
     :class:`.structured.matchers.Masks`; those that also have ``edits``; and of the others, on the
     device, places and numbers of the ``simple`` ones, ``[2, n]``, and the ``truncated`` ones in the
     form of :func:`_truncated`."""
 
     numbers: dict[int, int]
-    places: list[int]
+    rows: list[int]
     edits: tuple[dict[int, int], list[int]]
     simple: Tensor
     truncated: Tensor
@@ -146,8 +146,8 @@ class GpuEdits:
         edited = masks
         if masks is not None and self._logprobs is None:
             masked = self._masked_rows_of(plan, masks)
-            numbers, places = masked.edits
-            edited = masks._replace(numbers=numbers, places=places) if numbers else None
+            numbers, rows = masked.edits
+            edited = masks._replace(numbers=numbers, rows=rows) if numbers else None
         if self._packer.any_edited or edited is not None:
             batch = self._packer.pack(plan, logits.shape[1], history_rows, edited)
         if masks is not None:
@@ -161,23 +161,23 @@ class GpuEdits:
 
     def _masked_rows_of(self, plan: StepPlan, masks: Masks) -> _MaskedRows:
         known = self._masked_rows.get(plan.requests)
-        if known is not None and known[:2] == (masks.numbers, masks.places):
+        if known is not None and known[:2] == (masks.numbers, masks.rows):
             return known
         edited: dict[int, int] = {}
-        edited_places, own = [], []
-        for (row, number), place in zip(masks.numbers.items(), masks.places, strict=True):
+        edited_rows, own = [], []
+        for (place, number), row in zip(masks.numbers.items(), masks.rows, strict=True):
             request = plan.requests[row]
             if request.edits is None:
                 own.append((place, number, request.sampling_params))
             else:
-                edited[row] = number
-                edited_places.append(place)
+                edited[place] = number
+                edited_rows.append(row)
         places, numbers, params = zip(*own, strict=True) if own else ((), (), ())
         fields = np.array([places, numbers], np.int32)
         cut = _truncated(fields[0], fields[1], params)
         is_simple = ~np.isin(fields[0], cut[0])
         simple, truncated = parts_to_device([fields[:, is_simple], cut], self._device)
-        rows = _MaskedRows(masks.numbers, masks.places, (edited, edited_places), simple, truncated)
+        rows = _MaskedRows(masks.numbers, masks.rows, (edited, edited_rows), simple, truncated)
         return self._masked_rows.put(plan.requests, rows)
 
     def _draw_masked(

@@ -43,7 +43,7 @@ class GpuStepHandle:
     Attributes:
         constrained: rows that are sampled once their bitmasks are computed. Until then there is no
             ``event`` and no ``logprobs``.
-        failures: reasons why requests of the step fail, by request id.
+        failures, failed_samples: see :class:`.StepResult`.
     """
 
     token_ids: Tensor
@@ -52,6 +52,7 @@ class GpuStepHandle:
     logprobs: Tensor | None = None
     num_logprobs: int = 0
     failures: dict[str, str] = field(default_factory=dict)
+    failed_samples: dict[str, int] = field(default_factory=dict)
 
     def is_computed(self, wait_s: float) -> bool:
         """Whether the step has been computed, after at most ``wait_s`` seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -67,7 +68,8 @@ def _read_prompt(
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return context.engine.llm.chat_reader.read(
+    llm = context.engine.llm
+    prompt = llm.chat_reader.read(
         body.messages,
         tools=None if body.tool_choice == "none" else body.tools,
         tool_choice=choice,
@@ -77,6 +79,9 @@ def _read_prompt(
         stop_in_reasoning=bool(body.stop_in_reasoning),
         truncate=params.truncate_prompt_tokens,
     )
+    if not body.prediction:
+        return prompt
+    return replace(prompt, prediction=llm.reader.read_prediction(body.prediction))
 
 
 class _Choices(Choices[ChatRequest]):
@@ -139,6 +144,10 @@ class _Choices(Choices[ChatRequest]):
         if self._llm.chat_reader.answer_format is None:
             return None
         return sum(answer.num_reasoning_tokens for answer in self._answers.values())
+
+    @property
+    def prediction_counts(self) -> tuple[int, int] | None:
+        return self.generations[0].prediction_counts if self._body.prediction else None
 
     def _answer(self, index: int) -> ChatAnswer:
         answer = self._answers.get(index)

@@ -36,6 +36,8 @@ class EngineCollector(Collector):
         for reason, number in self._metrics.num_ended.items():
             ended.add_metric([*values, reason], number)
         yield ended
+        if self._metrics.engine.llm.config.speculation is not None:
+            yield from self._draft_counters()
         histograms = ((n, t, h.buckets(), h.total) for n, t, h in self._histograms())
         yield from self._families(HistogramMetricFamily, histograms)
         yield self._settings()
@@ -71,6 +73,24 @@ class EngineCollector(Collector):
             ("vllm:generation_tokens", "Tokens generated.", metrics.num_generated_tokens),
             ("pagespec:engine_steps", "Engine steps.", now.num_steps),
         ]
+
+    def _draft_counters(self) -> Iterator[Metric]:
+        drafts = self._metrics.engine.llm.engine.scheduler.draft_counts
+        rows = [
+            ("num_drafts", "Rows with draft tokens.", drafts.num_drafts),
+            ("num_draft_tokens", "Draft tokens.", drafts.num_draft_tokens),
+            ("num_accepted_tokens", "Accepted draft tokens.", drafts.num_accepted_tokens),
+        ]
+        named = [(f"vllm:spec_decode_{name}", text, number) for name, text, number in rows]
+        yield from self._families(CounterMetricFamily, named)
+        per_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their place in the draft.",
+            labels=[*self._labels, "position"],
+        )
+        for position, number in enumerate(drafts.accepted_per_position):
+            per_position.add_metric([*self._labels.values(), str(position)], number)
+        yield per_position
 
     def _histograms(self) -> list[tuple[str, str, Histogram]]:
         m = self._metrics

@@ -68,6 +68,11 @@ class Choices(ABC, Generic[Body]):
         """Reasoning tokens of all answers so far; None if the reasoning format is unknown."""
         return None
 
+    @property
+    def prediction_counts(self) -> tuple[int, int] | None:
+        """Accepted and rejected draft tokens from the prediction; None without a prediction."""
+        return None
+
     @cached_property
     def texts(self) -> TokenTexts:
         """Converts single tokens to text, for log-probabilities."""
@@ -106,9 +111,15 @@ class Choices(ABC, Generic[Body]):
             "total_tokens": num_prompt + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
-        num_reasoning = self.num_reasoning_tokens
+        details = {}
+        num_reasoning, counts = self.num_reasoning_tokens, self.prediction_counts
         if num_reasoning is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+            details["reasoning_tokens"] = num_reasoning
+        if counts is not None:
+            details["accepted_prediction_tokens"] = counts[0]
+            details["rejected_prediction_tokens"] = counts[1]
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

@@ -95,6 +95,13 @@ class Generation:
         return self._served.requests[0].num_cached_tokens
 
     @property
+    def prediction_counts(self) -> tuple[int, int]:
+        """Draft tokens from the prediction so far, of all answers: accepted and rejected."""
+        requests = self._served.requests
+        num_accepted = sum(request.num_accepted_predicted for request in requests)
+        return num_accepted, sum(request.num_predicted for request in requests) - num_accepted
+
+    @property
     def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
         """See :class:`RequestOutput`; complete once an output token is settled."""
         params = self._served.params

@@ -2,7 +2,8 @@
 
 Reading order: ``tokens`` (converts a tokenizer for llguidance), ``grammars`` (compiles constraints
 for one model and caches them), ``matchers`` (the state of each running request, from plans and
-results only). The package imports no torch: it computes bitmasks, which the sampler applies.
+results only), ``forced`` (draft tokens that grammars force). The package imports no torch: it
+computes bitmasks, which the sampler applies.
 
-It imports the plans and constraints of ``engine``; ``runner`` and ``build`` import it.
+It imports the plans, constraints and drafters of ``engine``; ``runner`` and ``build`` import it.
 """

@@ -1,10 +1,14 @@
 """The matchers of a runner's constrained requests, and the bitmasks for their next tokens.
 
 Plans and results are the only inputs. A matcher consumes the output tokens known at an admission
-(after a preemption), then each collected token; it never rolls back. A bitmask needs all tokens
+(after a preemption), then each accepted token. A bitmask needs all tokens
 before it. These are settled when its row is planned, because constrained requests are settled-only
 (S42). So a thread computes the bitmask as soon as the tokens are collected, and only the sampling
 of the row waits for it.
+
+A row with k draft tokens samples k + 1 tokens, each with its own bitmask. A copy of the matcher
+consumes the draft tokens once the row is planned, up to the first one that the grammar forbids. The
+row's own matcher consumes accepted tokens only, so it is never rolled back.
 
 A constraint applies to the content of an answer. If reasoning may precede it, a row has a separate
 mask before and inside the reasoning (:mod:`.reasoning`), and the matcher gets the tokens after it.
@@ -12,10 +16,11 @@ mask before and inside the reasoning (:mod:`.reasoning`), and the matcher gets t
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +78,7 @@ class _Text:
         beginning: state before the content begins; None from the content's first token on.
         ends: additional tokens that are allowed wherever the model's end tokens are. The matcher
             consumes ``end`` in place of each.
+        is_fork: see :meth:`fork`.
     """
 
     matcher: Any
@@ -84,6 +90,18 @@ class _Text:
     beginning: _Beginning | None = None
     ends: frozenset[int] = frozenset()
     end: int = 0
+    is_fork: bool = False
+
+    def fork(self) -> _Text:
+        """A copy that consumes draft tokens. Called when the matcher has consumed all known
+        tokens."""
+        matcher, beginning = self.matcher.deep_copy(), self.beginning
+        if beginning is not None:
+            is_fresh = beginning.fresh is self.matcher
+            fresh = matcher if is_fresh else beginning.fresh.deep_copy()
+            tracker = copy.copy(beginning.tracker)
+            beginning = replace(beginning, tracker=tracker, fresh=fresh)
+        return replace(self, matcher=matcher, unread=[], beginning=beginning, is_fork=True)
 
     @property
     def opening(self) -> Ids | None:
@@ -96,9 +114,11 @@ class _Text:
         new = token_ids[self.num_known - start :]
         num_prompt = max(0, request.num_prompt_tokens - self.num_known)
         self.num_known += len(new)
-        outputs = new[num_prompt:]
-        if not outputs:
-            return
+        if len(new) > num_prompt:
+            self.push_outputs(new[num_prompt:])
+
+    def push_outputs(self, outputs: Sequence[int]) -> None:
+        """Add output tokens, which follow the known ones."""
         if self.ends:
             outputs = [self.end if i in self.ends else i for i in outputs]
         self.made = None
@@ -120,18 +140,41 @@ class _Text:
             self.beginning = None
 
 
+@dataclass(slots=True, eq=False)
+class _Ahead:
+    """The masks behind the draft tokens of a row.
+
+    Attributes:
+        masks: the index of the mask behind each draft token.
+        num_made: how many of them are written. The grammar forbids the next draft token, or there
+            is none, or the mask behind it failed.
+        failure: why the next mask could not be computed; empty if it did not fail.
+    """
+
+    text: _Text
+    drafts: tuple[int, ...]
+    masks: list[int]
+    num_made: int = 0
+    failure: str = ""
+
+
 @dataclass(slots=True)
 class ConstrainedRows:
     """The sampled rows of a step whose tokens are constrained.
 
     Attributes:
-        rows: row indices in the plan. places: their indices among the sampled rows.
+        rows: row indices in the plan. places: the indices of their first samples among those of the
+            step.
+        aheads: of the rows with draft tokens, by row. made_ahead: done when their masks are
+            written.
     """
 
     plan: StepPlan
     rows: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
+    aheads: dict[int, _Ahead] = field(default_factory=dict)
+    made_ahead: Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -141,16 +184,16 @@ class Masks(NamedTuple):
     """The ids that constrained rows of a step may sample.
 
     Attributes:
-        bits: int32 ``[masks, words]``, one bit per id. A row's mask is unchanged until its token is
+        bits: int32 ``[masks, words]``, one bit per id. A mask is unchanged until its sample is
             settled.
-        numbers: mask index by row of the plan. A row whose matcher has failed has none: its
-            sampled token is discarded.
-        places: indices of these rows among the sampled ones.
+        numbers: mask index by sample of the step. Samples that are discarded in any case have none:
+            those behind a draft token that the grammar forbids, or of a matcher that has failed.
+        rows: the row of the plan of each of these samples.
     """
 
     bits: IntArray
     numbers: dict[int, int]
-    places: list[int]
+    rows: list[int]
 
 
 def make_array(num_masks: int, num_words: int) -> IntArray:
@@ -209,7 +252,12 @@ class Matchers:
             found = self._find(plan)
             if is_repeatable:
                 self._repeatable.put(plan.requests, found)
+            elif plan.has_drafts:
+                self._find_drafts(found)
         self._start([text for text in found.texts if text.made is None and not text.failure])
+        if found.aheads:
+            aheads = list(found.aheads.values())
+            found.made_ahead = self._submit(self._look_ahead, aheads, self._bits)
         return found if found.rows else None
 
     def _release(self, plan: StepPlan) -> None:
@@ -226,22 +274,31 @@ class Matchers:
     def _find(self, plan: StepPlan) -> ConstrainedRows:
         found = ConstrainedRows(plan)
         begin = place = 0
-        for row, (request, start, num_tokens, is_sampled) in enumerate(plan.rows()):
+        for row, (request, start, num_tokens, num_samples) in enumerate(plan.rows()):
             outputs = request.sampling_params.structured_outputs
             if outputs is not None:
                 if row in plan.tables:
                     text = self._texts[request.request_id] = self._new_text(request)
                     text.push(request, 0, plan.prefixes[row])
                 text = self._texts[request.request_id]
-                if start + num_tokens > text.num_known:
-                    text.push(request, start, plan.token_ids[begin : begin + num_tokens])
-                if is_sampled:
+                num_own = num_tokens - max(0, num_samples - 1)
+                if start + num_own > text.num_known:
+                    text.push(request, start, plan.token_ids[begin : begin + num_own])
+                if num_samples:
                     found.rows.append(row)
                     found.places.append(place)
                     found.texts.append(text)
             begin += num_tokens
-            place += is_sampled
+            place += num_samples
         return found
+
+    def _find_drafts(self, found: ConstrainedRows) -> None:
+        """Allocate the masks behind the draft tokens of constrained rows."""
+        drafts = found.plan.drafts()
+        for row, text in zip(found.rows, found.texts, strict=True):
+            if row in drafts and not text.failure:
+                masks = [self._take_mask() for _ in drafts[row]]
+                found.aheads[row] = _Ahead(text, drafts[row], masks)
 
     def _new_text(self, request: RequestInfo) -> _Text:
         try:
@@ -279,40 +336,71 @@ class Matchers:
         """The masks of a step's rows; waits until they are computed."""
         for job in {text.made for text in constrained.texts if text.made is not None}:
             job.result()
-        numbers, places = {}, []
+        if constrained.made_ahead is not None:
+            constrained.made_ahead.result()
+        numbers, own_rows = {}, []
         rows = zip(constrained.rows, constrained.places, constrained.texts, strict=True)
         for row, place, text in rows:
             if not text.failure:
-                numbers[row] = text.mask
-                places.append(place)
-        return Masks(self._bits[:, : self._grammars.num_words], numbers, places)
+                numbers[place] = text.mask
+                own_rows.append(row)
+                if row in constrained.aheads:
+                    ahead = constrained.aheads[row]
+                    for i, mask in enumerate(ahead.masks[: ahead.num_made]):
+                        numbers[place + 1 + i] = mask
+                        own_rows.append(row)
+        return Masks(self._bits[:, : self._grammars.num_words], numbers, own_rows)
 
-    def settle(self, constrained: ConstrainedRows, token_ids: Sequence[int]) -> dict[str, str]:
-        """Process the tokens of a step, one per sampled row of its plan, and start computing the
-        masks for the next tokens.
+    def settle(
+        self, constrained: ConstrainedRows, token_ids: Sequence[int]
+    ) -> tuple[dict[str, str], dict[str, int]]:
+        """Process the samples of a step, and start computing the masks for the next tokens.
 
         Returns:
-            Why requests cannot continue, by request id.
+            Why requests cannot continue, and the samples that failed: see
+            :class:`.StepResult`.
         """
         plan = constrained.plan
+        accepted = plan.accepted(token_ids) if constrained.aheads else []
         sampled = [token_ids[place] for place in constrained.places]
         masks = [text.mask for text in constrained.texts]
         ids = np.array(sampled, np.int64)
         is_allowed = (self._bits[masks, ids >> 5] >> (ids & 31) & 1).tolist()
-        failures, going_on = {}, []
+        failures: dict[str, str] = {}
+        failed_samples: dict[str, int] = {}
+        going_on = []
         for i, (row, text) in enumerate(zip(constrained.rows, constrained.texts, strict=True)):
             request = plan.requests[row]
             if not (text.failure or is_allowed[i]):
-                text.failure = (
-                    f"token {sampled[i]} is not allowed: other parameters ban all allowed tokens"
-                )
+                text.failure = _not_allowed(sampled[i])
+            samples: Sequence[int] = [sampled[i]]
+            if row in constrained.aheads and not text.failure:
+                samples = accepted[row]
+                num_right = self._check_ahead(constrained.aheads[row], samples)
+                if text.failure:
+                    failed_samples[request.request_id] = num_right
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"
             elif self._texts.get(request.request_id) is text:
-                text.push(request, plan.starts[row] + plan.num_tokens[row], [sampled[i]])
+                start = plan.starts[row] + plan.num_tokens[row] - (plan.num_samples[row] - 1)
+                text.push(request, start, samples)
                 going_on.append(text)
+        for ahead in constrained.aheads.values():
+            self._free += ahead.masks
         self._start(going_on)
-        return failures
+        return failures, failed_samples
+
+    def _check_ahead(self, ahead: _Ahead, samples: Sequence[int]) -> int:
+        """Set the failure of a text if one of the accepted samples behind its draft tokens failed.
+        Returns the number of samples before it."""
+        for i, token_id in enumerate(samples[1:]):
+            if i >= ahead.num_made:  # the samples before are allowed, so the next mask failed
+                ahead.text.failure = ahead.failure or _shown("")
+            elif not _is_allowed(self._bits[ahead.masks[i]], token_id):
+                ahead.text.failure = _not_allowed(token_id)
+            if ahead.text.failure:
+                return i + 1
+        return len(samples)
 
     # On the thread ----------------------------------------------------------------------------
 
@@ -324,11 +412,16 @@ class Matchers:
         jobs = [_Job(text, text.unread, text.opening) for text in texts if text.made is None]
         if not jobs:
             return
+        made = self._submit(self._make, jobs, self._bits)
+        for job in jobs:
+            job.text.unread, job.text.made = [], made
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Queue work for the thread."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="pagespec-masks")
-        self._last_job = self._worker.submit(self._make, jobs, self._bits)
-        for job in jobs:
-            job.text.unread, job.text.made = [], self._last_job
+        self._last_job = self._worker.submit(work, *arguments)
+        return self._last_job
 
     def _write_free_mask(self, text: _Text, beginning: _Beginning) -> None:
         """Write the mask of a row inside its reasoning. No job writes it at the same time."""
@@ -336,11 +429,35 @@ class Matchers:
         num_matched = beginning.tracker.num_matched
         if beginning.is_free and beginning.banned == num_matched:
             return
-        banned = beginning.tokens.banned(num_matched)
-        row = self._bits[text.mask]
-        row[:] = -1
-        np.bitwise_and.at(row, banned >> 5, ~_bits_of(banned))
+        _write_free(self._bits[text.mask], beginning.tokens.banned(num_matched))
         beginning.is_free, beginning.banned = True, num_matched
+
+    def _look_ahead(self, aheads: Sequence[_Ahead], bits: IntArray) -> None:
+        """Write the masks behind draft tokens: for each in turn, the masks of all rows at once."""
+        forks = [(ahead, text) for ahead in aheads if (text := _fork_of(ahead)) is not None]
+        for i in range(max(len(ahead.drafts) for ahead in aheads)):
+            forks = [
+                (ahead, text)
+                for ahead, text in forks
+                if i < len(ahead.drafts) and _is_allowed(bits[text.mask], ahead.drafts[i])
+            ]
+            jobs = []
+            for ahead, text in forks:
+                text.mask = ahead.masks[i]
+                text.failure = _failure_of(text.push_outputs, [ahead.drafts[i]])
+                beginning = text.beginning
+                if beginning is not None and not beginning.is_undecided:
+                    num_matched = beginning.tracker.num_matched
+                    _write_free(bits[text.mask], beginning.tokens.banned(num_matched))
+                elif not text.failure:
+                    jobs.append(_Job(text, text.unread, text.opening))
+                    text.unread = []
+            if jobs:
+                self._make(jobs, bits)
+            for ahead, text in forks:
+                ahead.failure = text.failure
+                ahead.num_made = i + (not text.failure)
+            forks = [(ahead, text) for ahead, text in forks if not text.failure]
 
     def _make(self, jobs: list[_Job], bits: IntArray) -> None:
         """Pass the matchers their tokens and write the masks. llguidance does each in one call for
@@ -357,10 +474,10 @@ class Matchers:
         for job in jobs:
             if job.opening is not None:
                 job.text.failure = _failure_of(job.try_tokens)
-            elif len(job.ids) == 1:
+            elif len(job.ids) == 1 and not job.text.is_fork:
                 one.append(job)
             elif job.ids:
-                job.text.failure = _failure_of(job.text.matcher.consume_tokens, job.ids)
+                job.text.failure = _failure_of(consume_all, job.text.matcher, job.ids)
         if one:
             pairs = [(job.text.matcher, job.ids[0]) for job in one]
             failure = _failure_of(consume_token_par, self._executor, pairs)
@@ -416,6 +533,34 @@ class _Job:
         if beginning is not None and not beginning.is_beyond:
             num_taken = self.text.matcher.try_consume_tokens(self.ids)
             beginning.is_beyond = num_taken < len(self.ids)
+
+
+def consume_all(matcher: Any, token_ids: Sequence[int]) -> bool:
+    """Let a matcher consume tokens; False if it now has an error. Unlike its ``consume_tokens`` it
+    accepts end tokens behind a complete text, as ``consume_token`` does."""
+    return all(matcher.consume_token(token_id) for token_id in token_ids)
+
+
+def _fork_of(ahead: _Ahead) -> _Text | None:
+    try:
+        return None if ahead.text.failure else ahead.text.fork()
+    except BaseException as error:  # not on a thread that receives signals
+        ahead.failure = _shown(error)
+        return None
+
+
+def _is_allowed(mask: IntArray, token_id: int) -> bool:
+    return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def _not_allowed(token_id: int) -> str:
+    return f"token {token_id} is not allowed: other parameters ban all allowed tokens"
+
+
+def _write_free(mask: IntArray, banned: Ids) -> None:
+    """Allow all tokens except ``banned``."""
+    mask[:] = -1
+    np.bitwise_and.at(mask, banned >> 5, ~_bits_of(banned))
 
 
 def _bits_of(ids: Ids) -> IntArray:

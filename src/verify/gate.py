@@ -10,11 +10,12 @@ kernels the library chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
 from .cases import ScheduleCases, ScoreCases
+from .draft_cases import KINDS, draft_cases
 from .report import CaseGroup, GateReport, GateSize
 from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
@@ -52,12 +53,23 @@ class _Gate:
             scores = ScoreCases(stepped, subjects)
             name = f"scores beside sampled log-probabilities{words}"
             self._group(name, scores, references=scores.references)
+            for kind in KINDS if stepped.has_drafts else ():
+                drafted = self._drafts(stepped, self._references, kind)
+                counts = f"num_{'rejected' if kind == 'wrong' else 'accepted'}_drafts"
+                self._group(f"draft tokens: {kind}{words}", drafted, counts)
             stepped.close()
         if self._size.both_overlaps:
             self._pressed_groups(self._cases.pressed_engine(overlap=True), "")
         if with_control:
             self.report.controls = self.controls()
         return self.report
+
+    def _drafts(
+        self, stepped: SteppedEngine, references: Mapping[CaseRequest, Answer], kind: str
+    ) -> Iterator[Case]:
+        cases = self._cases
+        subjects, vocabulary = cases.subjects, cases.vocabulary
+        return draft_cases(stepped, subjects, references, vocabulary, kind, self.report)
 
     def _pressed_groups(self, stepped: SteppedEngine, words: str) -> None:
         self._group(f"paused and computed again{words}", self._cases.pauses(stepped))
@@ -102,7 +114,7 @@ class _Gate:
         return found
 
     def _control(self, name: str, settings: dict[str, Any]) -> list[CaseGroup]:
-        """One control: its groups of scores and of schedules."""
+        """One control: its groups of scores, of draft tokens and of schedules."""
         found = CaseGroup(name)
         stepped = self._cases.engine(enable_prefix_caching=False, transparent=False, **settings)
         subjects = self._cases.subjects
@@ -113,8 +125,13 @@ class _Gate:
         found.compare(self._cases.cuts(stepped, _NUM_CONTROL_CUTS), alone)
         scores, cases = CaseGroup(f"{name}, scores"), ScoreCases(stepped, subjects)
         scores.compare(cases, cases.references)
+        groups = [scores, found]
+        if stepped.has_drafts:
+            drafts = CaseGroup(f"{name}, draft tokens")
+            drafts.compare(self._drafts(stepped, alone, "right"), alone)
+            groups.insert(1, drafts)
         stepped.close()
-        return [scores, found]
+        return groups
 
 
 def run_gate(

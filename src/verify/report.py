@@ -84,14 +84,17 @@ class GateReport:
             found a difference, if any did.
         num_preemptions: number of times that a request was preempted for its blocks.
         num_hit_blocks: number of blocks found in the prefix cache.
-        idle: groups about cache hits or preemptions in which none occurred, so that their equal
-            answers prove nothing.
+        num_accepted_drafts, num_rejected_drafts: numbers of draft tokens.
+        idle: groups about cache hits, preemptions or draft tokens in which none occurred, so that
+            their equal answers prove nothing.
     """
 
     groups: list[CaseGroup] = field(default_factory=list)
     controls: list[CaseGroup] = field(default_factory=list)
     num_preemptions: int = 0
     num_hit_blocks: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     idle: list[str] = field(default_factory=list)
 
     @property

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..engine.logit_edits import LogitEdits
 from ..engine.plan import StepPlan
 from ..engine.request import Request
+from ..engine.runner import Drafter
 from ..engine.sampling_params import SamplingParams
+from ..engine.scheduler import DraftCounts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +70,7 @@ class Answer:
         return ""
 
 
+_Bits = tuple[bytes, tuple[int, ...]]
 Case = tuple[str, CaseRequest, Answer]
 """(description of the schedule, subject, answer)."""
 
@@ -80,17 +83,33 @@ class SteppedEngine:
         self.engine = self.llm.engine
         self.scheduler = self.engine.scheduler
         self.full_budget = self.scheduler.max_num_batched_tokens
-        self._bits: defaultdict[tuple[str, int], set[bytes]] = defaultdict(set)
+        # Per request and position: digests, each with the draft tokens before the position.
+        self._bits: defaultdict[tuple[str, int], set[_Bits]] = defaultdict(set)
         self._num_added = 0
 
     def _record(self, plan: StepPlan, logits: Tensor) -> None:
         import torch
 
         rows = logits.detach().cpu().contiguous().view(torch.uint8).numpy()
-        sampled = [(r, start + n) for r, start, n, is_sampled in plan.rows() if is_sampled]
-        for (request, position), row in zip(sampled, rows, strict=True):
+        drafts = plan.drafts() if plan.has_drafts else {}
+        sampled = [
+            (request.request_id, start + n - num_samples + 1 + i, drafts.get(index, ())[:i])
+            for index, (request, start, n, num_samples) in enumerate(plan.rows())
+            for i in range(num_samples)
+        ]
+        for (name, position, before), row in zip(sampled, rows, strict=True):
             digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            self._bits[request.request_id, position].add(digest)
+            self._bits[name, position].add((digest, before))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether rows of this engine may have draft tokens."""
+        return self.engine.runner.max_draft_tokens > 0 and self.scheduler.blocks.states is None
+
+    def use_drafter(self, drafter: Drafter | None) -> None:
+        """Let a drafter propose draft tokens from now on. Called without live requests."""
+        self.scheduler.drafter = drafter
+        self.scheduler.draft_counts = DraftCounts(drafter)
 
     def add(self, subject: CaseRequest, salt: bytes = b"") -> Request:
         """Add a subject. Only requests with the same ``salt`` share cached blocks."""
@@ -129,16 +148,20 @@ class SteppedEngine:
 
     def answer(self, request: Request) -> Answer:
         """The answer of a finished request, whose records are dropped. Overlapping steps may have
-        computed positions after its end, which are ignored."""
+        computed positions after its end, which are ignored, as positions after a wrong draft token
+        are."""
         self.engine.forget(request)
-        length = request.max_num_tokens
-        bits = {
-            position: frozenset(found)
-            for (name, position), found in self._bits.items()
-            if name == request.request_id and position < length
-        }
-        for position in list(bits):
-            del self._bits[request.request_id, position]
+        length, tokens = request.max_num_tokens, tuple(request.token_ids)
+        bits = {}
+        for name, position in list(self._bits):
+            if name != request.request_id:
+                continue
+            recorded = self._bits.pop((name, position))
+            found = {
+                d for d, before in recorded if tokens[position - len(before) : position] == before
+            }
+            if found and position < length:
+                bits[position] = frozenset(found)
         return Answer(tuple(request.output_token_ids), bits)
 
     def run(self, subjects: Sequence[CaseRequest], salt: bytes = b"") -> list[Answer]:

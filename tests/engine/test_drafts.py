@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -398,7 +398,70 @@ def test_a_sample_that_its_own_edits_ban_ends_its_request_alone(place: int) -> N
     while engine.has_work:
         engine.step()
     assert banned.finish_reason == "error"
-    assert len(banned.output_token_ids) == (0, 4, 3)[place]  # of the first step alone
+    assert len(banned.output_token_ids) == place  # the sample is not taken, nor any behind it
     assert isinstance(engine.error(banned), RequestError)
     assert "no token to sample" in str(engine.error(banned))
     assert other.finish_reason == "length"
+
+
+class Failing(ContentRunner):
+    """Samples 256 throughout; in its second step the row has a sample that fails."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(num_blocks=20, block_size=4, vocab_size=3, max_draft_tokens=3)
+        self._index = index
+
+    def collect(self, handle: object) -> StepResult:
+        token_ids = [256] * len(super().collect(handle).token_ids)
+        if self.num_steps != 2:
+            return StepResult(token_ids)
+        return StepResult(token_ids, failures={"a": "no more"}, failed_samples={"a": self._index})
+
+
+def served_with(runner: ContentRunner, *drafts: int, **given) -> tuple[Request, str]:
+    """The request, and its error."""
+    scheduler = scheduler_with(FixedDrafts(*drafts, most=3))
+    engine = Engine(scheduler, runner, check_invariants=True)
+    request = Request("a", [0], PARAMS, max_num_tokens=12, settled_only=True, **given)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return request, str(engine.error(request) or "")
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_sample_that_fails_ends_its_request_if_it_is_reached(index: int) -> None:
+    """The samples before it are taken. Behind a wrong draft token it is not reached."""
+    request, error = served_with(Failing(index), 256, 256, 256)
+    assert (request.finish_reason, len(request.output_token_ids)) == ("error", 4 + index)
+    assert error.endswith("no more")
+    drafts = [256] * 3
+    if index:
+        drafts[index - 1] = 512
+        request, error = served_with(Failing(index), *drafts)
+        assert (request.finish_reason, error) == ("length", "")
+
+
+@pytest.mark.parametrize("last", range(5, 9))
+def test_a_failure_behind_the_end_of_the_text_is_none(last: int) -> None:
+    request, error = served_with(Failing(3), 256, 256, 256, on_token=ending(last))
+    assert request.finish_reason == ("stop" if last < 8 else "error")
+    assert len(request.output_token_ids) == min(last, 7)
+    assert bool(error) == (last == 8)
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_a_text_that_cannot_be_read_ends_the_request_there(place: int) -> None:
+    """Also at its last token, and in the middle of accepted draft tokens."""
+    for drafts in ((256, 256, 256), (512, 256)):
+        count = itertools.count(1)
+
+        def reads(_: int, count: Iterator[int] = count) -> bool:
+            if next(count) == place:
+                raise UnicodeError("no text")
+            return False
+
+        request, error = served_with(Failing(9), *drafts, on_token=reads)
+        assert request.finish_reason == "error"
+        assert len(request.output_token_ids) == place
+        assert error.endswith("its text could not be read: no text")

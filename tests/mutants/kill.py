@@ -21,8 +21,8 @@ from tests.support.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = (
-    *("block_manager", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
-    *("segments", "siblings", "state_slots"),
+    *("block_manager", "drafters", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
+    *("segments", "siblings", "speculation", "state_slots"),
 )
 RUNNER_TESTS = ("tests/runner/test_pinned.py",)
 

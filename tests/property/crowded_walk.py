@@ -93,13 +93,17 @@ def walk(
 
 
 def with_drafts(label: Schedule, pair: Pair, rng: random.Random) -> Schedule:
-    """The action with some draft tokens offered, sometimes more than fit."""
+    """The action with some draft tokens offered, more than there is room for among them, or those
+    of a real drafter."""
     most = pair.scope.max_drafts + 1
     offer = tuple(
         (r, tuple(rng.randrange(2) for _ in range(rng.randint(1, most))))
         for r in pair.state.running + pair.state.waiting
         if rng.random() < 0.7
     )
+    drafter = pair.scheduler.drafter
+    if drafter is not None and pair.state.requests and len(pair.requests[-1].token_ids) % 2:
+        offer = tuple(drafter.proposals(pair.scheduler.requests.values()))
     made, _ = model.plan(pair.state, pair.scope, label.budget, offer)
     count = sum(row.num_samples for row in made.rows)
     tokens = tuple(rng.choice(pair.scope.outputs) for _ in range(count))

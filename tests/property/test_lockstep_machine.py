@@ -173,6 +173,9 @@ class LockstepMachine(RuleBasedStateMachine):
         if scope.max_drafts:  # more of them than have room, and for rows that may have none
             drafts = st.lists(token, max_size=scope.max_drafts + 1).map(tuple)
             offer = [(row.request, data.draw(drafts)) for row in made.rows]
+            drafter = self.pair.scheduler.drafter
+            if drafter is not None and data.draw(st.booleans()):
+                offer = drafter.proposals(self.pair.scheduler.requests.values())
             made, _ = model.plan(self.state, scope, budget, tuple(offer))
         count = sum(row.num_samples for row in made.rows)
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))

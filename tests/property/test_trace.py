@@ -390,8 +390,10 @@ def test_wrong_draft_tokens_are_rejected(how: str, property_ids: set[str]) -> No
     check_altered(drafting_trace, alter_drafts, how, property_ids)
 
 
-def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> None:
-    """Only the engine reads text: the trace records after how many draft tokens it ended."""
+@pytest.mark.parametrize("end", ["stop", "error"])
+def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path, end: str) -> None:
+    """Only the engine sees text: the trace records after how many draft tokens it ended. The same
+    holds for a text that cannot be read."""
     ends = set()
     for seed in range(30):
         scenario = Scenario(seed, has_states=False, has_drafts=True)
@@ -399,6 +401,8 @@ def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> N
 
         def ends_here(token: int, seen: list[int] = seen, last: int = 2 + seed % 4) -> bool:
             seen.append(token)
+            if end == "error" and len(seen) == last:
+                raise UnicodeError("no text")
             return len(seen) == last
 
         path = tmp_path / f"{seed}.jsonl"
@@ -420,7 +424,7 @@ def test_a_stop_string_behind_an_accepted_draft_is_replayed(tmp_path: Path) -> N
         result = next(e for e in map(json.loads, reversed(lines)) if e["event"] == "result")
         ends.update((request.finish_reason, n) for _, n in result["accepted"])
         assert seen == request.output_token_ids
-    assert {reason for reason, n in ends if n} >= {"stop"}
+    assert {reason for reason, n in ends if n} >= {end}
 
 
 @functools.cache

@@ -53,7 +53,12 @@ class LogitsByPosition:
         self.rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def __call__(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        sampled = [(r, start + n) for r, start, n, is_sampled in plan.rows() if is_sampled]
+        # A position behind a rejected draft token is sampled again later, and overwritten.
+        sampled = [
+            (request, start + n - i)
+            for request, start, n, num_samples in plan.rows()
+            for i in reversed(range(num_samples))
+        ]
         for (request, position), row in zip(sampled, logits, strict=True):
             self.rows[request.request_id, position] = row.clone()
 

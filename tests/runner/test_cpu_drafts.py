@@ -20,7 +20,6 @@ from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.errors import EngineError
 from pagespec.runner.cpu_runner import ModelRunner, StepHandle
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -35,15 +34,19 @@ def captured() -> CapturedModel:
 
 
 class Guesses:
-    """A drafter for plain requests that predicts a token correctly with a given probability."""
+    """A drafter that is right about a token with some probability.
+
+    Args:
+        answers: the outputs by request.
+    """
 
     max_draft_tokens = 4
 
     def __init__(self, answers: dict[str, list[int]], is_right: float) -> None:
         self._answers, self._is_right = answers, is_right
 
-    def serves(self, request: Request) -> bool:
-        return request.info.edits is None
+    def serves(self, _: Request) -> bool:
+        return True
 
     def propose(self, request: Request) -> Sequence[int]:
         done = len(request.output_token_ids)
@@ -137,7 +140,7 @@ def run(
 def test_no_answer_depends_on_draft_tokens(
     captured: CapturedModel, budget: int, overlap: bool, is_staged: bool
 ) -> None:
-    """Includes rows that edit their logits, whose samples follow those of other rows."""
+    """Rows that edit their logits are among them."""
     how = {"overlap": overlap, "is_staged": is_staged}
     plain, most = run(captured, None, budget, **how)
     assert most == 1
@@ -146,21 +149,3 @@ def test_no_answer_depends_on_draft_tokens(
         drafted, most = run(captured, Guesses(answers, is_right), budget, **how)
         assert drafted == plain
         assert most == 1 + Guesses.max_draft_tokens or budget == 8
-
-
-@pytest.mark.parametrize("asked", [{"min_tokens": 2}, {"presence_penalty": 1.0}])
-def test_draft_tokens_of_edited_rows_are_refused_by_name(
-    captured: CapturedModel, asked: dict[str, Any]
-) -> None:
-    params = SamplingParams(**asked)
-    edits = LogitEdits.of(params, stop_token_ids=[3])
-    plain = Request("plain", [1, 2], SamplingParams(), max_num_tokens=9)
-    edited = Request("edited", [1, 2], params, max_num_tokens=9, edits=edits)
-    runner = ModelRunner(captured, block_size=4, num_blocks=8)
-    rows = (plain.info, edited.info), (0, 0), (3, 3), (2, 2), (1, 2, 3, 1, 2, 3)
-    plan = StepPlan(0, *rows, {0: (0,), 1: (1,)}, prefixes={1: ()})
-    with pytest.raises(EngineError, match=r"on a CPU .* edits .* 'edited' in step 0 has some"):
-        runner.dispatch(plan)
-    runner.reset()
-    first = StepPlan(0, (plain.info,), (0,), (3,), (2,), (1, 2, 3), {0: (0,)})
-    assert len(runner.collect(runner.dispatch(first)).token_ids) == 2

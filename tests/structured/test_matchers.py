@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,16 +73,16 @@ def test_a_text_goes_on_with_each_collected_token_beside_steps_of_others() -> No
     others = (free,)
     assert matchers.take(plan(others, [2], [[-1]])) is None
     assert first is not None
-    assert matchers.settle(first, [5, X]) == {}
+    assert matchers.settle(first, [5, X]) == ({}, {})
     second = matchers.take(plan(requests, [3, 2], [[-1], [X]]))
     assert matchers.take(plan(others, [4], [[-1]])) is None
     assert allowed(matchers, second) == {1: [Y, Z]}
     assert second is not None
-    assert matchers.settle(second, [5, Z]) == {}
+    assert matchers.settle(second, [5, Z]) == ({}, {})
     third = matchers.take(plan(requests, [5, 3], [[-1], [Z]]))
     assert allowed(matchers, third) == {1: [END]}
     assert third is not None
-    assert matchers.settle(third, [5, END]) == {}
+    assert matchers.settle(third, [5, END]) == ({}, {})
 
 
 def test_outputs_come_back_with_an_admission_in_chunks() -> None:
@@ -108,7 +109,7 @@ def test_a_row_whose_matcher_failed_has_no_mask_and_says_why() -> None:
     rows = matchers.take(plan(requests, [0, 0], [[7, 7], [7, 7]], admitted={0: (), 1: ()}))
     assert allowed(matchers, rows) == {0: [X], 1: [X]}
     assert rows is not None
-    failures = matchers.settle(rows, [Z, X])
+    failures, _ = matchers.settle(rows, [Z, X])
     assert list(failures) == ["bad"]
     assert "structured_outputs" in failures["bad"]
     assert "not allowed" in failures["bad"]
@@ -125,7 +126,7 @@ def test_what_the_sampler_was_not_to_take_ends_its_request() -> None:
     assert rows is not None
     masks = matchers.masks(rows)
     masks.bits[masks.numbers[0]] = 0
-    assert list(matchers.settle(rows, [X])) == ["own"]
+    assert list(matchers.settle(rows, [X])[0]) == ["own"]
 
 
 def test_the_mask_of_a_row_in_flight_outlives_its_request() -> None:
@@ -140,7 +141,7 @@ def test_the_mask_of_a_row_in_flight_outlives_its_request() -> None:
     assert allowed(matchers, new) == {0: [Y]}
     assert allowed(matchers, rows) == {0: [X]}
     assert rows is not None
-    assert matchers.settle(rows, [X]) == {}
+    assert matchers.settle(rows, [X]) == ({}, {})
     last = matchers.take(plan((info("last", "z"),), [0], [[7, 7]], admitted={0: ()}))
     assert allowed(matchers, last) == {0: [Z]}
     assert allowed(matchers, new) == {0: [Y]}
@@ -177,7 +178,58 @@ def test_a_step_whose_matchers_have_all_failed_makes_no_mask() -> None:
     again = matchers.take(plan(requests, [0], [[7, 7, Z, Z]], admitted={0: ()}))
     assert allowed(matchers, again) == {}
     assert again is not None
-    assert list(matchers.settle(again, [0])) == ["own"]
+    assert list(matchers.settle(again, [0])[0]) == ["own"]
     free = (info("other", "y"),)
     rows = matchers.take(plan(free, [0], [[7, 7]], admitted={0: ()}, released=("own",)))
     assert allowed(matchers, rows) == {0: [Y]}
+
+
+def drafted(
+    matchers: Matchers, request: RequestInfo, start: int, tokens: Sequence[int], num_drafts: int
+) -> ConstrainedRows:
+    """A step of one request, whose last ``num_drafts`` tokens are draft tokens."""
+    given = plan((request,), [start], [tokens], admitted={0: ()} if start == 0 else None)
+    rows = matchers.take(replace(given, num_samples=(num_drafts + 1,), is_decode_only=False))
+    assert rows is not None
+    return rows
+
+
+def test_a_row_has_a_mask_behind_each_draft_token_up_to_a_forbidden_one() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = info("own", "xy?z")
+    rows = drafted(matchers, own, 0, [7, 7, X, Y, Y, Z], 4)
+    assert allowed(matchers, rows) == {0: [X], 1: [Y, Z], 2: [Z]}
+    assert matchers.masks(rows).rows == [0, 0, 0]
+    # Only the accepted ones are consumed: the sample behind the first is another.
+    assert matchers.settle(rows, [X, Z, 9, 9, 9]) == ({}, {})
+    rows = drafted(matchers, own, 3, [Z, END], 1)
+    assert allowed(matchers, rows) == {0: [END], 1: [END]}
+    assert matchers.settle(rows, [END, END]) == ({}, {})
+    assert len(matchers._free) == len(matchers._bits) - 1
+
+
+def test_a_sample_behind_draft_tokens_that_is_not_allowed_fails_at_its_place() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = info("own", "xy?z")
+    rows = drafted(matchers, own, 0, [7, 7, X, Y], 2)
+    matchers.masks(rows)
+    failures, failed_samples = matchers.settle(rows, [X, Y, X])
+    assert f"token {X} is not allowed" in failures["own"]
+    assert failed_samples == {"own": 2}
+
+
+def test_of_a_fork_that_fails_only_the_sample_behind_it_fails() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = info("own", "x+")
+    rows = drafted(matchers, own, 0, [7, 7, X, X, X], 3)
+    matchers.masks(rows)
+    rows.aheads[0].num_made, rows.aheads[0].failure = 1, "too many items"
+    assert set(matchers.masks(rows).numbers) == {0, 1}
+    failures, failed_samples = matchers.settle(rows, [X, X, X, X])
+    assert failures == {"own": "structured_outputs: too many items"}
+    assert failed_samples == {"own": 2}
+    matchers.reset()
+    rows = drafted(matchers, own, 0, [7, 7, X, X, X], 3)
+    matchers.masks(rows)
+    rows.aheads[0].num_made, rows.aheads[0].failure = 1, "too many items"
+    assert matchers.settle(rows, [X, END, X, X]) == ({}, {}), "a draft token before it is wrong"

@@ -52,7 +52,7 @@ class Answer:
     def push(self, token_id: int) -> dict[str, str]:
         self.allowed()
         assert self.rows is not None
-        failures = self.matchers.settle(self.rows, [token_id])
+        failures, _ = self.matchers.settle(self.rows, [token_id])
         if not failures:
             self.rows = self.matchers.take(plan(self.requests, [self.num], [[token_id]]))
             self.num += 1

@@ -14,6 +14,7 @@ import torch
 
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
+from pagespec.runner.cpu_edits import CpuEdits
 from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
 from pagespec.runner.layout import StepShape
 from tests.support.tables import RowSeen
@@ -38,18 +39,23 @@ def rows_seen(inputs: StepInputs, num_rows: int, block_size: int) -> list[RowSee
 
 
 class CpuPacker:
-    """The inputs that the CPU runner packs."""
+    """The inputs that the CPU runner packs, and the histories that it keeps."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=torch.device("cpu")
         )
+        self._edits = CpuEdits()
         self._sampled: list[int] = []
+
+    def histories(self) -> dict[str, list[int]]:
+        return self._edits.histories
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
         packed = self._packer.pack(plan)
         assert PackedStep.from_arrays(packed.to_arrays()).copies == list(plan.copies)
+        self._edits.take(plan, packed.inputs.input_ids)
         return rows_seen(packed.inputs, len(plan), self._block_size)
 
     def sampled(self, token_ids: Sequence[int]) -> None:
@@ -60,6 +66,7 @@ class CpuPacker:
     def reset(self) -> None:
         """As the runner's after a failed step."""
         self._packer.reset()
+        self._edits.reset()
 
 
 class PassedEvent:
@@ -107,6 +114,9 @@ class GpuStaging:
             ring: Any = self._ring
             ring._events = [PassedEvent() for _ in ring._events]
         self._num_steps = 0
+
+    def histories(self) -> None:
+        """They are written where rows are edited, not here."""
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
         from pagespec.runner.gpu_pack import StagedStep, send

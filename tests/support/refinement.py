@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.drafters import SuffixDrafter
 from pagespec.engine.invariants import RunnerView
+from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.planner import PlanAccount
 from pagespec.engine.policy import SENIORITY_BITS, Policy
 from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestInfo, RequestState
+from pagespec.engine.runner import DraftObserver
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.segments import Segment as RealSegment
 from pagespec.engine.shares import Shares
+from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.engine.state_slots import StateSlots
 from pagespec.errors import InvalidInputError
 from spec import model
@@ -52,6 +56,8 @@ from spec.state import (
 from tests.support.tables import HistoriesFromPlans, RowSeen, StateTablesFromPlans, TablesFromPlans
 
 _PARAMS = SamplingParams()
+_PENALTIES = LogitEdits(repetition_penalty=2.0)  # an edit that needs the request's history
+_FLAT = StepCosts([(1, 1.0), (100_000, 1.0)])
 _FROZEN = (SamplingParams, RequestInfo, Policy)
 _MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
 
@@ -68,6 +74,9 @@ class Packer(Protocol):
     def sampled(self, token_ids: Sequence[int]) -> None: ...
 
     def reset(self) -> None: ...
+
+    def histories(self) -> dict[str, list[int]] | None:
+        """The tokens kept of each request that needs its history, by id (S39); None if none are."""
 
 
 _SAVED = (
@@ -97,12 +106,32 @@ class _Pickler(pickle.Pickler):
         return len(self._frozen) - 1
 
 
-class OfferedDrafts:
-    """A drafter that proposes an action's draft tokens. ``offer``: draft tokens by request."""
+class OfferedDrafts(DraftObserver):
+    """A drafter that proposes what an action offers, which may be what a real drafter proposes.
+
+    Attributes:
+        offer: draft tokens by request.
+        real: follows the steps.
+    """
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
         self.offer: dict[int, tuple[int, ...]] = {}
+        config = SpeculativeConfig(method="suffix", num_speculative_tokens=max_draft_tokens)
+        self.real = SuffixDrafter(config, _FLAT, max_corpus_tokens=64)
+
+    def proposals(self, requests: Iterable[RealRequest]) -> list[tuple[int, tuple[int, ...]]]:
+        """What the real drafter proposes, by request."""
+        return [(int(r.request_id), tuple(self.real.propose(r))) for r in requests]
+
+    def note(self, request: RealRequest, num_drafts: int, num_accepted: int) -> None:
+        self.real.note(request, num_drafts, num_accepted)
+
+    def end(self, request: RealRequest) -> None:
+        self.real.end(request)
+
+    def reset(self) -> None:
+        self.real.reset()
 
     def serves(self, _: RealRequest) -> bool:
         return False
@@ -206,6 +235,12 @@ class Pair:
                         f"{type(packer).__name__}, step {plan.step}, request {row.request_id}: "
                         f"the specification says {a}, packed are {b}"
                     )
+            kept, known = packer.histories(), {r: list(ids) for r, ids in self.histories.items()}
+            if kept not in (None, known):
+                raise RefinementError(
+                    f"{type(packer).__name__}, step {plan.step}: the specification's histories are "
+                    f"{known}, kept are {kept}"
+                )
         self.num_packed_steps += 1
 
     def _row_expected(self, row: Row) -> RowSeen:
@@ -236,8 +271,10 @@ class Pair:
                 cache_salt=bytes([template.salt]),
                 reads_cache=template.reads_cache,
                 needs_history=template.needs_history,
+                edits=_PENALTIES if template.needs_history else None,
                 settled_only=template.settled_only,
                 segments=_real_segments(template),
+                prediction=template.prompt[::-1] if label.request % 3 == 0 else (),
             )
             siblings = [
                 request.sibling(str(label.request + i), 0, None) for i in range(1, template.n)

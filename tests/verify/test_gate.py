@@ -66,7 +66,11 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     assert report.has_power or dtype == torch.bfloat16
     scores = [control for control in report.controls if control.name.endswith(", scores")]
     assert any(control.num_different for control in scores) or dtype == torch.bfloat16
-    assert "scores beside sampled log-probabilities" in [group.name for group in report.groups]
+    names = [group.name for group in report.groups]
+    assert "scores beside sampled log-probabilities" in names
+    assert {f"draft tokens: {kind}" for kind in ("right", "wrong", "random")} <= set(names)
+    assert report.num_accepted_drafts > 20
+    assert report.num_rejected_drafts > 20
 
 
 @pytest.mark.usefixtures("_one_capture")

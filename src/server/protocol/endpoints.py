@@ -54,7 +54,6 @@ class ChatRequest(GeneratingBody):
         "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),
         "audio": (),
-        "prediction": (),
         "verbosity": ("medium",),  # OpenAI's default
         "web_search_options": (),
         "function_call": ("none",),
@@ -81,6 +80,11 @@ class ChatRequest(GeneratingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
+    prediction: Object | None = Field(
+        None,
+        description="The expected answer, {'type': 'content', 'content': text}: a hint for draft "
+        "tokens, which never changes the answer.",
+    )
 
 
 class GenerateRequest(EngineFields):

@@ -1,0 +1,408 @@
+"""Drafters that need no model: they look up the latest tokens in what was written before.
+
+``ngram`` looks in the request's own prompt and output. ``suffix`` also looks in earlier answers,
+among requests of the same cache salt. A request with a ``prediction`` of its answer is drafted from
+it first, with each method; ``prediction`` drafts from nothing else.
+
+Proposals depend on settled tokens, on counts of accepted draft tokens and on the table of step
+costs. No output depends on proposals (S58).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from .request import Request
+from .runner import DraftObserver
+from .speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
+
+_FIRST_RATE = 0.7  # assumed acceptance of a new request's draft tokens
+_DECAY = 0.85  # weight of earlier draft tokens in the acceptance, per token
+_TRIAL_INTERVAL = 32  # tokens
+_NUM_RATES = 32
+_MAX_CANDIDATES = 16  # earlier places of an n-gram that are compared
+_MAX_INDEXED = 8192  # tokens per call: a long prompt must not delay a step
+_MAX_BUCKET = 64  # other tokens of a step are rounded in the table of numbers
+_MAX_MATCH = 32  # tokens of context that "suffix" compares
+_KEY = 2  # tokens in the keys of the indices of "suffix" and of predictions
+_LEAST_SHARE = 0.4  # of the earlier places, which agree with all of the draft
+_MAX_CORPUS_TOKENS = 1 << 17
+_MAX_ANSWER_TOKENS = 4096
+
+
+class TokenIndex:
+    """The places of n-grams in a growing list of tokens.
+
+    The n-grams of one length are chained: each place refers to the previous one. An appended token
+    takes constant time, and about 120 bytes.
+
+    Args:
+        key_length: the number of tokens of an n-gram.
+    """
+
+    __slots__ = ("_latest", "_previous", "key_length")
+
+    def __init__(self, key_length: int) -> None:
+        self.key_length = key_length
+        self._latest: dict[int, int] = {}  # by hash: places are compared, so equal hashes are fine
+        self._previous = array("i")  # per place; a place is the index behind an n-gram
+
+    def extend(self, tokens: Sequence[int]) -> bool:
+        """Index the tokens that were appended since the last call, at most a bounded number of
+        them. Returns whether all are indexed."""
+        n, latest, previous = self.key_length, self._latest, self._previous
+        begin = n + len(previous)
+        for end in range(begin, min(len(tokens), begin + _MAX_INDEXED) + 1):
+            key = hash(tuple(tokens[end - n : end]))
+            previous.append(latest.get(key, 0))
+            latest[key] = end
+        return n + len(previous) > len(tokens)
+
+    def places(self, context: Sequence[int], before: int) -> list[int]:
+        """The latest places of the n-gram at the end of ``context``, newest first.
+
+        Args:
+            before: places from this one on are left out.
+        """
+        n = self.key_length
+        if len(context) < n:
+            return []
+        place = self._latest.get(hash(tuple(context[-n:])), 0)
+        found: list[int] = []
+        while place and len(found) < _MAX_CANDIDATES:
+            if place < before:
+                found.append(place)
+            place = self._previous[place - n]
+        return found
+
+
+def match_length(tokens: Sequence[int], place: int, context: Sequence[int], most: int) -> int:
+    """How many tokens before ``place`` equal those at the end of ``context``, up to ``most``."""
+    length, end = 0, len(context)
+    most = min(most, place, end)
+    while length < most and tokens[place - length - 1] == context[end - length - 1]:
+        length += 1
+    return length
+
+
+def longest(
+    tokens: Sequence[int], places: Sequence[int], context: Sequence[int], least: int, most: int
+) -> tuple[int, list[int]]:
+    """The length of the longest match at some places, and all places that have it."""
+    best = least
+    found: list[int] = []
+    for place in places:
+        length = match_length(tokens, place, context, most)
+        if length > best:
+            best, found = length, [place]
+        elif length == best:
+            found.append(place)
+    return best, found
+
+
+def continued(tokens: Sequence[int], place: int, most: int) -> list[int]:
+    """The tokens from ``place`` on. At the end of ``tokens`` they repeat: a text that equals its
+    earlier part repeats with their distance."""
+    found = list(tokens[place : place + most])
+    while len(found) < most:
+        found += found[: most - len(found)]
+    return found
+
+
+class _Prediction:
+    """A predicted answer and the place in it that the output has reached.
+
+    The place moves with each output token that is equal. After a different one it is found again by
+    the latest tokens of the output.
+    """
+
+    __slots__ = ("_index", "_is_lost", "_num_seen", "_place", "_tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._index = TokenIndex(_KEY)
+        self._place, self._num_seen, self._is_lost = 0, 0, False
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        tokens, known = self._tokens, request.token_ids
+        begin = request.num_prompt_tokens
+        for position in range(begin + self._num_seen, len(known)):
+            place = self._place
+            self._is_lost |= place >= len(tokens) or tokens[place] != known[position]
+            if self._is_lost:
+                break
+            self._place += 1
+        self._num_seen = len(known) - begin
+        if self._is_lost:
+            self._find_again(known[max(begin, len(known) - _MAX_MATCH) :])
+        return () if self._is_lost else tokens[self._place : self._place + most]
+
+    def _find_again(self, context: Sequence[int]) -> None:
+        """Go to the place with the longest match, preferably the next one after the old place."""
+        if not self._index.extend(self._tokens):
+            return
+        places = self._index.places(context, len(self._tokens))
+        _, found = longest(self._tokens, places, context, _KEY, _MAX_MATCH)
+        if found:
+            self._place = min((p for p in found if p >= self._place), default=found[0])
+            self._is_lost = False
+
+
+class RequestDrafts:
+    """The state of one request: its index, its prediction and its acceptance.
+
+    Attributes:
+        index: of its tokens.
+        prediction: None if it has none.
+        rate: acceptance of its draft tokens; recent ones count more.
+        end: its number of tokens at its latest proposal.
+        is_predicted: whether its latest proposal was from its prediction.
+    """
+
+    __slots__ = ("end", "index", "is_predicted", "prediction", "rate")
+
+    def __init__(self, request: Request, key_length: int) -> None:
+        self.index = TokenIndex(key_length)
+        self.prediction = _Prediction(request.prediction) if request.prediction else None
+        self.rate, self.end, self.is_predicted = _FIRST_RATE, request.num_prompt_tokens, False
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """Update the acceptance: the accepted draft tokens, then the first wrong one."""
+        rate = 1.0 - (1.0 - self.rate) * _DECAY**num_accepted
+        self.rate = rate if num_accepted == num_drafts else rate * _DECAY
+
+
+class PredictionDrafter(DraftObserver):
+    """Drafts from predictions only; the base of the other methods.
+
+    The number of draft tokens per row follows the request's acceptance and the rows of the step:
+    see :meth:`.StepCosts.best`. A request that has had none for a while gets one as a trial.
+
+    Args:
+        config: the argument of the engine.
+        costs: durations of steps.
+    """
+
+    def __init__(self, config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> None:
+        self.max_draft_tokens = config.num_speculative_tokens
+        self._config, self._costs = config, costs
+        self._key_length = _KEY
+        self._numbers: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._best: tuple[int, ...] = (self.max_draft_tokens,) * (_NUM_RATES + 1)
+
+    @property
+    def num_if_right(self) -> int:
+        """The number of draft tokens per row that pays in this step if all of them are right."""
+        return self._best[_NUM_RATES]
+
+    def serves(self, request: Request) -> bool:
+        return self._config.serves(request.prediction)
+
+    def begin(self, num_rows: int, num_tokens: int) -> None:
+        num_others = num_tokens - num_rows
+        if num_others:  # of prompts; few different values
+            num_others = -(-num_others // _MAX_BUCKET) * _MAX_BUCKET
+        best = self._numbers.get((num_rows, num_others))
+        if best is None:
+            most, costs = self.max_draft_tokens, self._costs
+            rates = [i / _NUM_RATES for i in range(_NUM_RATES + 1)]
+            best = tuple(costs.best(num_rows, num_others, rate, most) for rate in rates)
+            if len(self._numbers) >= 4096:
+                self._numbers.clear()
+            self._numbers[num_rows, num_others] = best
+        self._best = best
+
+    def propose(self, request: Request) -> Sequence[int]:
+        if not self._config.serves(request.prediction):
+            return ()
+        drafts = request.drafts
+        if not isinstance(drafts, RequestDrafts):
+            drafts = request.drafts = RequestDrafts(request, self._key_length)
+        most = self._best[int(drafts.rate * _NUM_RATES)]
+        end = len(request.token_ids)
+        if not most:
+            is_trial = self._best[_NUM_RATES] and end - drafts.end >= _TRIAL_INTERVAL
+            if not is_trial:
+                return ()
+            most = 1
+        found: Sequence[int] = ()
+        if drafts.prediction is not None:
+            found = drafts.prediction.propose(request, most)
+        drafts.is_predicted = bool(found)
+        if not found:
+            found = self._continuation(request, drafts, most)
+        if found:
+            drafts.end = end
+        return found
+
+    def _continuation(
+        self,
+        request: Request,  # noqa: ARG002
+        drafts: RequestDrafts,  # noqa: ARG002
+        most: int,  # noqa: ARG002
+    ) -> Sequence[int]:
+        """At most ``most`` draft tokens that are not from a prediction."""
+        return ()
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        drafts = request.drafts
+        if isinstance(drafts, RequestDrafts):
+            drafts.note(num_drafts, num_accepted)
+            if drafts.is_predicted:
+                request.num_predicted += num_drafts
+                request.num_accepted_predicted += num_accepted
+
+
+class NgramDrafter(PredictionDrafter):
+    """Proposes what followed the latest tokens when they last occurred in the request: the longest
+    match of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens, and the latest of these."""
+
+    def __init__(self, config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> None:
+        super().__init__(config, costs)
+        self._key_length, self._max_length = config.prompt_lookup_min, config.prompt_lookup_max
+
+    def _continuation(self, request: Request, drafts: RequestDrafts, most: int) -> Sequence[int]:
+        tokens = request.token_ids
+        if not drafts.index.extend(tokens):
+            return ()
+        places = drafts.index.places(tokens, len(tokens))
+        best, best_length = 0, self._key_length - 1
+        for place in places:
+            length = match_length(tokens, place, tokens, self._max_length)
+            if length > best_length:
+                best, best_length = place, length
+                if length == self._max_length:
+                    break
+        return continued(tokens, best, most) if best else ()
+
+
+class _Corpus:
+    """Earlier answers of all salts, up to a number of tokens. The answers that were used least
+    recently are dropped first."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self.num_tokens = 0
+        self._number = 0
+        self._answers: OrderedDict[int, tuple[bytes, list[int]]] = OrderedDict()
+        # Per salt and n-gram, the places: (number of the answer, index behind the n-gram).
+        self._places: dict[bytes, dict[int, list[tuple[int, int]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, salt: bytes, answer: list[int]) -> None:
+        if len(answer) <= _KEY:
+            return
+        number = self._number = self._number + 1
+        self._answers[number] = salt, answer
+        self.num_tokens += len(answer)
+        places = self._places.setdefault(salt, {})
+        for end in range(_KEY, len(answer)):
+            there = places.setdefault(hash(tuple(answer[end - _KEY : end])), [])
+            there.append((number, end))
+            if len(there) > _MAX_CANDIDATES:
+                del there[0]
+        while self.num_tokens > self._max_num_tokens:
+            self._drop()
+
+    def _drop(self) -> None:
+        number, (salt, answer) = self._answers.popitem(last=False)
+        self.num_tokens -= len(answer)
+        places = self._places[salt]
+        for end in range(_KEY, len(answer)):
+            key = hash(tuple(answer[end - _KEY : end]))
+            kept = [place for place in places.get(key, ()) if place[0] != number]
+            if kept:
+                places[key] = kept
+            else:
+                places.pop(key, None)
+        if not places:
+            del self._places[salt]
+
+    def find(
+        self, salt: bytes, context: Sequence[int], least: int
+    ) -> tuple[int, list[tuple[Sequence[int], int]]]:
+        """The length of the longest match, and all places that have it, newest first. Nothing is
+        found below ``least`` tokens."""
+        places = self._places.get(salt)
+        if places is None:
+            return least, []
+        best, found = least, []
+        for number, place in reversed(places.get(hash(tuple(context[-_KEY:])), ())):
+            answer = self._answers[number][1]
+            length = match_length(answer, place, context, _MAX_MATCH)
+            if length > best:
+                best, found = length, [(number, place)]
+            elif length == best:
+                found.append((number, place))
+        for number, _ in found:
+            self._answers.move_to_end(number)
+        return best, [(self._answers[number][1], place) for number, place in found]
+
+
+class SuffixDrafter(PredictionDrafter):
+    """Proposes the most frequent continuation of the longest match, in the request's own tokens and
+    in earlier answers of the same salt. A draft ends where too few of the places agree with it."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        costs: StepCosts = DEFAULT_COSTS,
+        max_corpus_tokens: int = _MAX_CORPUS_TOKENS,
+    ) -> None:
+        super().__init__(config, costs)
+        self._max_corpus_tokens = max_corpus_tokens
+        self.corpus = _Corpus(max_corpus_tokens)
+
+    def _continuation(self, request: Request, drafts: RequestDrafts, most: int) -> Sequence[int]:
+        tokens = request.token_ids
+        if len(tokens) < _KEY or not drafts.index.extend(tokens):
+            return ()
+        own = drafts.index.places(tokens, len(tokens))
+        length, found = longest(tokens, own, tokens, _KEY, _MAX_MATCH)
+        places: list[tuple[Sequence[int], int]] = [(tokens, place) for place in found]
+        others_length, others = self.corpus.find(request.cache_salt, tokens, length)
+        places = others if others_length > length else places + others
+        if len(places) == 1:
+            (source, place) = places[0]
+            return continued(source, place, most) if source is tokens else source[place:][:most]
+        return _most_frequent(places, most)
+
+    def end(self, request: Request) -> None:
+        if request.finish_reason in ("stop", "length"):
+            answer = request.output_token_ids[-_MAX_ANSWER_TOKENS:]
+            self.corpus.add(request.cache_salt, answer)
+
+    def reset(self) -> None:
+        # An interrupt may have left it half changed.
+        self.corpus = _Corpus(self._max_corpus_tokens)
+
+
+def _most_frequent(places: list[tuple[Sequence[int], int]], most: int) -> list[int]:
+    """The continuation on which the most places agree, token by token. Of equally frequent tokens
+    the one of the newest place is taken."""
+    found: list[int] = []
+    num_places = len(places)
+    while len(found) < most:
+        counts: dict[int, int] = {}
+        for source, place in places:
+            if place < len(source):
+                token = source[place]
+                counts[token] = counts.get(token, 0) + 1
+        if not counts:
+            break
+        best = max(counts, key=counts.__getitem__)
+        if counts[best] < _LEAST_SHARE * num_places:
+            break
+        found.append(best)
+        places = [(s, p + 1) for s, p in places if p < len(s) and s[p] == best]
+    return found
+
+
+def make_drafter(config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> PredictionDrafter:
+    """The drafter of a method."""
+    kinds = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
+    return kinds[config.method](config, costs)

@@ -1,0 +1,165 @@
+"""The engine argument ``speculative_config``, refusals of what draft tokens do not support yet, and
+the costs of steps, from which the number of draft tokens per row follows."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidInputError, nearest
+from ..params.checks import count
+from .runner import MAX_DRAFT_TOKENS
+
+METHODS = ("ngram", "suffix", "prediction")
+_NUM_TOKENS = 8
+_LOOKUP_MAX, _LOOKUP_MIN = 4, 2
+_MAX_LOOKUP = 64
+# Methods of vLLM, most of which need a second model.
+_OTHERS = ("draft_model", "mtp", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu")
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_LEAST_GAIN = 1.02  # host time of drafting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """The checked argument.
+
+    Attributes:
+        method: one of :data:`METHODS`.
+        num_speculative_tokens: maximum number of draft tokens per row.
+        prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that "ngram" looks up.
+    """
+
+    method: str
+    num_speculative_tokens: int = _NUM_TOKENS
+    prompt_lookup_max: int = _LOOKUP_MAX
+    prompt_lookup_min: int = _LOOKUP_MIN
+
+    def serves(self, prediction: Sequence[int]) -> bool:
+        """Whether a request with this prediction may have draft tokens."""
+        return self.method != "prediction" or len(prediction) > 0
+
+
+def speculative(name: str, value: Any) -> SpeculativeConfig | None:
+    """Check the argument: a dict with vLLM's names, or its JSON text. An empty dict is None.
+
+    Raises:
+        InvalidInputError: names the key, the value and the limit.
+    """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        limit = 'must be a dict or JSON text, such as {"method": "ngram"}'
+        raise InvalidInputError(name, value, limit)
+    if not given:
+        return None
+    for key in given:
+        if key not in _KEYS:
+            near = nearest(str(key), _KEYS) or f": its keys are {', '.join(_KEYS)}"
+            raise InvalidInputError(f"{name}.{key}", given[key], f"there is no such key{near}")
+    method = given.get("method")
+    if method not in METHODS:
+        limit = f"must be one of {', '.join(METHODS)}"
+        if method in _OTHERS:
+            limit += f"; {method} is not supported yet"
+        raise InvalidInputError(f"{name}.method", method, limit)
+    if method != "ngram":
+        for key in ("prompt_lookup_max", "prompt_lookup_min"):
+            if given.get(key) is not None:
+                limit = f"must be absent: method {method} has no such limit"
+                raise InvalidInputError(f"{name}.{key}", given[key], limit)
+    high = {"num_speculative_tokens": MAX_DRAFT_TOKENS}
+    numbers = {
+        key: count(1, high.get(key, _MAX_LOOKUP))(f"{name}.{key}", given[key])
+        for key in _KEYS[1:]
+        if given.get(key) is not None
+    }
+    least, most = numbers.get("prompt_lookup_min"), numbers.get("prompt_lookup_max")
+    if least is not None and most is not None and most < least:
+        limit = f"must be at least prompt_lookup_min = {least}"
+        raise InvalidInputError(f"{name}.prompt_lookup_max", most, limit)
+    numbers["prompt_lookup_max"] = most or max(_LOOKUP_MAX, least or 0)
+    numbers["prompt_lookup_min"] = least or min(_LOOKUP_MIN, most or _LOOKUP_MIN)
+    return SpeculativeConfig(method=str(method), **numbers)
+
+
+# What draft tokens do not support yet -------------------------------------------------------------
+
+
+def refuse_device(config: SpeculativeConfig | None, device_type: str) -> None:
+    """Raises InvalidInputError if the runner of a device computes no draft tokens."""
+    if config is not None and device_type != "cpu":
+        limit = f"is supported on device cpu only, not on {device_type} yet"
+        raise InvalidInputError("speculative_config", config.method, limit)
+
+
+def refuse_recurrent(config: SpeculativeConfig | None, is_recurrent: bool) -> None:
+    """Raises InvalidInputError for a model with recurrent layers, whose states cannot be cut."""
+    if config is not None and is_recurrent:
+        limit = "is not supported yet for a model with recurrent layers"
+        raise InvalidInputError("speculative_config", config.method, limit)
+
+
+# Costs of steps -----------------------------------------------------------------------------------
+
+
+class StepCosts:
+    """The duration of a step by its number of tokens.
+
+    Args:
+        measured: at least two pairs (number of tokens, seconds), ascending. Between them the cost
+            is interpolated. Above the last it grows like its last part, or in proportion if that
+            is more.
+    """
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        self.measured = tuple(measured)
+        self._tokens = [num_tokens for num_tokens, _ in measured]
+        self._seconds: list[float] = []
+        for _, seconds in measured:  # a longer step is never cheaper: such a measurement is noise
+            self._seconds.append(max([seconds, *self._seconds[-1:]]))
+
+    def of(self, num_tokens: int) -> float:
+        """The cost of a step."""
+        tokens, seconds = self._tokens, self._seconds
+        at = min(max(1, bisect_left(tokens, num_tokens)), len(tokens) - 1)
+        if num_tokens <= tokens[0]:
+            return seconds[0]
+        slope = (seconds[at] - seconds[at - 1]) / (tokens[at] - tokens[at - 1])
+        if num_tokens > tokens[-1]:
+            slope = max(slope, seconds[-1] / tokens[-1])
+            return seconds[-1] + slope * (num_tokens - tokens[-1])
+        return seconds[at - 1] + slope * (num_tokens - tokens[at - 1])
+
+    def best(self, num_rows: int, num_others: int, rate: float, most: int) -> int:
+        """The number of draft tokens per row with the most tokens per second.
+
+        It assumes that each of ``num_rows`` rows has that many, and that a draft token is right
+        with probability ``rate`` if those before it are.
+
+        Args:
+            num_others: other tokens of the step, such as those of prompts.
+            most: the largest number.
+        """
+        best, best_speed = 0, _LEAST_GAIN * num_rows / self.of(num_rows + num_others)
+        num_expected = chance = 1.0
+        for k in range(1, most + 1):
+            chance *= rate
+            num_expected += chance
+            speed = num_rows * num_expected / self.of(num_rows * (k + 1) + num_others)
+            if speed > best_speed:
+                best, best_speed = k, speed
+        return best
+
+
+DEFAULT_COSTS = StepCosts([(1, 1.0), (8, 1.0), (16, 1.4), (144, 7.8)])
+"""Costs where none are measured: those of a small model on one CPU core."""

@@ -1,0 +1,59 @@
+"""Measures CPU times of steps by their number of tokens. Done at start, for drafters."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..engine.config import EngineConfig
+from ..engine.plan import StepPlan
+from ..engine.request import RequestInfo
+from ..engine.sampling_params import SamplingParams
+from ..engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
+from .cpu_runner import ModelRunner
+
+logger = logging.getLogger("pagespec")
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_NUM_REPEATS = 3
+_MOST_S = 3.0
+_PARAMS = SamplingParams(temperature=0.0)
+
+
+def measure_costs(
+    runner: ModelRunner, config: EngineConfig, drafts: SpeculativeConfig, max_model_len: int
+) -> StepCosts:
+    """Time steps of rows with draft tokens. Their blocks are not published, so no request reads
+    them. It takes some 3 s for a small model; larger steps are left out for a large one."""
+    # Tokens per row: they need no second block.
+    width = min(1 + drafts.num_speculative_tokens, config.block_size, max_model_len - 1)
+    num_rows = min(config.max_num_seqs, runner.num_blocks)
+    most = min(config.num_tokens_per_step, num_rows * width)
+    measured: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    for size in _SIZES:
+        is_long = len(measured) > 1 and time.perf_counter() - begin > _MOST_S
+        if size > most or is_long:
+            break
+        plan = _plan(size, width)
+        measured.append((size, min(runner.seconds_of(plan) for _ in range(_NUM_REPEATS))))
+    if len(measured) < 2:
+        return DEFAULT_COSTS
+    shown = ", ".join(f"{num_tokens}: {1000 * s:.1f}" for num_tokens, s in measured)
+    logger.info("draft tokens: milliseconds of CPU time of a step by its tokens: %s", shown)
+    return StepCosts(measured)
+
+
+def _plan(num_tokens: int, width: int) -> StepPlan:
+    """A step of rows with ``width`` tokens that samples from each of its positions."""
+    lengths = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
+    infos = tuple(RequestInfo(f"cost-{i}", n, _PARAMS, 0, b"") for i, n in enumerate(lengths))
+    return StepPlan(
+        step=0,
+        requests=infos,
+        starts=(0,) * len(lengths),
+        num_tokens=tuple(lengths),
+        num_samples=tuple(lengths),
+        token_ids=(0,) * num_tokens,
+        tables={row: (row,) for row in range(len(lengths))},
+    )

@@ -1,0 +1,141 @@
+"""``speculative_config``: its forms, its refusals, and the numbers of draft tokens by cost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pagespec import InvalidInputError
+from pagespec.engine.config import EngineConfig
+from pagespec.engine.runner import MAX_DRAFT_TOKENS
+from pagespec.engine.speculation import (
+    DEFAULT_COSTS,
+    METHODS,
+    SpeculativeConfig,
+    StepCosts,
+    refuse_device,
+    refuse_recurrent,
+)
+
+
+def checked(value: Any) -> SpeculativeConfig | None:
+    return EngineConfig(speculative_config=value).speculation
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dict_and_its_json_text_give_one_config(method: str) -> None:
+    given = {"method": method, "num_speculative_tokens": 3}
+    config = SpeculativeConfig(method=method, num_speculative_tokens=3)
+    assert checked(given) == checked(json.dumps(given)) == checked(config) == config
+    assert hash(EngineConfig(speculative_config=given)) is not None
+    again = EngineConfig(**EngineConfig(speculative_config=given).arguments())
+    assert again.speculation == config
+    assert "speculative_config" not in EngineConfig().build_arguments()
+
+
+@pytest.mark.parametrize("value", [None, {}, "{}"])
+def test_an_empty_config_is_none(value: Any) -> None:
+    assert EngineConfig(speculative_config=value) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (2, 4)),
+        ({"prompt_lookup_max": 6}, (2, 6)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_min": 6}, (6, 6)),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": None}, (2, 4)),
+    ],
+)
+def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int]) -> None:
+    config = checked({"method": "ngram", **given})
+    assert config is not None
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == lengths
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "speculative_config = '{': is not JSON"),
+        ("[1]", r"speculative_config = '\[1\]': must be a dict"),
+        (3, "speculative_config = 3: must be a dict or JSON"),
+        ({"num_speculative_tokens": 2}, "speculative_config.method = None: must be one of ngram"),
+        ({"method": "eagle3"}, "method = 'eagle3': must be .*; eagle3 is not supported yet"),
+        ({"method": "mtp"}, "mtp is not supported yet"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "draft_model is not supported"),
+        ({"method": ["ngram"]}, "method = .'ngram'.: must be one of"),
+        ({"method": "n-gram"}, "must be one of ngram, suffix, prediction"),
+        ({"metod": "ngram"}, "metod = 'ngram': there is no such key; did you mean method"),
+        ({"method": "ngram", "model": "m"}, "speculative_config.model = 'm': there is no such key"),
+        (
+            {"method": "ngram", "prompt_lookup": 3},
+            "did you mean prompt_lookup_min or prompt_lookup_max",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer of 1 or more"),
+        ({"method": "ngram", "num_speculative_tokens": MAX_DRAFT_TOKENS + 1}, "at most 16"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),
+        ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max = '4': must be an int"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2},
+            "prompt_lookup_max = 2: must be at least prompt_lookup_min = 4",
+        ),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "must be absent: method suffix"),
+    ],
+)
+def test_anything_else_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        checked(value)
+
+
+def test_a_gpu_and_recurrent_layers_are_refused() -> None:
+    config = SpeculativeConfig(method="ngram")
+    with pytest.raises(InvalidInputError, match=r"speculative_config = 'ngram': .* not on cuda"):
+        EngineConfig(speculative_config=config, device="cuda:0")
+    with pytest.raises(InvalidInputError, match="not on cuda yet"):
+        refuse_device(config, "cuda")
+    with pytest.raises(InvalidInputError, match="recurrent layers"):
+        refuse_recurrent(config, is_recurrent=True)
+    refuse_device(None, "cuda")
+    refuse_device(config, "cpu")
+    refuse_recurrent(None, is_recurrent=True)
+    refuse_recurrent(config, is_recurrent=False)
+
+
+# Costs --------------------------------------------------------------------------------------------
+
+
+def test_costs_are_interpolated_and_grow_beyond_the_last() -> None:
+    costs = StepCosts([(1, 1.0), (3, 2.0), (5, 1.5), (9, 10.0)])
+    assert [costs.of(n) for n in (1, 2, 3)] == [1.0, 1.5, 2.0]
+    assert costs.of(5) == 2.0  # a longer step is never cheaper
+    assert costs.of(7) == 6.0
+    assert costs.of(10) == pytest.approx(12.0)  # 2 per token, as between 5 and 9
+    flat = StepCosts([(1, 1.0), (4, 1.0)])
+    assert flat.of(8) == pytest.approx(2.0)  # at least in proportion
+
+
+def test_the_number_follows_acceptance_and_rows() -> None:
+    flat = StepCosts([(1, 1.0), (1000, 1.0)])
+    assert flat.best(1, 0, 1.0, 8) == 8
+    assert flat.best(1, 0, 0.0, 8) == 0
+    linear = StepCosts([(1, 1.0), (1000, 1000.0)])
+    assert linear.best(1, 0, 0.99, 8) == 0  # a token that costs as much as a step is never worth it
+    numbers = [DEFAULT_COSTS.best(rows, 0, 0.8, 8) for rows in (1, 4, 16, 64)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] >= 6
+    by_rate = [DEFAULT_COSTS.best(4, 0, rate / 10, 8) for rate in range(11)]
+    assert by_rate == sorted(by_rate)
+    assert by_rate[0] == 0
+
+
+def test_a_number_is_never_a_loss_by_the_table() -> None:
+    for rows in range(1, 40):
+        for rate in (0.0, 0.2, 0.5, 0.8, 1.0):
+            k = DEFAULT_COSTS.best(rows, 0, rate, 16)
+            expected = sum(rate**j for j in range(k + 1))
+            plain = rows / DEFAULT_COSTS.of(rows)
+            assert rows * expected / DEFAULT_COSTS.of(rows * (k + 1)) >= plain
