@@ -211,3 +211,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(Checkpoint, "get", counted)
     return found
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Removes the log handlers that a command set up: their stream is pytest's, and closed after
+    the test."""
+    root, own = logging.getLogger(), logging.getLogger("pagespec")
+    before, levels = list(root.handlers), (root.level, own.level)
+    yield
+    root.handlers = [
+        h for h in root.handlers if h in before or type(h) is not logging.StreamHandler
+    ]
+    root.setLevel(levels[0])
+    own.setLevel(levels[1])

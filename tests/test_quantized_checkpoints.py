@@ -187,7 +187,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
         (changed(CHANNEL, "kv_cache_scheme", to={"num_bits": 8}), "kv_cache_scheme"),
         (changed(CHANNEL, *ACTIVATIONS, "dynamic", to=False), "input_activations.dynamic = False"),
         (changed(CHANNEL, *WEIGHTS, "strategy", to="block"), "weights.strategy = 'block'"),
-        (changed(CHANNEL, "config_groups", "two", to={}), "known is one group"),
+        (changed(CHANNEL, "config_groups", "two", to={}), "only one explicit group is supported"),
         (changed(PACKED, *WEIGHTS, "num_bits", to=8), "weights.num_bits = 8"),
         (changed(PACKED, *WEIGHTS, "actorder", to="random"), "weights.actorder = 'random'"),
         (changed(AWQ_CONFIG, "bits", to=8), "bits = 8"),

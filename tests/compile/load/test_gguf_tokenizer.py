@@ -205,7 +205,7 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     arguments = _arguments("gpt2 qwen2")
     tokens = [*arguments["tokens"]]
     tokens[-1] = tokens[300]
-    with pytest.raises(InvalidInputError, match="there twice"):
+    with pytest.raises(InvalidInputError, match="occurs twice"):
         _vocabulary(tmp_path, arguments | {"tokens": tokens})
 
 
