@@ -1,4 +1,4 @@
-"""Measures CPU times of steps by their number of tokens. Done at start, for drafters."""
+"""Measure the CPU time of steps by number of tokens, at start, to choose the number of drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("pagespec")
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_REPEATS = 3
-_MOST_S = 3.0
+_MAX_DURATION_S = 3.0
 _PARAMS = SamplingParams(temperature=0.0)
 
 
@@ -32,7 +32,7 @@ def measure_costs(
     measured: list[tuple[int, float]] = []
     begin = time.perf_counter()
     for size in _SIZES:
-        is_long = len(measured) > 1 and time.perf_counter() - begin > _MOST_S
+        is_long = len(measured) > 1 and time.perf_counter() - begin > _MAX_DURATION_S
         if size > most or is_long:
             break
         plan = _plan(size, width)

@@ -20,15 +20,17 @@ from ..errors import InvalidInputError
 from .host_memory import available_bytes
 
 GIB = 1 << 30
-_MOST_BYTES = 4  # of an element: float32
+_MAX_BYTES_PER_ELEMENT = 4  # float32
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-_PACKED = 8  # elements in a byte, at most
-_COPIES_OF_CONVERSION = 2
+_MAX_ELEMENTS_PER_BYTE = 8
+_NUM_COPIES_IN_CONVERSION = 2
 
 
 class Need(NamedTuple):
-    """Attributes:
-    num_bytes: that the weights take at least. form: of the weights, for errors.
+    """A lower bound of the memory for a model's weights.
+
+    Attributes:
+        num_bytes: the bound. form: dtype or format of the weights, for errors.
     """
 
     num_bytes: int
@@ -47,15 +49,15 @@ def check_weights_fit(
         InvalidInputError: the weights certainly do not fit.
     """
     if config.quantization == "gguf":
-        return  # its float32 conversion stays in the file; blocks are read one by one
+        return  # the float32 conversion stays mapped from the file; blocks are read one by one
     is_cpu = devices[0].type == "cpu"
     if is_cpu:
         free, place = available_bytes(), "available"
     else:
-        # Of the first one: a look at another would leave a CUDA context there.
+        # Of the first GPU: a query of another one would create a CUDA context there.
         free, place = torch.cuda.mem_get_info(devices[0])[0], f"free on {devices[0]}"
     is_dummy = config.load_format == "dummy"
-    if not is_dummy and (upper := _most_bytes(source)) is not None and upper <= free:
+    if not is_dummy and (upper := _max_bytes(source)) is not None and upper <= free:
         return
     need = _need_of(source, config, devices[0])
     if need is None:
@@ -83,7 +85,7 @@ def check_conversion_fits(path: Path) -> None:
         InvalidInputError: the conversion certainly does not fit.
     """
     num_elements = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
-    num_bytes, free = _COPIES_OF_CONVERSION * 4 * num_elements, available_bytes()
+    num_bytes, free = _NUM_COPIES_IN_CONVERSION * 4 * num_elements, available_bytes()
     if num_bytes > free:
         raise InvalidInputError(
             "model",
@@ -93,20 +95,20 @@ def check_conversion_fits(path: Path) -> None:
         )
 
 
-def _most_bytes(source: ModelSource) -> int | None:
-    """What the weights of the files take at most, in float32; None for files that are not here."""
+def _max_bytes(source: ModelSource) -> int | None:
+    """An upper bound of the weights' bytes, as float32; None if the files are not on the disk."""
     tensors = _tensors(source)
     if tensors is None:
         return None
     return sum(
-        count * (_MOST_BYTES if dtype in _FLOATS else _PACKED * _MOST_BYTES)
+        count * (_MAX_BYTES_PER_ELEMENT * (1 if dtype in _FLOATS else _MAX_ELEMENTS_PER_BYTE))
         for dtype, count in tensors
     )
 
 
 def _tensors(source: ModelSource) -> list[tuple[str, int]] | None:
-    """Dtype and number of elements of the files' tensors; None if they are not here or damaged,
-    which loading reports."""
+    """Dtype and number of elements of each tensor of the files; None if files are missing or
+    damaged, which loading reports."""
     try:
         files = weight_files(source.files)
         return None if files is None else [each for file in files for each in _header(file)]
@@ -125,7 +127,7 @@ def _header(file: Path) -> Iterable[tuple[str, int]]:
 
 
 def _need_of(source: ModelSource, config: EngineConfig, device: torch.device) -> Need | None:
-    """What loading allocates at least; None for weights that stay in the files' memory."""
+    """A lower bound of what loading allocates; None for weights that stay mapped from the files."""
     from ..compile.load.build_module import skeleton_of
 
     hf_config = read_config(source)

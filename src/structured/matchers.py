@@ -1,10 +1,10 @@
 """The matchers of a runner's constrained requests, and the bitmasks for their next tokens.
 
 Plans and results are the only inputs. A matcher consumes the output tokens known at an admission
-(after a preemption), then each accepted token. A bitmask needs all tokens
-before it. These are settled when its row is planned, because constrained requests are settled-only
-(S42). So a thread computes the bitmask as soon as the tokens are collected, and only the sampling
-of the row waits for it.
+(after a preemption), then each accepted token. A bitmask needs all tokens before it. These are
+settled when its row is planned, because constrained requests are settled-only (S42). So a thread
+computes the bitmask as soon as the tokens are collected, and only the sampling of the row waits for
+it.
 
 A row with k draft tokens samples k + 1 tokens, each with its own bitmask. A copy of the matcher
 consumes the draft tokens once the row is planned, up to the first one that the grammar forbids. The

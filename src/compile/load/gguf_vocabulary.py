@@ -138,8 +138,8 @@ def open_gguf(path: Path) -> Any:
 @contextmanager
 def quick_gguf() -> Iterator[None]:
     """Within the context, transformers reads GGUF files with :func:`_reader`, and builds the table
-    of tensor names once per model instead of once per module. Its
-    progress bar is shown only if stderr is a terminal.
+    of tensor names once per model instead of once per module. Its progress bar is shown only if
+    stderr is a terminal or a notebook.
 
     The context replaces names of the package, so only one thread at a time can be in it.
     """
