@@ -23,7 +23,7 @@ from .compile.start_record import may_restore
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
 from .engine.outputs import EngineStats
-from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_device, refuse_recurrent
+from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_recurrent
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
@@ -91,7 +91,6 @@ def build(
     """
     platform = find_platform(config, shard)
     config, device = platform.config, platform.device
-    refuse_device(config.speculation, device.type)
     generation_config = None
     if config.generation_config not in GENERATION_CONFIGS:
         generation_config = read_generation_config(str(config.generation_config))

@@ -130,6 +130,7 @@ class DistributedRunner:
         self._on_logits = on_logits
         self.pipeline_depth = local.pipeline_depth
         self.max_draft_tokens = local.max_draft_tokens
+        self.max_num_samples = local.max_num_samples
         self.num_blocks = local.num_blocks
         self._workers, self._channel = workers, channel
         self._communicator = communicator

@@ -23,13 +23,14 @@ from ..params.checks import (
 )
 from ..params.declare import check_fields, declared, param
 from .policy import MAX_OVERTAKES
-from .speculation import SpeculativeConfig, refuse_device, speculative
+from .speculation import SpeculativeConfig, speculative
 
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096
 MAX_THREADS = 1024  # of a CPU; more than any has
 MAX_RANKS = 64  # GPUs of one host; more than any has
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
+_MANY_SAMPLES = 256  # per step on a GPU
 _CPU_INTER_TOKEN_MS = 500.0
 _STATE_INTERVAL = 256  # tokens
 _FLOATS = {"half": "float16", "float": "float32"}
@@ -321,8 +322,6 @@ class EngineConfig:
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
-        if self.device.startswith("cuda"):
-            refuse_device(self.speculation, "cuda")
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 
@@ -370,6 +369,16 @@ class EngineConfig:
     def num_tokens_per_step(self) -> int:
         """The token budget: as given, else 2,048 (or ``max_num_seqs`` if larger)."""
         return self.max_num_batched_tokens or max(_CPU_BUDGET, self.max_num_seqs)
+
+    @property
+    def num_samples_per_step(self) -> int:
+        """Most samples per step on a GPU: ``max_num_seqs``; with draft tokens one for each of them
+        too, up to 256 samples. From there on the duration of a step grows with the samples."""
+        num_rows, drafts = self.max_num_seqs, self.speculation
+        if drafts is None:
+            return num_rows
+        num_samples = min(_MANY_SAMPLES, num_rows * (1 + drafts.num_speculative_tokens))
+        return max(num_rows, min(num_samples, self.num_tokens_per_step))
 
     def max_inter_token_s(self, device_type: str) -> float:
         """Target for the duration of a step with both answers and a prompt, in seconds; 0: none.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from ..errors import EngineError
 from .logprobs import StepLogprobs
 from .request import Request, RequestInfo
 
@@ -126,20 +125,6 @@ class StepPlan:
                 samples = samples[: num_right + 1]
             found.append(samples)
         return found
-
-
-def refuse_drafts(plan: StepPlan, runner: str) -> None:
-    """Raises EngineError if a row has draft tokens, for a runner that samples at most one token per
-    row.
-
-    Args:
-        runner: the name used in the error.
-    """
-    for row in plan.drafts() if plan.has_drafts else ():
-        raise EngineError(
-            f"{runner} computes no draft tokens, and the row of "
-            f"{plan.requests[row].request_id!r} in step {plan.step} has some"
-        )
 
 
 @dataclass(frozen=True, slots=True)

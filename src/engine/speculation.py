@@ -95,13 +95,6 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
 # What draft tokens do not support yet -------------------------------------------------------------
 
 
-def refuse_device(config: SpeculativeConfig | None, device_type: str) -> None:
-    """Raises InvalidInputError if the runner of a device computes no draft tokens."""
-    if config is not None and device_type != "cpu":
-        limit = f"is supported on device cpu only, not on {device_type} yet"
-        raise InvalidInputError("speculative_config", config.method, limit)
-
-
 def refuse_recurrent(config: SpeculativeConfig | None, is_recurrent: bool) -> None:
     """Raises InvalidInputError for a model with recurrent layers, whose states cannot be cut."""
     if config is not None and is_recurrent:

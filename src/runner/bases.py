@@ -19,7 +19,7 @@ from ..compile.start_record import StartRecord
 from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
 from ..engine.plan import StepPlan, StepResult
-from ..engine.runner import Runner
+from ..engine.runner import MAX_DRAFT_TOKENS, Runner
 from ..engine.speculation import DEFAULT_COSTS, StepCosts
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
@@ -57,7 +57,8 @@ class LocalRunner(ABC):
     Args:
         captured: may be shared by several runners, each with its own caches.
         block_size: tokens per KV block. num_blocks: blocks besides the null block.
-        max_num_tokens: most tokens per step. max_num_rows: most requests per step.
+        max_num_tokens: most tokens per step. max_num_rows: most requests per step, and on a GPU
+            most samples.
         max_num_blocks: most blocks per request.
         kv_cache_dtype: "fp8" for caches in e4m3 (:mod:`..kernels.e4m3`).
         num_state_slots, state_interval: for a model with recurrent layers: slots besides the null
@@ -72,7 +73,8 @@ class LocalRunner(ABC):
         InvalidInputError: a size below 1.
     """
 
-    max_draft_tokens = 0
+    max_draft_tokens = MAX_DRAFT_TOKENS
+    max_num_samples: int | None = None
     _matchers: LateMatchers
 
     def __init__(

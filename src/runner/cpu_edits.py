@@ -19,7 +19,7 @@ from ..engine.request import RequestInfo
 from ..kernels.sampling.edit_logits import Penalties, edited
 from ..kernels.sampling.sampler import SamplingInputs, sample
 from ..structured.matchers import Masks
-from .edit_batch import EditBatch, EditPacker, has_processors, process
+from .edit_batch import EditBatch, EditPacker, has_processors, num_drafts_before, process
 
 
 class CpuEdits:
@@ -74,7 +74,7 @@ class CpuEdits:
                 row, place = int(batch.fields[1, i]), int(batch.fields[0, i])
                 num_drafts = 0
                 if row in drafts:
-                    num_drafts = _num_drafts_before(plan, row, int(batch.fields[3, i]))
+                    num_drafts = num_drafts_before(plan, row, int(batch.fields[3, i]))
                     before = tokens[place - num_drafts : place].tolist()
                     has_failed = request.request_id in failures
                     if has_failed or before != list(drafts[row][:num_drafts]):
@@ -136,12 +136,6 @@ class CpuEdits:
         if sampling is not None:
             own = SamplingInputs.from_tensors(*(t[place : place + 1] for t in sampling.tensors()))
         tokens[place : place + 1] = sample(row.unsqueeze(0), own)
-
-
-def _num_drafts_before(plan: StepPlan, row: int, num_known: int) -> int:
-    """The number of draft tokens of a row before its sample that follows ``num_known`` tokens."""
-    num_drafts = plan.num_samples[row] - 1
-    return num_known - (plan.starts[row] + plan.num_tokens[row] - num_drafts)
 
 
 def _needs_history(request: RequestInfo) -> bool:

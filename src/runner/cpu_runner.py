@@ -14,7 +14,6 @@ from torch import Tensor
 from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
-from ..engine.runner import MAX_DRAFT_TOKENS
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.matchers import ConstrainedRows, Masks
@@ -57,8 +56,6 @@ class ModelRunner(LocalRunner):
         threads: number of threads for its steps; None keeps torch's number.
         settings: see :class:`.LocalRunner`.
     """
-
-    max_draft_tokens = MAX_DRAFT_TOKENS
 
     def __init__(
         self, captured: CapturedModel, *, threads: StepThreads | None = None, **settings: Any

@@ -234,6 +234,12 @@ class EditPacker:
         )
 
 
+def num_drafts_before(plan: StepPlan, row: int, num_known: int) -> int:
+    """The number of draft tokens of a row before its sample that follows ``num_known`` tokens."""
+    num_drafts = plan.num_samples[row] - 1
+    return num_known - (plan.starts[row] + plan.num_tokens[row] - num_drafts)
+
+
 def has_processors(request: RequestInfo) -> bool:
     return request.edits is not None and bool(request.edits.processors)
 

@@ -13,6 +13,7 @@ waits for the device except Python functions, which read the logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -132,17 +133,18 @@ class GpuEdits:
         logits: Tensor,
         history_rows: Sequence[int],
         masks: Masks | None = None,
-    ) -> dict[str, str]:
+    ) -> tuple[dict[str, str], dict[str, int]]:
         """Sample the edited rows of a step from its logits ``[S, V]``, which are not modified.
 
         Args:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
 
         Returns:
-            Reasons why requests fail, by request id.
+            Reasons why requests fail, and the samples that failed: see :class:`.StepResult`.
         """
         batch = masked = None
         failures: dict[str, str] = {}
+        failed_samples: dict[str, int] = {}
         edited = masks
         if masks is not None and self._logprobs is None:
             masked = self._masked_rows_of(plan, masks)
@@ -156,8 +158,11 @@ class GpuEdits:
             self._draw_masked(logits, masked.simple, masked.truncated, self.masks.on_device)
         if batch is not None:
             failures.update(self._packer.failures)
-            self._sample_copies(batch, _chunks(batch), logits, failures)
-        return failures
+            ahead = _DraftsBefore(plan) if plan.has_drafts and _any_processors(batch) else None
+            chunks = _chunks(batch, 1 if ahead else CHUNK)
+            self._sample_copies(batch, chunks, logits, failures, ahead)
+            failed_samples = {} if ahead is None else ahead.failed_samples
+        return failures, failed_samples
 
     def _masked_rows_of(self, plan: StepPlan, masks: Masks) -> _MaskedRows:
         known = self._masked_rows.get(plan.requests)
@@ -203,6 +208,7 @@ class GpuEdits:
         chunks: Sequence[_Chunk],
         logits: Tensor,
         failures: dict[str, str],
+        ahead: _DraftsBefore | None = None,
     ) -> None:
         arrays = [batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks]
         arrays += (chunk.truncated for chunk in chunks)
@@ -216,7 +222,7 @@ class GpuEdits:
         for (first, end, sizes, _, has_simple), truncated in zip(chunks, parts[5:], strict=True):
             rows, places = space[: end - first], edits.fields[0, first:end]
             edit_rows(logits, edits, self.history, counts, rows, first, sizes)
-            self._process(batch, first, rows, failures)
+            self._process(batch, first, rows, failures, ahead)
             if has_simple:  # then all of them: the others are sampled again
                 self._draw(rows, Rows(places, self._sources[: end - first]))
             if truncated.numel():
@@ -227,16 +233,33 @@ class GpuEdits:
                 self._logprobs.add_edited(rows, places, cuts, b.sampled)
 
     def _process(
-        self, batch: EditBatch, first: int, rows: Tensor, failures: dict[str, str]
+        self,
+        batch: EditBatch,
+        first: int,
+        rows: Tensor,
+        failures: dict[str, str],
+        ahead: _DraftsBefore | None,
     ) -> None:
-        """Run the Python functions of rows ``first ..`` of a batch, one by one, on the host."""
+        """Run the Python functions of rows ``first ..`` of a batch, one by one, on the host.
+
+        Args:
+            ahead: of a step with draft tokens. Samples that are discarded in any case are left out,
+                so functions are called with the request's own tokens only.
+        """
         for i, request in enumerate(batch.requests[first : first + len(rows)]):
             if not has_processors(request):
                 continue
-            _, history_row, num_prompt, num_tokens = batch.fields[:4, first + i].tolist()
+            place, history_row, num_prompt, num_tokens = batch.fields[:4, first + i].tolist()
+            drafts = () if ahead is None else ahead.of(place)
+            if drafts:
+                before = self._buffers.sampled[place - len(drafts) : place].tolist()
+                if request.request_id in failures or before != list(drafts):
+                    continue
             output = self.history[history_row, num_prompt:num_tokens].tolist()
             row = rows[i]
             row.copy_(process(request, row.cpu(), output, failures))
+            if ahead is not None and drafts and request.request_id in failures:
+                ahead.failed_samples[request.request_id] = len(drafts)
 
     def run_worst_case(self, shape: StepShape, logits: Tensor) -> None:
         """Launch every kernel, over the largest number of rows."""
@@ -257,6 +280,30 @@ class GpuEdits:
         self._sample_copies(batch, [_Chunk(0, num_rows, sizes, truncated, True)], logits, {})
 
 
+class _DraftsBefore:
+    """The draft tokens before each sample of a plan in its row.
+
+    Attributes:
+        failed_samples: see :class:`.StepResult`; filled in while samples are edited.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._before: dict[int, tuple[int, ...]] = {}
+        self.failed_samples: dict[str, int] = {}
+        places = [0, *accumulate(plan.num_samples)]
+        for row, drafts in plan.drafts().items():
+            for i in range(1, len(drafts) + 1):
+                self._before[places[row] + i] = drafts[:i]
+
+    def of(self, place: int) -> tuple[int, ...]:
+        """Those before the sample with this index in the step."""
+        return self._before.get(place, ())
+
+
+def _any_processors(batch: EditBatch) -> bool:
+    return any(map(has_processors, batch.requests))
+
+
 class _Chunk(NamedTuple):
     """Edited rows ``[first, end)``: the largest number of each edit per row, the result of
     :func:`_truncated` for them, and whether there are others."""
@@ -268,7 +315,8 @@ class _Chunk(NamedTuple):
     has_simple: bool
 
 
-def _chunks(batch: EditBatch) -> list[_Chunk]:
+def _chunks(batch: EditBatch, size: int) -> list[_Chunk]:
+    """Parts of ``size`` rows."""
     num_tokens = np.where(_has_penalties(batch.fields), batch.fields[3], 0)
     num_biases = batch.fields[9] - batch.fields[8]
     num_words = batch.fields[11] - batch.fields[10]
@@ -276,8 +324,8 @@ def _chunks(batch: EditBatch) -> list[_Chunk]:
     params = [request.sampling_params for request in batch.requests]
     sources = np.arange(CHUNK, dtype=np.int32)
     chunks = []
-    for first in range(0, len(batch), CHUNK):
-        part = slice(first, first + CHUNK)
+    for first in range(0, len(batch), size):
+        part = slice(first, first + size)
         most = (int(counts[part].max()) for counts in (num_tokens, num_biases, num_words))
         sizes = ChunkSizes._make([*most, num_word_tokens])
         end = min(part.stop, len(batch))

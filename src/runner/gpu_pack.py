@@ -119,7 +119,7 @@ class GpuStepPacker:
         self._tables.place(plan)
         num_rows, is_decode_only = len(plan.requests), plan.is_decode_only
         packed_shape = shape or StepShape.mixed(
-            max(plan.total_num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE)
+            max(plan.total_num_tokens, MIN_SIZE), max(num_rows, plan.num_sampled, MIN_SIZE)
         )
         is_growing = packed_shape.is_decode and bool(plan.new_blocks)
         new_blocks = np.full(num_rows, -1, np.int32) if is_growing else None
@@ -162,10 +162,11 @@ class GpuStepPacker:
         return staged, array
 
     def _row_params(self, step: PlanArrays) -> RowParams:
-        requests = step.plan.requests
-        if not step.plan.is_decode_only:
+        plan, requests = step.plan, step.plan.requests
+        if not (plan.is_decode_only or plan.has_drafts):
             return RowParams.of(step.sampled_requests)
-        return self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
+        params = self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
+        return params if plan.is_decode_only else params.of_samples(step.sampled_rows)
 
 
 def send(

@@ -19,7 +19,7 @@ import torch
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import check_interval
 from ..compile.step_inputs import StepOutputs
-from ..engine.plan import StepPlan, StepResult, refuse_drafts
+from ..engine.plan import StepPlan, StepResult
 from ..kernels.matmul.cublas import fp32_accumulation
 from .bases import LocalRunner
 from .block_copies import BlockCopier
@@ -55,6 +55,7 @@ class GpuRunner(LocalRunner):
     ) -> None:
         check_interval(captured.loaded.recurrent, settings.get("state_interval", 0))
         super().__init__(captured, overlap=overlap, **settings)
+        self.max_num_samples = self._max_num_rows
         self._copier = BlockCopier(self.kv_caches)
         self._device, self._transparent = captured.loaded.device, transparent
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
@@ -111,10 +112,12 @@ class GpuRunner(LocalRunner):
         return handle
 
     def _pack(self, plan: StepPlan, array: IntArray) -> tuple[StagedStep, IntArray]:
-        refuse_drafts(plan, "the runner on a GPU")
         shape = None
         if self._graphs is not None:
-            shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
+            num_rows, is_decode = len(plan), plan.is_decode_only
+            if plan.has_drafts:
+                num_rows = max(num_rows, plan.num_sampled)
+            shape = self._graphs.shape_of(plan.total_num_tokens, num_rows, is_decode)
         result_row, is_edited = self._sampler.begin(plan)
         return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
 

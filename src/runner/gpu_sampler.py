@@ -180,7 +180,8 @@ class GpuStepSampler:
         assert handle is not None, "it was begun"
         if plan is not None and (staged.is_edited or masks):
             sampled = logits[: staged.num_sampled]
-            handle.failures = self.edits.sample(plan, sampled, store_rows, masks)
+            found = self.edits.sample(plan, sampled, store_rows, masks)
+            handle.failures, handle.failed_samples = found
         if staged.is_edited:
             self._take_rank_0_tokens(len(logits))
         if staged.num_logprobs or staged.num_prompt_logprobs:

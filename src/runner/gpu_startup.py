@@ -44,7 +44,7 @@ def make_gpu_runner(
     def make(size: CacheSize) -> GpuRunner:
         return GpuRunner(
             captured,
-            **runner_settings(config, size),
+            **runner_settings(config, size) | {"max_num_rows": config.num_samples_per_step},
             overlap=config.overlap is not False,
             transparent=config.transparent,
             on_logits=on_logits,
@@ -117,7 +117,7 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     """(rows, bytes per row) of the largest collectives of a step: sums, and whole logits."""
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
-    num_rows = max(config.max_num_seqs, CHUNK_ROWS)
+    num_rows = max(config.num_samples_per_step, CHUNK_ROWS)
     num_tokens = max(config.num_tokens_per_step, MIN_SIZE)
     itemsize = loaded.dtype.itemsize
     calls = [(num_tokens, text_config.hidden_size * itemsize)]
@@ -142,7 +142,8 @@ def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, .
     elif not sizes:
         return ()
     decode = {max(size, MIN_SIZE) for size in sizes}
-    return (
-        *(StepShape.decode(size) for size in decode),
-        *mixed_shapes(config.num_tokens_per_step, config.max_num_seqs),
-    )
+    num_samples = config.num_samples_per_step
+    mixed = mixed_shapes(config.num_tokens_per_step, num_samples)
+    if config.speculation is not None:
+        mixed += tuple(map(StepShape.verify, default_buckets(num_samples)))
+    return *map(StepShape.decode, decode), *dict.fromkeys(mixed)

@@ -57,8 +57,15 @@ class StepShape(NamedTuple):
 
     @classmethod
     def mixed(cls, num_tokens: int, num_rows: int) -> StepShape:
-        """On a GPU, with at most one sample per row."""
+        """On a GPU: any rows, and at most ``num_rows`` samples. A step whose rows have draft tokens
+        has more samples than rows, and is padded with empty rows."""
         return cls(num_tokens, num_rows, num_rows, "mixed")
+
+    @classmethod
+    def verify(cls, num_tokens: int) -> StepShape:
+        """On a GPU: a mixed step that may sample after each token. It has as many rows as tokens,
+        most of them empty, so attention computes it like a decode step."""
+        return cls.mixed(num_tokens, num_tokens)
 
     @property
     def is_decode(self) -> bool:

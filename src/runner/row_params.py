@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..params.declare import declared, defaults
 from .logprob_rows import sampled_fields
 from .pinned import IntArray
@@ -45,6 +46,33 @@ class RowParams:
             truncated_fields([_params_in_step(request) for request in requests]),
             sampled_fields(requests).reshape(-1),
         )
+
+    def of_samples(self, rows: NDArray[np.intp]) -> RowParams:
+        """The parameters of samples, from those of all rows of a plan.
+
+        Args:
+            rows: the row of each sample, ascending.
+        """
+        num_rows = len(self.seeds)
+        return RowParams(
+            self.seeds[rows],
+            self.temperatures[rows],
+            _of_samples(self.truncated, rows, num_rows),
+            _of_samples(self.logprobs.reshape(LOGPROB_FIELDS, -1), rows, num_rows).reshape(-1),
+        )
+
+
+def _of_samples(fields: IntArray, rows: NDArray[np.intp], num_rows: int) -> IntArray:
+    """``[n, m]``: the fields of some rows, whose places come first, repeated for each sample of
+    these rows."""
+    if not fields.size:
+        return fields
+    index = np.full(num_rows, -1)
+    index[fields[0]] = np.arange(fields.shape[1])
+    places = np.flatnonzero(index[rows] >= 0)
+    found = fields[:, index[rows[places]]]
+    found[0] = places
+    return found
 
 
 def _params_in_step(request: RequestInfo) -> SamplingParams | None:

@@ -15,10 +15,10 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.logprob_output import add_logprobs
 from pagespec.engine.logprobs import StepLogprobs
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
-from pagespec.engine.plan import StepPlan, StepResult, refuse_drafts
+from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.errors import EngineError, RequestError
+from pagespec.errors import RequestError
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
 STOP = 9
@@ -247,9 +247,6 @@ def test_what_cannot_compute_drafts_refuses_them_by_name() -> None:
     scheduler = scheduler_with(FixedDrafts(5))
     with pytest.raises(ValueError, match=r"drafter.max_draft_tokens = 4 .* runner.* = 0"):
         Engine(scheduler, runner)
-    added(scheduler)
-    with pytest.raises(EngineError, match="the runner on a GPU computes no draft tokens"):
-        refuse_drafts(planned(scheduler), "the runner on a GPU")
     with pytest.raises(InvalidInputError, match="drafter"):
         Scheduler(
             BlockManager(4, 4, num_state_slots=5, state_interval=4),

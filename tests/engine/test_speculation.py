@@ -15,7 +15,6 @@ from pagespec.engine.speculation import (
     METHODS,
     SpeculativeConfig,
     StepCosts,
-    refuse_device,
     refuse_recurrent,
 )
 
@@ -91,16 +90,23 @@ def test_anything_else_is_refused_by_name(value: Any, message: str) -> None:
         checked(value)
 
 
-def test_a_gpu_and_recurrent_layers_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_drafts", "num_samples"),
+    [(1, 4, 5), (32, 4, 160), (64, 4, 256), (256, 4, 256), (300, 1, 300)],
+)
+def test_samples_per_step_with_draft_tokens(
+    max_num_seqs: int, num_drafts: int, num_samples: int
+) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    config = EngineConfig(max_num_seqs=max_num_seqs, speculative_config=given)
+    assert config.num_samples_per_step == num_samples
+    assert EngineConfig(max_num_seqs=max_num_seqs).num_samples_per_step == max_num_seqs
+
+
+def test_recurrent_layers_are_refused() -> None:
     config = SpeculativeConfig(method="ngram")
-    with pytest.raises(InvalidInputError, match=r"speculative_config = 'ngram': .* not on cuda"):
-        EngineConfig(speculative_config=config, device="cuda:0")
-    with pytest.raises(InvalidInputError, match="not on cuda yet"):
-        refuse_device(config, "cuda")
     with pytest.raises(InvalidInputError, match="recurrent layers"):
         refuse_recurrent(config, is_recurrent=True)
-    refuse_device(None, "cuda")
-    refuse_device(config, "cpu")
     refuse_recurrent(None, is_recurrent=True)
     refuse_recurrent(config, is_recurrent=False)
 

@@ -24,6 +24,7 @@ def make_runner(
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
     max_num_blocks: int,
+    max_num_tokens: int = 24,
     **settings: Any,
 ) -> Any:
     """A runner of ``kind`` "cpu" or "gpu". The GPU runner has steps of every shape, recomputed at
@@ -31,7 +32,7 @@ def make_runner(
     settings |= {
         "block_size": BLOCK_SIZE,
         "num_blocks": num_blocks,
-        "max_num_tokens": max(24, max_num_seqs),
+        "max_num_tokens": max(max_num_tokens, max_num_seqs),
         "max_num_rows": max_num_seqs,
         "max_num_blocks": max_num_blocks,
     }
@@ -39,5 +40,6 @@ def make_runner(
         return ModelRunner(captured, **settings)
     gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
     runner = gpu_runner.GpuRunner(captured, **settings)
-    runner._graphs = Recomputed(runner.run_staged)
+    sizes = settings["max_num_tokens"], settings["max_num_rows"]
+    runner._graphs = Recomputed(runner.run_staged, sizes)
     return runner

@@ -60,17 +60,25 @@ def make_engine(runner: Any, blocks: BlockManager) -> Engine:
 
 
 class Recomputed:
-    """Replaces captured graphs."""
+    """Replaces captured graphs.
 
-    def __init__(self, run: Callable[[StepShape], torch.Tensor]) -> None:
-        self._run = run
+    Args:
+        sizes: the tokens and rows of mixed steps.
+    """
+
+    def __init__(
+        self, run: Callable[[StepShape], torch.Tensor], sizes: tuple[int, int] = (24, MAX_NUM_SEQS)
+    ) -> None:
+        self._run, self._sizes = run, sizes
         self.replayed: list[StepShape] = []
 
     def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
         if is_decode:
             return next((StepShape.decode(b) for b in (2, 4) if num_rows <= b), None)
+        if num_tokens <= num_rows and num_rows % 2:
+            return StepShape.verify(num_rows + 1)
         fits = num_rows > 1  # both ways occur: replayed and not
-        return StepShape.mixed(24, MAX_NUM_SEQS) if fits else None
+        return StepShape.mixed(*self._sizes) if fits else None
 
     def replay(self, shape: StepShape) -> torch.Tensor:
         self.replayed.append(shape)

@@ -1,4 +1,5 @@
-"""Draft tokens of requests that edit their logits, on a CPU: the same bits with and without."""
+"""Draft tokens of requests that edit their logits: the same bits with and without, on both
+runners."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from pagespec.engine.logprob_output import add_logprobs
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.runner.cpu_runner import ModelRunner
+from tests.runner.both_runners import BLOCK_SIZE, RUNNERS, make_runner
 from tests.runner.edited_requests import END_TOKEN_IDS, LogitsByPosition, mixed_cases
 from tests.runner.test_edits import captured
 from tests.support.models import VOCAB_SIZE
 
-BLOCK_SIZE, MOST = 4, 5
+MOST = 5
 NUM_OUTPUTS = 12
 
 
@@ -33,8 +34,10 @@ class World(NamedTuple):
     num_blocks: int = 200
     overlap: bool = False
     caching: bool = True
+    kind: str = "cpu"
 
 
+KINDS = [pytest.param(kind, id=kind) for kind in RUNNERS]
 WORLDS = {
     "roomy": World(),
     "chunks": World(budget=9),
@@ -42,6 +45,10 @@ WORLDS = {
     "overlap": World(overlap=True),
     "overlap, preempting, without cache": World(24, 18, overlap=True, caching=False),
 }
+
+if "gpu" in RUNNERS:
+    WORLDS["gpu"] = World(overlap=True, kind="gpu")
+    WORLDS["gpu, preempting"] = World(24, 18, kind="gpu")
 
 # The token proposed where this one is right.
 Guess = Callable[[random.Random, int], int]
@@ -116,12 +123,12 @@ def serve(
 ) -> Run:
     """Serve requests that arrive together; ``siblings``: of the first."""
     seen = LogitsByPosition()
-    runner = ModelRunner(
+    runner = make_runner(
         captured(),
-        block_size=BLOCK_SIZE,
-        num_blocks=world.num_blocks,
+        world.kind,
+        world.num_blocks,
         max_num_tokens=world.budget,
-        max_num_rows=5,
+        max_num_seqs=5 if world.kind == "cpu" else min(world.budget, 5 * (1 + MOST)),
         max_num_blocks=20,
         overlap=world.overlap,
         processed_logprobs=processed_logprobs,
@@ -212,15 +219,17 @@ def plain_run(world: str, processed_logprobs: bool) -> Run:
     return serve(mixed_requests(), None, WORLDS[world], processed_logprobs=processed_logprobs)
 
 
-@pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("processed_logprobs", [False, True])
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(name, marks=pytest.mark.nightly) if name == "overlap" else name
-        for name in WORLDS
-    ],
-)
+EDITED = [
+    pytest.param(name, processed, guess, marks=[pytest.mark.nightly] if name == "overlap" else [])
+    for name, world in WORLDS.items()
+    for processed, guess in itertools.product((False, True), GUESSES)
+    # The interpreter is slow.
+    if world.kind == "cpu" or (processed, guess) in ((True, "partly right"), (False, "random"))
+]
+
+
+@pytest.mark.parametrize(("world", "processed_logprobs", "guess"), EDITED)
+@pytest.mark.usefixtures("small_chunks")
 def test_edits_follow_the_history_of_each_sample(
     world: str, processed_logprobs: bool, guess: str
 ) -> None:
@@ -292,8 +301,10 @@ def test_bad_words_span_accepted_drafts_and_rejected_ones_leave_no_trace() -> No
     check_equal(serve(requests(), Scripted(plain.answers(), GUESSES["right"]), World()), plain)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("guess", GUESSES)
-def test_a_function_is_called_once_for_each_token_of_the_answer(guess: str) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_a_function_is_called_once_for_each_token_of_the_answer(guess: str, kind: str) -> None:
     """In order and with the tokens before it: never with a rejected draft token. Only the answer's
     end is unknown to it."""
     calls: list[list[int]] = []
@@ -303,13 +314,13 @@ def test_a_function_is_called_once_for_each_token_of_the_answer(guess: str) -> N
         return row + 0.01 * len(calls)  # not even a function of its arguments
 
     asked = {"logits_processors": [recorded], "temperature": 0.9, "logprobs": 2}
-    plain = serve([make_request("a", [3, 4], **asked)], None, World())
+    plain = serve([make_request("a", [3, 4], **asked)], None, World(kind=kind))
     answer = plain.answers()["a"]
     assert calls == [answer[:i] for i in range(NUM_OUTPUTS)]
     expected = calls.copy()
     calls.clear()
     drafter = Scripted(plain.answers(), GUESSES[guess])
-    check_equal(serve([make_request("a", [3, 4], **asked)], drafter, World()), plain)
+    check_equal(serve([make_request("a", [3, 4], **asked)], drafter, World(kind=kind)), plain)
     assert calls == expected
 
 
@@ -322,11 +333,18 @@ def failing_at(place: int) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
     return function
 
 
-@pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("place", range(7))
-@pytest.mark.parametrize("overlap", [False, True])
+FAILING = [
+    (place, guess, overlap, kind)
+    for kind in RUNNERS
+    for place in (range(7) if kind == "cpu" else (3,))
+    for guess, overlap in itertools.product(GUESSES, (False, True))
+]
+
+
+@pytest.mark.parametrize(("place", "guess", "overlap", "kind"), FAILING)
+@pytest.mark.usefixtures("small_chunks")
 def test_a_function_that_fails_ends_its_request_at_that_token(
-    place: int, guess: str, overlap: bool
+    place: int, guess: str, overlap: bool, kind: str
 ) -> None:
     """The tokens before it are the request's, and the others continue."""
 
@@ -336,8 +354,8 @@ def test_a_function_that_fails_ends_its_request_at_that_token(
         others = [make_request(str(i), [3 + i], seed=i, presence_penalty=1.0) for i in range(3)]
         return [*others, make_request("a", [3, 4], **asked)]
 
-    whole = serve([make_request("a", [3, 4], temperature=0.9)], None, World()).answers()
-    world = World(overlap=overlap)
+    whole = serve([make_request("a", [3, 4], temperature=0.9)], None, World(kind=kind)).answers()
+    world = World(overlap=overlap, kind=kind)
     plain = serve(requests(), None, world)
     assert plain.served["a"].token_ids == whole["a"][:place]
     assert f"KeyError: 'token {place}'" in plain.served["a"].error

@@ -1,4 +1,4 @@
-"""Rows with draft tokens on a CPU: bit-identical tokens and log-probabilities."""
+"""Rows with draft tokens: bit-identical tokens and log-probabilities, on both runners."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from pagespec.runner.cpu_runner import ModelRunner, StepHandle
+from tests.runner import both_runners
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -91,8 +92,26 @@ def make_requests() -> list[Request]:
     return requests
 
 
+def make_runner(captured: CapturedModel, kind: str, budget: int, **settings: Any) -> Any:
+    if kind == "gpu":
+        num_samples = min(budget, MAX_NUM_SEQS * (1 + Guesses.max_draft_tokens))
+        settings |= {"max_num_seqs": max(MAX_NUM_SEQS, num_samples), "max_num_blocks": 16}
+        return both_runners.make_runner(
+            captured, kind, NUM_BLOCKS, max_num_tokens=budget, **settings
+        )
+    return (StagingRunner if kind == "staged" else ModelRunner)(
+        captured,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_tokens=budget,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=16,
+        **settings,
+    )
+
+
 def run(
-    captured: CapturedModel, drafter: Guesses | None, budget: int, *, overlap: bool, is_staged: bool
+    captured: CapturedModel, drafter: Guesses | None, budget: int, *, overlap: bool, kind: str
 ) -> tuple[dict[str, Any], int]:
     """The results that callers see for each request, and the largest number of samples in a row."""
     most = 0
@@ -101,16 +120,7 @@ def run(
         nonlocal most
         most = max(most, *plan.num_samples)
 
-    runner = (StagingRunner if is_staged else ModelRunner)(
-        captured,
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_tokens=budget,
-        max_num_rows=MAX_NUM_SEQS,
-        max_num_blocks=16,
-        overlap=overlap,
-        on_logits=on_logits,
-    )
+    runner = make_runner(captured, kind, budget, overlap=overlap, on_logits=on_logits)
     scheduler = Scheduler(
         BlockManager(NUM_BLOCKS, BLOCK_SIZE),
         max_num_seqs=MAX_NUM_SEQS,
@@ -135,17 +145,26 @@ def run(
     return found, most
 
 
-@pytest.mark.parametrize(("overlap", "is_staged"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("budget", [8, 64])
+SERVED = [
+    (budget, overlap, kind)
+    for budget in (8, 64)
+    for overlap, kind in ((False, "cpu"), (True, "cpu"), (False, "staged"))
+]
+if "gpu" in both_runners.RUNNERS:
+    SERVED += [(8, False, "gpu"), (64, True, "gpu")]
+
+
+@pytest.mark.parametrize(("budget", "overlap", "kind"), SERVED)
+@pytest.mark.usefixtures("small_chunks")
 def test_no_answer_depends_on_draft_tokens(
-    captured: CapturedModel, budget: int, overlap: bool, is_staged: bool
+    captured: CapturedModel, budget: int, overlap: bool, kind: str
 ) -> None:
     """Rows that edit their logits are among them."""
-    how = {"overlap": overlap, "is_staged": is_staged}
+    how: dict[str, Any] = {"overlap": overlap, "kind": kind}
     plain, most = run(captured, None, budget, **how)
     assert most == 1
     answers = {name: token_ids for name, (token_ids, *_) in plain.items()}
-    for is_right in (1.0, 0.6, 0.0):
+    for is_right in (0.6,) if kind == "gpu" else (1.0, 0.6, 0.0):
         drafted, most = run(captured, Guesses(answers, is_right), budget, **how)
         assert drafted == plain
         assert most == 1 + Guesses.max_draft_tokens or budget == 8
