@@ -74,7 +74,6 @@ def pagespec(
 
     import pagespec as engine
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     settings: dict[str, Any] = {
         "kv_cache_dtype": kv_cache_dtype,
         "tensor_parallel_size": tensor_parallel_size,
@@ -104,7 +103,7 @@ def pagespec(
             json,
             {
                 **about,
-                "gpu": gpu,
+                "gpu": gpu_name(),
                 "start_s": start_s,
                 "model": named(model, quantization, kv_cache_dtype, tensor_parallel_size),
             },
@@ -125,45 +124,17 @@ def vllm(
     runs = parsed(load)
     if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    # Run its engine in this process, without network look-ups or missing kernels. vLLM reads these
-    # variables when it is imported.
-    for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_USE_DEEP_GEMM": "0",
-        "VLLM_PLUGINS": "",
-    }.items():
-        os.environ.setdefault(name, value)
     import torch
-    import vllm as engine
 
-    from benchmarks.vllm_weights import spread_weights
-
-    spread_weights()
-    backend = "FLASH_ATTN_MLA" if "kv_lora_rank" in model_config(model) else "FLASH_ATTN"
     with model_folder(model) as folder:
-        begin = time.perf_counter()
-        llm = engine.LLM(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            seed=0,
+        engine, llm, start_s = vllm_engine(
+            model,
+            folder,
             max_model_len=longest(runs),
-            gpu_memory_utilization=0.9,
-            enable_prefix_caching=False,
-            attention_config={"backend": backend},
-            disable_log_stats=True,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=tensor_parallel_size,
         )
-        start_s = time.perf_counter() - begin
         config = llm.llm_engine.vllm_config
         about = {
             "engine": f"vLLM {engine.__version__}{', batch-invariant' * batch_invariant}, "
@@ -179,11 +150,64 @@ def vllm(
             json,
             {
                 **about,
-                "gpu": torch.cuda.get_device_name(),
+                "gpu": gpu_name(),
                 "start_s": start_s,
                 "model": named(model, quantization, kv_cache_dtype, tensor_parallel_size),
             },
         )
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def vllm_engine(
+    model: str, folder: Path, *, tensor_parallel_size: int = 1, **settings: Any
+) -> tuple[Any, Any, float]:
+    """The module of vLLM; an engine of a model with random weights, in this process if it uses one
+    GPU; the seconds of its start without imports.
+
+    Args:
+        folder: of the model's ``config.json``.
+        settings: other arguments of vLLM's LLM.
+    """
+    # Run its engine in this process, without network look-ups or missing kernels. vLLM reads these
+    # variables when it is imported.
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_PLUGINS": "",
+    }.items():
+        os.environ.setdefault(name, value)
+    import vllm as engine
+
+    from benchmarks.vllm_weights import spread_weights
+
+    spread_weights()
+    backend = "FLASH_ATTN_MLA" if "kv_lora_rank" in model_config(model) else "FLASH_ATTN"
+    begin = time.perf_counter()
+    llm = engine.LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        seed=0,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=False,
+        attention_config={"backend": backend},
+        disable_log_stats=True,
+        tensor_parallel_size=tensor_parallel_size,
+        **settings,
+    )
+    return engine, llm, time.perf_counter() - begin
 
 
 def named(
