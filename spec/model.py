@@ -426,7 +426,7 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
             made, planned = plan(state, scope, budget)
             if made.rows:
                 yield from schedules(made, planned, Schedule((), budget), scope)
-                for offer in offers(made, state, scope):
+                for offer in offers(made, scope):
                     drafted, planned = plan(state, scope, budget, offer)
                     if any(row.drafts != dict(offer).get(row.request, ()) for row in drafted.rows):
                         continue  # the same plan as for a shorter offer
@@ -442,12 +442,11 @@ def schedules(
         yield label._replace(tokens=tokens), dispatch(planned, made, tokens, scope), made
 
 
-def offers(made: Plan, state: State, scope: Scope) -> Iterator[Drafts]:
+def offers(made: Plan, scope: Scope) -> Iterator[Drafts]:
     """All offers that drafters may make for the rows of a plan: any tokens, but at least one."""
     if not scope.max_drafts or scope.num_states:
         return
-    rows = [row.request for row in made.rows if row.num_samples]
-    drafting = [r for r in rows if state.requests[r].settled_only]
+    drafting = [row.request for row in made.rows if row.num_samples]
     lengths = range(scope.max_drafts + 1)
     some = [drafts for n in lengths for drafts in product(scope.outputs, repeat=n)]
     for chosen in product(some, repeat=len(drafting)):

@@ -42,20 +42,31 @@ def l5(m: Move) -> bool:
 
 
 def l6(m: Move) -> bool:
-    """A running decode has a row, or yields to an older request. Settled-only decodes: L9."""
+    """A running decode has a row, or yields to an older request. Decodes that are settled-only or
+    have drafts in flight: L9."""
+    drafting = drafting_in(m.before)
     return all(
-        is_served_or_yields(m, r) for r in decodes(m) if not m.before.requests[r].settled_only
+        is_served_or_yields(m, r)
+        for r in decodes(m)
+        if not (m.before.requests[r].settled_only or r in drafting)
     )
 
 
+def drafting_in(state: State) -> set[int]:
+    """Requests with drafts in flight."""
+    return {row.request for step in state.flight for row in step if row.drafts}
+
+
 def l9(m: Move) -> bool:
-    """A settled-only decode has a row, or yields to an older request, or one of the steps in
-    flight (at most ``depth``) samples the token that it has to compute."""
+    """A decode that is settled-only or has drafts in flight has a row, or yields to an older
+    request, or one of the steps in flight (at most ``depth``) samples the token that it has to
+    compute."""
+    drafting = drafting_in(m.before)
     sampling = {row.request for step in m.before.flight for row in step if row.samples}
     return len(m.before.flight) <= m.scope.depth and all(
         r in sampling or is_served_or_yields(m, r)
         for r in decodes(m)
-        if m.before.requests[r].settled_only
+        if m.before.requests[r].settled_only or r in drafting
     )
 
 
@@ -72,6 +83,19 @@ def l10(m: Move) -> bool:
         has_more = len(taken) <= len(row.drafts) and not new.reason
         if has_more and row.drafts[len(taken) - 1] == taken[-1]:
             return False
+    return True
+
+
+def l11(m: Move) -> bool:
+    """The settle of a row with drafts leaves its request, if it still runs, with nothing in flight
+    and one settled token to compute. So a request waits for at most one settle, that of its own
+    row."""
+    for row in m.before.flight[0]:
+        request = m.after.requests[row.request]
+        if row.drafts and not row.stale and row.request in m.after.running:
+            is_next = request.total == len(request.tokens) == request.dispatched + 1
+            if request.in_flight or not is_next:
+                return False
     return True
 
 

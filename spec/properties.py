@@ -82,7 +82,7 @@ def s10(state: State, scope: Scope) -> bool:
 
 def max_drafts(request: Request, scope: Scope) -> int:
     """Maximum number of draft tokens in a row of the request since its admission."""
-    return scope.max_drafts if request.settled_only and request.table else 0
+    return scope.max_drafts if request.table else 0
 
 
 def s14(state: State, _: Scope) -> bool:

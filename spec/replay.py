@@ -146,11 +146,12 @@ class Replay:
         self._check_rows(rows, drafts, preempted, budget)
         num_keys = len(machine.index)
         made = machine.schedule(budget, tuple(drafts.items()))
-        if [row[:4] for row in made.rows] != rows or list(made.preempted) != preempted:
+        own_rows = [row[:3] for row in rows]  # S19 covers their samples
+        if [row[:3] for row in made.rows] != own_rows or list(made.preempted) != preempted:
             raise _Refused(
                 "S31",
-                f"planned rows {_short(rows)}, preempted {preempted}; the specification plans "
-                f"{_short([row[:4] for row in made.rows])}, preempts {list(made.preempted)}",
+                f"planned rows {_short(own_rows)}, preempted {preempted}; the specification plans "
+                f"{_short([row[:3] for row in made.rows])}, preempts {list(made.preempted)}",
             )
         carried = {row.request: row.drafts for row in made.rows if row.drafts}
         if carried != drafts:
@@ -278,7 +279,8 @@ class Replay:
                 )
             if start + n > request.total:
                 raise _Refused("S17", f"request {r} is computed to {start + n} of {request.total}")
-            if request.settled_only and start + n > len(request.tokens):
+            is_settled_only = request.settled_only or machine.has_drafts_in_flight(r)
+            if is_settled_only and start + n > len(request.tokens):
                 raise _Refused("S42", f"request {r} is computed to {start + n}, which is unsettled")
             expected = 1 + len(drafts.get(r, ())) if start + n == request.total else 0
             if num_samples != expected:

@@ -81,15 +81,17 @@ class Scheduler(Shares):
             self.budget_left -= len(drafts)
 
     def draft_room(self, row: PlanRow) -> int:
-        """Maximum number of draft tokens of a row. Only a settled-only request has drafts, since
-        the next row starts where the accepted drafts end (S42). A sample after the last draft may
-        not exceed the request's maximum length. Recurrent states cannot be truncated, so models
-        with recurrent layers have no drafts."""
+        """Maximum number of draft tokens of a row. Only a row that samples after settled tokens has
+        drafts (S56). A sample after the last draft may not exceed the request's maximum length.
+        Recurrent states cannot be truncated, so models with recurrent layers have no drafts."""
         request = self.requests[row.request]
-        if not (row.num_samples and request.settled_only) or self.scope.num_states:
+        if not (row.num_samples and self.follows_settled(row)) or self.scope.num_states:
             return 0
         room = request.limit - 1 - row.end
         return max(0, min(self.scope.max_drafts, self.budget_left, room))
+
+    def follows_settled(self, row: PlanRow) -> bool:
+        return row.start + row.n == len(self.requests[row.request].tokens)
 
     def may_take_for_drafts(self) -> bool:
         return self.closed_by is None and not self.preempted
@@ -152,18 +154,25 @@ class Scheduler(Shares):
         self.refused.append((r, reason))
 
     # ------------------------------------------------------------------ budget
-    def num_wanted(self, request: Request) -> int:
+    def num_wanted(self, r: int) -> int:
+        request = self.requests[r]
         if request.total >= request.limit:  # its last token is being sampled: nothing follows
             return 0
-        return 0 if self.must_settle(request) else request.total - request.dispatched
+        return 0 if self.must_settle(r) else request.total - request.dispatched
 
-    def must_settle(self, request: Request) -> bool:
+    def must_settle(self, r: int) -> bool:
         """S42: the token to compute is still being sampled."""
-        return request.settled_only and request.total > len(request.tokens)
+        request = self.requests[r]
+        is_settled_only = request.settled_only or self.has_drafts_in_flight(r)
+        return is_settled_only and request.total > len(request.tokens)
+
+    def has_drafts_in_flight(self, r: int) -> bool:
+        """Its next row starts where the accepted drafts end, which the settle decides."""
+        return any(row.request == r and row.drafts for step in self.flight for row in step)
 
     def num_reserved(self) -> int:
         """One token for each decode that comes later in this walk (L6)."""
-        return sum(self.num_wanted(self.requests[r]) == 1 for r in self.to_come)
+        return sum(self.num_wanted(r) == 1 for r in self.to_come)
 
     def within_budget(self, wanted: int) -> int:
         if wanted == 1 and self.budget_left > 0:
@@ -180,9 +189,9 @@ class Scheduler(Shares):
             self.refuse(r, "held")
             return
         request = self.requests[r]
-        wanted = self.within_budget(self.num_wanted(request))
+        wanted = self.within_budget(self.num_wanted(r))
         if wanted <= 0:
-            self.refuse(r, self.reason_for_none(request))
+            self.refuse(r, self.reason_for_none(r))
             return
         n = self.fit(r, wanted)
         if n <= 0:
@@ -193,8 +202,9 @@ class Scheduler(Shares):
         self.grow_states(r, request.dispatched + n)
         self.add_row(r, n)
 
-    def reason_for_none(self, request: Request) -> str:
-        if self.num_wanted(request):
+    def reason_for_none(self, r: int) -> str:
+        request = self.requests[r]
+        if self.num_wanted(r):
             return "budget"
         return "ending" if request.total >= request.limit else "unsettled"
 

@@ -80,7 +80,7 @@ _FAIR = (
 _PACED = _TIGHT._replace(budget=4, budgets=(1, 2))
 
 # Rows with draft tokens: any tokens may be offered, and any of them may be accepted.
-DRAFTING = T((0,), 3, settled_only=True)
+DRAFTING = T((0,), 3)
 _DRAFTS = _TIGHT._replace(max_drafts=1, pause=False)
 _WITH_DRAFTS = (
     _DRAFTS._replace(
@@ -88,7 +88,7 @@ _WITH_DRAFTS = (
     ),
     _DRAFTS._replace(
         name="ci-drafts-overlap",
-        templates=(DRAFTING, T((0,), 2)),
+        templates=(DRAFTING, T((0,), 2, settled_only=True)),
         num_blocks=3,
         budget=3,
         depth=1,
@@ -105,7 +105,7 @@ _WITH_DRAFTS = (
     ),
     _DRAFTS._replace(
         name="ci-drafts-siblings",
-        templates=(T((0, 0), 3, n=2, settled_only=True),),
+        templates=(T((0, 0), 3, n=2),),
         block_size=2,
         budget=4,
     ),
@@ -249,7 +249,7 @@ FULL = (
     ),
     _DRAFTS._replace(
         name="drafts-of-two",
-        templates=(T((0, 0), 4, settled_only=True), T((0, 1), 2)),
+        templates=(T((0, 0), 4), T((0, 1), 2, settled_only=True)),
         max_drafts=2,
         num_blocks=5,
         block_size=2,

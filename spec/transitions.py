@@ -259,11 +259,13 @@ def s38(m: Move) -> bool:
 
 
 def s42(m: Move) -> bool:
-    """A settled-only request computes only tokens that are settled when it is planned."""
+    """A settled-only request, or one with drafts in flight, computes only tokens that are settled
+    when it is planned."""
+    drafting = progress.drafting_in(m.before)
     return all(
         row.start + row.n <= len(m.before.requests[row.request].tokens)
         for row in m.plan.rows
-        if m.before.requests[row.request].settled_only
+        if m.before.requests[row.request].settled_only or row.request in drafting
     )
 
 
@@ -454,4 +456,5 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S62": (ANY, segment_properties.s62),
     "L4": ((Schedule, Settle), progress.l4),
     "L10": ((Settle,), progress.l10),
+    "L11": ((Settle,), progress.l11),
 }

@@ -7,7 +7,7 @@ from ..pool import ceil_div
 from ..state import Drafts, Plan, PlanRow, Row
 from .registry import LONG, A, defect
 
-_DRAFTING = A._replace(max_tokens=3, settled_only=True)
+_DRAFTING = A._replace(max_tokens=3)
 _HISTORY = _DRAFTING._replace(needs_history=True)
 _SCOPE = {
     "templates": (_DRAFTING,),
@@ -138,6 +138,35 @@ class BlocksOfRejectedDraftsPileUp(Machine):
 class HistoryKeepsRejectedDrafts(Machine):
     def kept_history(self, ids: tuple[int, ...], _: int) -> tuple[int, ...]:
         return ids
+
+
+@defect("row-behind-drafts-in-flight", "S42 L11", **_SCOPE | {"depth": 1})
+class RowBehindDraftsInFlight(Machine):
+    """It starts behind the first sample, although a draft may be accepted there."""
+
+    def has_drafts_in_flight(self, _: int) -> bool:
+        return False
+
+
+@defect("drafts-behind-an-unsettled-token", "S56", **_SCOPE | {"depth": 1})
+class DraftsBehindAnUnsettledToken(Machine):
+    def follows_settled(self, _: PlanRow) -> bool:
+        return True
+
+
+_LONGER = _DRAFTING._replace(max_tokens=4)
+
+
+@defect("drafted-once-is-settled-only", "L6", **_SCOPE | {"depth": 1, "templates": (_LONGER,)})
+class DraftedOnceIsSettledOnly(Machine):
+    """A request that had drafts has no pipelined rows any more."""
+
+    def count_accepted(self, r: int) -> None:
+        super().count_accepted(r)
+        self.update(r, needs_history=True)
+
+    def has_drafts_in_flight(self, r: int) -> bool:
+        return super().has_drafts_in_flight(r) or self.requests[r].needs_history
 
 
 @defect("right-draft-is-wasted", "L10", **_SCOPE)

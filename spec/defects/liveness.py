@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model import Machine
-from ..state import Request, Row, Template
+from ..state import Row, Template
 from .registry import LONG, A, defect
 
 
@@ -98,8 +98,8 @@ class PrefillEatsTheDecodesBudget(Machine):
 class SettledOnlyWaitsForAll(Machine):
     """Until no step is in flight, which never happens next to other requests."""
 
-    def must_settle(self, request: Request) -> bool:
-        return request.settled_only and bool(self.flight)
+    def must_settle(self, r: int) -> bool:
+        return self.requests[r].settled_only and bool(self.flight)
 
 
 @defect("aborted-blocks-never-freed", "L7", "37")

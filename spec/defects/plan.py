@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model import Machine
-from ..state import Request, Template
+from ..state import Template
 from .registry import LONG, A, defect
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]
@@ -75,7 +75,7 @@ _SETTLED_ONLY = A._replace(max_tokens=3, settled_only=True)
 class UnsettledTokenIsComputed(Machine):
     """Its mask would be needed before the previous token is known."""
 
-    def must_settle(self, _: Request) -> bool:
+    def must_settle(self, _: int) -> bool:
         return False
 
 

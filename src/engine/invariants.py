@@ -196,7 +196,7 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     num_blocks = len(request.block_table)
     least = blocks.num_blocks_for(request.num_dispatched)
     most = least
-    if scheduler.drafter is not None and request.settled_only and num_blocks:
+    if scheduler.drafter is not None and num_blocks:
         max_drafts = scheduler.drafter.max_draft_tokens
         most = blocks.num_blocks_for(request.num_dispatched + max_drafts)
     _require(least <= num_blocks <= most, "S10", "{} needs {} to {} blocks", request, least, most)
@@ -236,20 +236,23 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             _require(not request.block_table and not request.num_computed, "S20", "{}", request)
             preempted.discard(request.request_id)
     _require(not preempted, "S20", "{} were preempted and do not wait", preempted)
+    *earlier, newest = scheduler.in_flight
+    drafting = {request for step in earlier for request, *_, n in step.rows() if n > 1}
     written: set[int] = set()
-    for request, start, num_row_tokens, num_samples in scheduler.in_flight[-1].rows():
+    for request, start, num_row_tokens, num_samples in newest.rows():
         num_drafts = max(0, num_samples - 1)
         end = start + num_row_tokens - num_drafts
         _require(end > start, "S18", "empty row of {}", request)
         _require(request.state is RequestState.RUNNING, "S27", "{} is not running", request)
         _require(end == request.num_dispatched, "S17", "{} does not end at {}", request, end)
         is_settled = end <= len(request.token_ids)
-        _require(is_settled or not request.settled_only, "S42", "{} is not settled", request)
+        is_bound = request.settled_only or request in drafting
+        _require(is_settled or not is_bound, "S42", "{} is not settled", request)
         is_sampled = num_samples > 0
         num_known = request.num_total - is_sampled
         _require(is_sampled == (end == num_known), "S19", "{} samples {}", request, num_samples)
         if num_drafts:
-            may_draft = request.settled_only and end == len(request.token_ids)
+            may_draft = end == len(request.token_ids)
             _require(may_draft, "S56", "{} has draft tokens behind unsettled ones", request)
             end += num_drafts
             _require(end < request.max_num_tokens, "S56", "draft tokens of {} too far", request)

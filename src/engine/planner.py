@@ -13,12 +13,13 @@ The rules, with the properties of ``spec/README.md`` that they serve:
 * Under the policy "fair", if ``max_num_seqs`` requests run, a waiting request may replace a younger
   running one of another owner. This bounds its wait for a place among the running requests.
 * A settled-only request computes settled tokens only: it has no row in a step until its last token
-  is settled. Other requests are not delayed (S42).
+  is settled. Other requests are not delayed (S42). The same holds for a request with draft tokens
+  in flight, whose next row starts after the accepted ones.
 * A sibling shares the blocks of an older request that has computed the prompt. It gets a copy of
   the block that the shared tokens fill in part (S33). Recurrent states are not copied: with
   recurrent layers a sibling is admitted like any other request.
-* After the pass, rows of settled-only requests may carry draft tokens, within the remaining budget
-  and blocks. They get no new block if any request is short of blocks (S56).
+* After the pass, rows that sample after settled tokens may carry draft tokens, within the remaining
+  budget and blocks. They get no new block if any request is short of blocks (S56).
 * With recurrent layers a request is admitted only when a state slot is available for it alone. No
   request is preempted for a slot: steps in flight release slots; each running request keeps one.
 
@@ -158,7 +159,7 @@ class Planner:
             drafter.begin(num_rows, len(self._requests) + self._num_extra_tokens)
         for row, request in enumerate(self._requests):
             end = request.num_dispatched
-            if not request.settled_only or end != len(request.token_ids):
+            if end != len(request.token_ids):
                 continue  # it samples nothing, or its last tokens are still unsettled
             num_left = self._max_num_batched_tokens - len(self._requests) - self._num_extra_tokens
             # A sample after the last draft token may not exceed the maximum length.
@@ -176,6 +177,7 @@ class Planner:
                 self._unusual_rows[row] = (num_tokens + len(drafts), 1 + len(drafts))
                 self._num_extra_tokens += len(drafts)
                 self._drafts[row] = drafts
+                request.waits_for_samples = True
 
     # Running requests -------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class Planner:
             if (
                 total - start == 1
                 and total != request.max_num_tokens
-                and not (held or (request.settled_only and total != len(request.token_ids)))
+                and not (held or (request.waits_for_samples and total != len(request.token_ids)))
                 and (start != request.num_slots or self._grow(request))
             ):
                 add_request(request)

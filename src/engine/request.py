@@ -93,6 +93,8 @@ class Request:
             but still publishes its blocks. Always False with ``prompt_logprobs``.
         settled_only: its rows compute settled tokens only (S42), so that the runner has all its
             tokens before it samples. Always True for constrained requests.
+        waits_for_samples: it gets no row while its next token is being sampled (S42):
+            ``settled_only``, or a step in flight has draft tokens of it.
         seniority: arrival number, assigned by the scheduler. rank: place in the order of service
             (smaller is older), assigned once by the policy: at arrival, or at its turn.
         owner: the owner that the policy "fair" charges. charge: the cost charged to the owner's
@@ -154,6 +156,7 @@ class Request:
         "state_table",
         "stop_token_ids",
         "token_ids",
+        "waits_for_samples",
     )
 
     def __init__(
@@ -198,7 +201,7 @@ class Request:
             (Segment(len(prompt_token_ids)),) if segments is None else tuple(segments),
         )
         self.reads_cache = reads_cache and not is_scored
-        self.settled_only = settled_only or is_constrained
+        self.settled_only = self.waits_for_samples = settled_only or is_constrained
         self.leader: Request | None = None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -283,7 +286,7 @@ class Request:
     @property
     def must_settle(self) -> bool:
         """Whether its next token to compute has to be settled first (S42)."""
-        return self.settled_only and self.num_total > len(self.token_ids)
+        return self.waits_for_samples and self.num_total > len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

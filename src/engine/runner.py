@@ -53,16 +53,11 @@ class Drafter(Protocol):
 
     max_draft_tokens: int
 
-    def serves(self, request: Request) -> bool:
-        """Whether it drafts for a request; the scheduler then makes the request settled-only on
-        arrival. Other settled-only requests may have draft tokens too."""
-        ...
-
     def propose(self, request: Request) -> Sequence[int]:
         """Token ids of the target model's vocabulary that may follow ``request.token_ids``, all of
-        which are settled. At most ``max_draft_tokens`` of them are used. Called for settled-only
-        requests, at most once per plan. Must not change the request, except ``request.drafts``,
-        which belongs to the drafter."""
+        which are settled. At most ``max_draft_tokens`` of them are used. Called at most once per
+        request and plan. Must not change the request, except ``request.drafts``, which belongs to
+        the drafter."""
         ...
 
 

@@ -65,7 +65,8 @@ class Scheduler:
             running request can decode one token.
         pipeline_depth: number of unsettled steps allowed when the next one is scheduled.
         policy: the order of service.
-        drafter: proposes draft tokens for rows of settled-only requests; None: no draft tokens.
+        drafter: proposes draft tokens for rows that sample after settled tokens; None: no draft
+            tokens.
     """
 
     def __init__(
@@ -140,9 +141,6 @@ class Scheduler:
                 f"the pool has num_blocks = {self.blocks.num_blocks}"
             )
             raise InvalidInputError("prompt + max_tokens", request.max_num_tokens, limit)
-        for arrival in arrivals:
-            if self.drafter is not None and self.drafter.serves(arrival):
-                arrival.settled_only = True  # draft tokens follow settled tokens only
         for arrival in arrivals:
             self.requests[arrival.request_id] = arrival
         self.queues.arrive(request, siblings)
@@ -265,6 +263,7 @@ class Scheduler:
             if num_samples < 2:
                 self._settle(request, num_tokens, tokens[0] if tokens else None, finished)
                 continue
+            request.waits_for_samples = request.settled_only
             num_known = len(request.token_ids)
             failed, failure = failing.get(request.request_id, (num_samples, ""))
             if failed >= len(tokens):

@@ -57,9 +57,6 @@ class ForcedDrafter(DraftObserver):
         self._grammars, self.other = grammars, other
         self._followed: dict[str, _Followed] = {}
 
-    def serves(self, request: Request) -> bool:
-        return self.other.serves(request)
-
     def begin(self, num_rows: int, num_tokens: int) -> None:
         self.other.begin(num_rows, num_tokens)
 

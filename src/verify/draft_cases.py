@@ -38,9 +38,6 @@ class OracleDrafter:
         self.max_draft_tokens = max_draft_tokens
         self._rng = random.Random(0)
 
-    def serves(self, _: Request) -> bool:
-        return True
-
     def propose(self, request: Request) -> Sequence[int]:
         tokens, length = request.token_ids, request.num_prompt_tokens
         answer = self._answers.get((tuple(tokens[:length]), request.seed), ())

@@ -32,9 +32,6 @@ class FixedDrafts:
         self.drafts, self.max_draft_tokens = drafts, most
         self.num_calls = 0
 
-    def serves(self, _: Request) -> bool:
-        return False
-
     def propose(self, _: Request) -> Sequence[int]:
         self.num_calls += 1
         return self.drafts
@@ -57,7 +54,7 @@ def scheduler_with(
     )
 
 
-def added(scheduler: Scheduler, name: str = "a", *, settled_only: bool = True, **given) -> Request:
+def added(scheduler: Scheduler, name: str = "a", *, settled_only: bool = False, **given) -> Request:
     given = {"max_num_tokens": 12, "stop_token_ids": frozenset({STOP})} | given
     prompt = given.pop("prompt", [1, 2])
     request = Request(name, prompt, PARAMS, settled_only=settled_only, **given)
@@ -176,21 +173,44 @@ def test_blocks_of_wrong_drafts_are_filled_by_the_next_tokens() -> None:
     assert [len(blocks) for blocks in plan.new_blocks.values()] == [1]
 
 
-def test_only_settled_only_requests_have_drafts() -> None:
+def test_a_request_with_drafts_in_flight_has_no_row_until_they_are_settled() -> None:
     drafter = FixedDrafts(5, 6, 7)
     scheduler = scheduler_with(drafter, depth=1)
-    added(scheduler, "a", settled_only=False)
-    added(scheduler, "b")
-    assert rows(planned(scheduler)) == [("a", 0, 2, 1), ("b", 0, 5, 4)]
-    assert rows(planned(scheduler)) == [("a", 2, 1, 1)]  # what b samples is in flight
-    assert drafter.num_calls == 1
+    first, second = added(scheduler, "a"), added(scheduler, "b")
+    plan = planned(scheduler)
+    assert rows(plan) == [("a", 0, 5, 4), ("b", 0, 5, 4)]
+    assert rows(planned(scheduler)) == []  # all samples are in flight
+    scheduler.commit(plan, (5, 6, 7, 8, 5, 0, 0, 0))
+    assert rows(planned(scheduler)) == [("a", 5, 4, 4), ("b", 3, 4, 4)]
+    assert drafter.num_calls == 4
+    assert first.waits_for_samples
+    assert second.must_settle
+
+
+def test_a_row_behind_an_unsettled_token_has_no_drafts() -> None:
+    """Once its samples are settled, a request without drafts in flight is pipelined again."""
+    drafter = FixedDrafts(5)
+    scheduler = scheduler_with(drafter, depth=1)
+    added(scheduler, "a")
+    first = planned(scheduler)
+    assert rows(first) == [("a", 0, 3, 2)]
+    scheduler.commit(first, (5, 6))
+    drafter.drafts = ()
+    assert rows(planned(scheduler)) == [("a", 3, 1, 1)]
+    drafter.drafts = (5,)
+    plan = planned(scheduler)
+    assert rows(plan) == [("a", 4, 1, 1)]
+    assert tuple(plan.token_ids) == (-1,)
+    assert drafter.num_calls == 2
 
 
 def test_a_place_in_flight_counts_every_sample() -> None:
     """A row's token in flight is named behind all samples of the rows before it."""
-    scheduler = scheduler_with(FixedDrafts(5, 6), depth=1)
+    drafter = FixedDrafts(5, 6)
+    drafter.propose = lambda request: (5, 6) if request.request_id == "a" else ()
+    scheduler = scheduler_with(drafter, depth=1)
     added(scheduler, "a")
-    added(scheduler, "b", settled_only=False)
+    added(scheduler, "b")
     first = planned(scheduler)
     assert rows(first) == [("a", 0, 4, 3), ("b", 0, 2, 1)]
     second = planned(scheduler)
@@ -202,24 +222,6 @@ def test_a_chunk_has_no_drafts() -> None:
     scheduler = scheduler_with(FixedDrafts(5, 6), budget=4)
     added(scheduler, prompt=[1] * 6)
     assert rows(planned(scheduler)) == [("a", 0, 4, 0)]
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_drafter_chooses_the_requests_that_it_serves(depth: int) -> None:
-    """The request and its siblings are settled-only from their arrival on; others stay as asked."""
-
-    class Some(FixedDrafts):
-        def serves(self, request: Request) -> bool:
-            return request.request_id.startswith("a")
-
-    scheduler = scheduler_with(Some(5, 6), depth=depth)
-    leader, other = added(scheduler, "c", settled_only=False), added(scheduler, "d")
-    plain = Request("a0", [1, 2], PARAMS, max_num_tokens=12, settled_only=False)
-    sibling = plain.sibling("a1", 1, None)
-    scheduler.add(plain, [sibling])
-    assert rows(planned(scheduler)) == [("c", 0, 2, 1), ("d", 0, 4, 3), ("a0", 0, 4, 3)]
-    marks = [request.settled_only for request in (leader, other, plain, sibling)]
-    assert marks == [False, True, True, True]
 
 
 def test_the_number_of_samples_is_checked() -> None:
@@ -294,9 +296,6 @@ class FromStreams:
     def __init__(self, wrong_every: int, most: int) -> None:
         self._wrong_every, self.max_draft_tokens = wrong_every, most
 
-    def serves(self, _: Request) -> bool:
-        return False
-
     def propose(self, request: Request) -> list[int]:
         done = len(request.output_token_ids)
         alone = stream_alone(
@@ -337,7 +336,7 @@ def outputs_of(drafter: FromStreams | None, depth: int) -> tuple[list[tuple[obje
             max_num_tokens=14 + i,
             on_token=ending(3 + i) if i % 3 == 0 else None,
             seed=i,
-            settled_only=i != 4,
+            settled_only=i == 4,
         )
         for i in range(8)
     ]
@@ -388,8 +387,8 @@ def test_a_sample_that_its_own_edits_ban_ends_its_request_alone(place: int) -> N
         drafter = FixedDrafts(*(0 if i == place else 256 for i in range(3)), most=3)
     scheduler = scheduler_with(drafter)
     engine = Engine(scheduler, Dead(num_blocks=20, block_size=4, vocab_size=3, max_draft_tokens=3))
-    banned = Request("banned", [0], PARAMS, max_num_tokens=12, edits=edits, settled_only=True)
-    other = Request("other", [0], PARAMS, max_num_tokens=3, settled_only=True)
+    banned = Request("banned", [0], PARAMS, max_num_tokens=12, edits=edits)
+    other = Request("other", [0], PARAMS, max_num_tokens=3)
     engine.add(banned)
     engine.add(other)
     while engine.has_work:
@@ -419,7 +418,7 @@ def served_with(runner: ContentRunner, *drafts: int, **given) -> tuple[Request, 
     """The request, and its error."""
     scheduler = scheduler_with(FixedDrafts(*drafts, most=3))
     engine = Engine(scheduler, runner, check_invariants=True)
-    request = Request("a", [0], PARAMS, max_num_tokens=12, settled_only=True, **given)
+    request = Request("a", [0], PARAMS, max_num_tokens=12, **given)
     engine.add(request)
     while engine.has_work:
         engine.step()

@@ -437,9 +437,9 @@ MUTANTS = [
     ),
     Mutant(
         0,
-        "an unsettled token of a settled-only request is computed",
+        "an unsettled token is computed of a request that waits for it",
         "Planner._serve",
-        "held or (request.settled_only and total != len(request.token_ids))",
+        "held or (request.waits_for_samples and total != len(request.token_ids))",
         "held",
     ),
     Mutant(
@@ -771,10 +771,24 @@ MUTANTS = [
     ),
     Mutant(
         0,
-        "a request that is not settled-only gets draft tokens",
+        "draft tokens follow an unsettled token",
         "Planner._draft",
-        "not request.settled_only or end != len(request.token_ids)",
         "end != len(request.token_ids)",
+        "end < len(request.token_ids)",
+    ),
+    Mutant(
+        0,
+        "a request with draft tokens in flight gets a row",
+        "Planner._draft",
+        "request.waits_for_samples = True",
+        "",
+    ),
+    Mutant(
+        0,
+        "a request that had draft tokens once is never pipelined again",
+        "Scheduler._commit_drafts",
+        "request.waits_for_samples = request.settled_only",
+        "",
     ),
     Mutant(
         0,

@@ -69,9 +69,6 @@ class Scripted:
         self._answers, self._guess = answers, guess
         self.num_asked = 0
 
-    def serves(self, _: Request) -> bool:
-        return True
-
     def propose(self, request: Request) -> Sequence[int]:
         self.num_asked += 1
         done = len(request.output_token_ids)

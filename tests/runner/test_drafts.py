@@ -46,9 +46,6 @@ class Guesses:
     def __init__(self, answers: dict[str, list[int]], is_right: float) -> None:
         self._answers, self._is_right = answers, is_right
 
-    def serves(self, _: Request) -> bool:
-        return True
-
     def propose(self, request: Request) -> Sequence[int]:
         done = len(request.output_token_ids)
         rng = random.Random(f"{request.request_id}, {done}")

@@ -133,9 +133,6 @@ class OfferedDrafts(DraftObserver):
     def reset(self) -> None:
         self.real.reset()
 
-    def serves(self, _: RealRequest) -> bool:
-        return False
-
     def propose(self, request: RealRequest) -> tuple[int, ...]:
         return self.offer.get(int(request.request_id), ())
 

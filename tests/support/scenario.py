@@ -36,9 +36,6 @@ class MixedDrafts:
     def __init__(self, seed: int, max_draft_tokens: int) -> None:
         self._seed, self.max_draft_tokens = seed, max_draft_tokens
 
-    def serves(self, _: Request) -> bool:
-        return False
-
     def propose(self, request: Request) -> list[int]:
         known = request.token_ids
         rng = random.Random(f"drafts of {self._seed}: {request.request_id}, {len(known)}")
@@ -54,7 +51,7 @@ class Scenario:
     Args:
         has_states: the model has recurrent layers; None draws it.
         may_be_fair: some scenarios have the policy "fair".
-        has_drafts: settled-only requests have draft tokens; None draws it for models without
+        has_drafts: requests have draft tokens; None draws it for models without
             recurrent layers.
         has_contents: some prompts have content segments; None draws it.
     """
