@@ -71,7 +71,7 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         if q.segments != (Segment(q.num_prompt),):
             requests.append([tuple(segment) for segment in q.segments])
     flight = [
-        [(number[w.request], w.start, w.n, w.samples, w.stale, w.drafts) for w in step]
+        [(number[w.request], w.start, w.n, w.samples, w.stale, w.drafts, w.wanted) for w in step]
         for step in state.flight
     ]
     queues = [[names[block] for block in queue] for queue in (state.lru, state.free[::-1])]

@@ -128,6 +128,8 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
         yield "chunk"
     if any(row.drafts for row in plan.rows):
         yield "draft"
+    if any(row.wanted for row in plan.rows):
+        yield "wish"
     if len({row.n > 1 for row in plan.rows}) == 2:
         yield "mixed"
     if any(key is not None and after.keys[b] is None for b, key in enumerate(before.keys)):

@@ -14,7 +14,7 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine stores some words per block
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
@@ -118,6 +118,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "ticks_per_token": _between(1),
         "reply_tokens": _is_count,
         "max_draft_tokens": _is_count,
+        "max_wanted_drafts": _is_count,
     },
     "add": {
         "id": _is_text,
@@ -145,6 +146,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "prefixes": _TABLES,
         "copies": _list_of(_tuple_of(_is_count, _is_count)),
         "drafts": _list_of(_tuple_of(_is_text, _list_of(_is_count, at_least=1))),
+        "wanted": _list_of(_tuple_of(_is_text, _between(1))),
         "askers": _list_of(_is_text),
         "hits": _list_of(_tuple_of(_is_text, _is_count)),
         "evicted": _is_count,
@@ -186,6 +188,8 @@ _SINCE = {
     ("plan", "budget"): 7,
     ("start", "max_draft_tokens"): 8,
     ("plan", "drafts"): 8,
+    ("start", "max_wanted_drafts"): 10,
+    ("plan", "wanted"): 10,
     ("result", "accepted"): 8,
     ("add", "segments"): 9,
 }

@@ -43,6 +43,7 @@ from .state import (
     Slots,
     State,
     Template,
+    Wishes,
     names,
 )
 
@@ -131,6 +132,7 @@ class Machine(Scheduler):
                     self.requests[row.request].table,
                     states=self.requests[row.request].states,
                     drafts=row.drafts,
+                    wanted=row.wanted,
                 )
                 for row in plan.rows
             )
@@ -377,10 +379,12 @@ def can_schedule(state: State, scope: Scope) -> bool:
     return len(state.flight) <= scope.depth and bool(state.running or state.waiting)
 
 
-def plan(state: State, scope: Scope, budget: int = 0, offer: Drafts = ()) -> tuple[Plan, State]:
+def plan(
+    state: State, scope: Scope, budget: int = 0, offer: Drafts = (), wishes: Wishes = ()
+) -> tuple[Plan, State]:
     """The plan of a state, and the state in which the plan is made but not dispatched."""
     m = machine(state, scope)
-    made = m.schedule(budget, offer)
+    made = m.schedule(budget, offer, wishes)
     return made, m.freeze()
 
 
@@ -397,7 +401,7 @@ def settle_label(state: State) -> Settle:
 def step(state: State, label: Label, scope: Scope) -> State:
     """Apply one named action. A Schedule whose plan has no row leaves the state unchanged."""
     if isinstance(label, Schedule):
-        made, planned = plan(state, scope, label.budget, label.offer)
+        made, planned = plan(state, scope, *label[1:])
         return dispatch(planned, made, label.tokens, scope) if made.rows else state
     m = machine(state, scope)
     if isinstance(label, Add):
@@ -426,11 +430,10 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
             made, planned = plan(state, scope, budget)
             if made.rows:
                 yield from schedules(made, planned, Schedule((), budget), scope)
-                for offer in offers(made, scope):
-                    drafted, planned = plan(state, scope, budget, offer)
-                    if any(row.drafts != dict(offer).get(row.request, ()) for row in drafted.rows):
-                        continue  # the same plan as for a shorter offer
-                    yield from schedules(drafted, planned, Schedule((), budget, offer), scope)
+                for label in drafting_labels(made, budget, scope):
+                    drafted, planned = plan(state, scope, *label[1:])
+                    if is_carried(drafted, label):  # otherwise it equals that of a shorter label
+                        yield from schedules(drafted, planned, label, scope)
 
 
 def schedules(
@@ -453,6 +456,35 @@ def offers(made: Plan, scope: Scope) -> Iterator[Drafts]:
         offer = tuple((r, drafts) for r, drafts in zip(drafting, chosen, strict=True) if drafts)
         if offer:
             yield offer
+
+
+def drafting_labels(made: Plan, budget: int, scope: Scope) -> Iterator[Schedule]:
+    """All offers and wishes for the rows of a plan, except for neither."""
+    wishes = tuple(all_wishes(made, scope))
+    for offer in ((), *offers(made, scope)):
+        for chosen in ((), *wishes):
+            if offer or chosen:
+                yield Schedule((), budget, offer, chosen)
+
+
+def is_carried(made: Plan, label: Schedule) -> bool:
+    """Whether a plan has all draft tokens of the offer and all tokens of the wishes."""
+    offer, wishes = dict(label.offer), dict(label.wishes)
+    return all(
+        row.drafts == offer.get(row.request, ()) and row.wanted == wishes.get(row.request, 0)
+        for row in made.rows
+    )
+
+
+def all_wishes(made: Plan, scope: Scope) -> Iterator[Wishes]:
+    """All numbers of tokens that may be drafted behind the rows of a plan, at least one token."""
+    if not scope.max_wanted or scope.num_states:
+        return
+    rows = [row.request for row in made.rows]
+    for chosen in product(range(scope.max_wanted + 1), repeat=len(rows)):
+        wishes = tuple((r, wanted) for r, wanted in zip(rows, chosen, strict=True) if wanted)
+        if wishes:
+            yield wishes
 
 
 def is_enough(budget: int, state: State) -> bool:

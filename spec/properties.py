@@ -57,7 +57,7 @@ def s7(state: State, scope: Scope) -> bool:
         return False
     for step in state.flight:
         for row in step:
-            first, last = row.start // scope.block_size, (row.end - 1) // scope.block_size
+            first, last = row.start // scope.block_size, (row.last_end - 1) // scope.block_size
             if published.intersection(row.blocks[first : last + 1]):
                 return False
     return True
@@ -69,12 +69,13 @@ def s8(state: State, _: Scope) -> bool:
 
 
 def s10(state: State, scope: Scope) -> bool:
-    """Rejected drafts may leave blocks that the request's next tokens fill."""
+    """Rejected drafts, and drafting behind a row, may leave blocks that the request's next tokens
+    fill."""
     size = scope.block_size
     return all(
         ceil_div(request.dispatched, size)
         <= len(request.table)
-        <= ceil_div(request.dispatched + max_drafts(request, scope), size)
+        <= ceil_div(request.dispatched + max_behind(request, scope), size)
         for request in state.requests
         if request.table or not request.reason
     )
@@ -83,6 +84,11 @@ def s10(state: State, scope: Scope) -> bool:
 def max_drafts(request: Request, scope: Scope) -> int:
     """Maximum number of draft tokens in a row of the request since its admission."""
     return scope.max_drafts if request.table else 0
+
+
+def max_behind(request: Request, scope: Scope) -> int:
+    """Maximum number of positions behind the dispatched ones that have blocks."""
+    return max_drafts(request, scope) + (scope.max_wanted if request.table else 0)
 
 
 def s14(state: State, _: Scope) -> bool:

@@ -68,7 +68,10 @@ class Replay:
             scope = scope._replace(
                 credit=start["credit"], ticks=start["ticks_per_token"], reply=start["reply_tokens"]
             )
-        scope = scope._replace(max_drafts=start.get("max_draft_tokens", 0))
+        scope = scope._replace(
+            max_drafts=start.get("max_draft_tokens", 0),
+            max_wanted=start.get("max_wanted_drafts", 0),
+        )
         self.machine = ReplayMachine(scope)
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
@@ -145,7 +148,8 @@ class Replay:
         budget = event["budget"] if self.has_budgets else machine.scope.budget
         self._check_rows(rows, drafts, preempted, budget)
         num_keys = len(machine.index)
-        made = machine.schedule(budget, tuple(drafts.items()))
+        wanted = {numbers.get(name, -1): n for name, n in event.get("wanted", ())}
+        made = machine.schedule(budget, tuple(drafts.items()), tuple(wanted.items()))
         own_rows = [row[:3] for row in rows]  # S19 covers their samples
         if [row[:3] for row in made.rows] != own_rows or list(made.preempted) != preempted:
             raise _Refused(
@@ -160,6 +164,9 @@ class Replay:
                 f"drafts {shortened(str(drafts), 80)}, the specification carries "
                 f"{shortened(str(carried), 80)}",
             )
+        granted = {row.request: row.wanted for row in made.rows if row.wanted}
+        if granted != wanted:
+            raise _Refused("S64", f"tokens to draft {wanted}, the specification has {granted}")
         if self.has_tables:
             self._take_tables(event)
         if self.has_prefixes:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from .pool import ceil_div
 from .shares import Shares
-from .state import Drafts, Plan, PlanRow, Request
+from .state import Drafts, Plan, PlanRow, Request, Wishes
 
 
 class Scheduler(Shares):
     # ------------------------------------------------------------------ the walk
-    def schedule(self, budget: int = 0, offer: Drafts = ()) -> Plan:
+    def schedule(self, budget: int = 0, offer: Drafts = (), wishes: Wishes = ()) -> Plan:
         """Decide one step of at most ``budget`` tokens (0: the scope's), with draft tokens of
-        ``offer`` if they fit. Mutates pool, tables and counters; contents and flight change only in
-        ``dispatch``. The fields set here are used for this plan only."""
+        ``offer`` and tokens to draft of ``wishes`` if they fit. Mutates pool, tables and counters;
+        contents and flight change only in ``dispatch``. The fields set here are used for this plan
+        only."""
         budget = budget or self.scope.budget
         self.budget_left = budget
         self.rows: list[PlanRow] = []
@@ -45,6 +46,8 @@ class Scheduler(Shares):
                 self.serve(self.to_come.pop(0))
         if offer:
             self.draft(dict(offer))
+        if wishes:
+            self.want(dict(wishes))
         return Plan(
             tuple(self.rows),
             tuple(self.preempted),
@@ -92,6 +95,30 @@ class Scheduler(Shares):
 
     def follows_settled(self, row: PlanRow) -> bool:
         return row.start + row.n == len(self.requests[row.request].tokens)
+
+    def want(self, wishes: dict[int, int]) -> None:
+        """S56, S64: after the drafts of all rows, numbers of tokens that the runner drafts behind
+        rows. Drafting writes positions behind the row, so it gets slots in blocks that no request
+        needs."""
+        for i, row in enumerate(self.rows):
+            wanted = min(wishes.get(row.request, 0), self.want_room(row))
+            blocks = ceil_div(row.end + wanted, self.block_size)
+            blocks -= len(self.requests[row.request].table)
+            if wanted and blocks > 0 and self.may_take_for_drafts():
+                self.allocate(row.request, min(blocks, self.num_available()))
+            self.rows[i] = row._replace(wanted=max(0, min(wanted, self.num_slots_behind(row))))
+
+    def want_room(self, row: PlanRow) -> int:
+        """Maximum number of tokens to draft behind a row. They follow its sample, and the next row
+        samples behind the last of them, so the request's maximum length limits them."""
+        if not row.num_samples or self.scope.num_states:
+            return 0
+        room = self.requests[row.request].limit - 2 - row.end
+        return max(0, min(self.scope.max_wanted, room))
+
+    def num_slots_behind(self, row: PlanRow) -> int:
+        """Slots of the request behind the positions that its row computes."""
+        return len(self.requests[row.request].table) * self.block_size - row.end
 
     def may_take_for_drafts(self) -> bool:
         return self.closed_by is None and not self.preempted

@@ -119,6 +119,34 @@ _WITH_DRAFTS = (
     ),
 )
 
+# Tokens drafted behind a row by a second model: they need slots, whatever they are.
+_WITH_WISHES = (
+    _DRAFTS._replace(
+        name="ci-wishes-sync",
+        templates=(DRAFTING, T((0, 0), 3)),
+        num_blocks=5,
+        max_wanted=1,
+        budget=4,
+        fail=True,
+    ),
+    _DRAFTS._replace(
+        name="ci-wishes-overlap",
+        templates=(T((0,), 4),),
+        max_drafts=0,
+        max_wanted=2,
+        budget=3,
+        depth=1,
+        reset=True,
+    ),
+    _DRAFTS._replace(
+        name="ci-wishes-siblings",
+        templates=(T((0, 0), 4, n=2, settled_only=True),),
+        block_size=2,
+        max_wanted=1,
+        budget=4,
+    ),
+)
+
 # Two contents behind one token, with equal placeholders: chunks and hits end inside them.
 _WITH_ONE = T((0, 0, 0), 2, segments=(Segment(1), Segment(2, 1)))
 _WITH_OTHER = _WITH_ONE._replace(segments=(Segment(1), Segment(2, 2)))
@@ -219,6 +247,7 @@ CI = (
     _PACED._replace(name="ci-paced-overlap", depth=1, abort=False),
     *_WITH_STATES,
     *_WITH_DRAFTS,
+    *_WITH_WISHES,
     *_WITH_SEGMENTS,
 )
 

@@ -177,6 +177,7 @@ class Scope(NamedTuple):
     fail: bool = False  # engine operations may fail or be interrupted
     reset: bool = False  # the user may reset the prefix cache
     max_drafts: int = 0  # maximum number of draft tokens per row
+    max_wanted: int = 0  # maximum number of tokens that the runner drafts behind a row
     num_states: int = 0  # state slots; 0: the model has no recurrent layers
     interval: int = 0  # tokens per entry of a state table, a multiple of block_size
     defects: frozenset[str] = frozenset()
@@ -229,7 +230,7 @@ def names(request: Request, ids: tuple[int, ...] | None = None) -> tuple[int, ..
 
 class Row(NamedTuple):
     """One request in a dispatched step: its own positions [start, start + n), plus one position per
-    draft token in ``drafts``.
+    draft token in ``drafts``. Behind the accepted samples, the runner drafts ``wanted`` tokens.
 
     ``samples`` are the tokens that will be sampled: none, or one after the row's own positions and
     one after each draft. The environment has chosen them; no rule may read them before they settle
@@ -246,11 +247,17 @@ class Row(NamedTuple):
     stale: bool = False
     states: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
+    wanted: int = 0
 
     @property
     def end(self) -> int:
         """End of the positions that the row writes."""
         return self.start + self.n + len(self.drafts)
+
+    @property
+    def last_end(self) -> int:
+        """End of the positions that the row or its drafting writes."""
+        return self.end + self.wanted
 
 
 class Slots(NamedTuple):
@@ -311,22 +318,33 @@ REFUSALS = (
 
 Drafts = tuple[tuple[int, tuple[int, ...]], ...]
 """(request, draft tokens)"""
+Wishes = tuple[tuple[int, int], ...]
+"""(request, number of tokens that the runner drafts behind its row, at least 1)"""
 
 
 class PlanRow(NamedTuple):
     """Own positions [start, start + n) of a request, then its draft tokens. It samples
-    ``num_samples`` tokens: none, or one after its own positions and one after each draft."""
+    ``num_samples`` tokens: none, or one after its own positions and one after each draft. Behind
+    the accepted samples, the runner drafts ``wanted`` tokens with a second model."""
 
     request: int
     start: int
     n: int
     num_samples: int
     drafts: tuple[int, ...] = ()
+    wanted: int = 0
 
     @property
     def end(self) -> int:
         """End of the positions that the row computes."""
         return self.start + self.n + len(self.drafts)
+
+    @property
+    def last_end(self) -> int:
+        """End of the positions that the row or its drafting writes. The first drafted position is
+        that of the last accepted sample: ``start + n`` if no draft is accepted, ``end`` if all are.
+        """
+        return self.end + self.wanted
 
 
 class Plan(NamedTuple):
@@ -364,11 +382,12 @@ class Add(NamedTuple):
 class Schedule(NamedTuple):
     """Plan and dispatch a step. ``tokens``: its samples, in row order. ``budget``: token budget of
     the step; 0: the scope's. ``offer``: draft tokens for some requests; the plan carries as many as
-    fit."""
+    fit. ``wishes``: numbers of tokens to draft behind rows; the plan has as many as fit."""
 
     tokens: tuple[int, ...]
     budget: int = 0
     offer: Drafts = ()
+    wishes: Wishes = ()
 
 
 class Settle(NamedTuple):

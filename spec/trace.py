@@ -68,6 +68,7 @@ def plan_text(plan: Plan | None) -> str:
     parts = [
         f"r{row.request}[{row.start}:{row.start + row.n}]{drafts_text(row.drafts)}"
         + "*" * row.num_samples
+        + f" + draft {row.wanted}" * bool(row.wanted)
         for row in plan.rows
     ]
     parts += [f"admit r{r} with {len(hits)} hits" for r, hits in plan.admitted]
@@ -112,6 +113,7 @@ def state_lines(state: State) -> Iterator[str]:
         rows = [
             f"r{w.request}[{w.start}:{w.start + w.n}]{drafts_text(w.drafts)}"
             + f" will sample {tokens_text(w.samples)}" * bool(w.samples)
+            + f" and draft {w.wanted}" * bool(w.wanted)
             for w in step
         ]
         yield f"  in flight: {', '.join(rows)}"
@@ -125,7 +127,7 @@ def render(trace: list[Label], scope: Scope, cycle: int = 0) -> str:
             lines.append("  -- these actions repeat forever:")
         made = None
         if isinstance(label, Schedule):
-            made = model.plan(state, scope, label.budget, label.offer)[0]
+            made = model.plan(state, scope, *label[1:])[0]
         if number == len(trace) - cycle:
             lines += [f"       | {line}" for line in state_lines(state)]
         lines.append(f"  {number:3}. {label_text(label, made)}")

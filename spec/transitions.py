@@ -206,16 +206,14 @@ def s22(m: Move) -> bool:
 
 def s31(m: Move) -> bool:
     """The plan does not depend on tokens that steps in flight will sample."""
-    if any(token != m.scope.outputs[0] for token in m.label.tokens):
-        return True  # this plan was examined for the first choice of its own tokens
-    if not any(row.samples for step in m.before.flight for row in step):
+    if is_other_sample(m) or not any(row.samples for step in m.before.flight for row in step):
         return True
     masked = tuple(
         tuple(row._replace(samples=(HIDDEN,) * len(row.samples)) for row in step)
         for step in m.before.flight
     )
     masked_state = m.before._replace(flight=masked)
-    return model.plan(masked_state, m.scope, m.label.budget, m.label.offer)[0] == m.plan
+    return model.plan(masked_state, m.scope, *m.label[1:])[0] == m.plan
 
 
 def s33(m: Move) -> bool:
@@ -329,8 +327,8 @@ def s56(m: Move) -> bool:
     """Drafts take nothing that any request needs. The plan without them has the same rows, victims,
     admissions, refusals and copies, and they take no block while a request is short of blocks. Only
     rows that sample after settled tokens have drafts, and no sample exceeds the maximum length."""
-    if not m.label.offer or any(token != m.scope.outputs[0] for token in m.label.tokens):
-        return True  # this plan was examined for the first choice of its samples
+    if not (m.label.offer or m.label.wishes) or is_other_sample(m):
+        return True
     plain, planned = model.plan(m.before, m.scope, m.label.budget)
     if plain.closed_by is not None or plain.preempted:
         tables = [
@@ -339,7 +337,7 @@ def s56(m: Move) -> bool:
         if any(request.table != alone.table for request, alone in tables):
             return False
     own = tuple(
-        row._replace(drafts=(), num_samples=row.num_samples - len(row.drafts))
+        row._replace(drafts=(), num_samples=row.num_samples - len(row.drafts), wanted=0)
         for row in m.plan.rows
     )
     drafted = m.plan._replace(rows=own, added=plain.added, tables=plain.tables)
@@ -348,6 +346,31 @@ def s56(m: Move) -> bool:
         for row, request in ((row, m.before.requests[row.request]) for row in m.plan.rows)
         if row.drafts
     )
+
+
+def is_other_sample(m: Move) -> bool:
+    """Whether this plan was examined for another choice of its samples."""
+    return any(token != m.scope.outputs[0] for token in m.label.tokens)
+
+
+def s64(m: Move) -> bool:
+    """The positions that drafting writes have slots: behind the row's own positions, in blocks of
+    its request alone, which are not published. The next row can carry all that is drafted, if no
+    sample of this row ends the request."""
+    size = m.scope.block_size
+    for row in m.plan.rows:
+        request = m.after.requests[row.request]
+        if not row.wanted:
+            continue
+        if not row.num_samples or row.last_end > request.limit - 2:
+            return False
+        for p in range(row.start + row.n, row.last_end):
+            if p >= len(request.table) * size:
+                return False
+            block = request.table[p // size]
+            if m.after.refs[block] != 1 or m.after.keys[block] is not None:
+                return False
+    return True
 
 
 def s58(m: Move) -> bool:
@@ -435,6 +458,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "S39": lambda m: s39(m.after, m.scope),
     "S42": s42,
     "S56": s56,
+    "S64": s64,
     "S61": segment_properties.s61,
     "L3": progress.l3,
     "L5": progress.l5,

@@ -92,6 +92,7 @@ def random_scope(rng: random.Random) -> Scope:
         interval=block_size * rng.randint(1, 2),
         # All offers are enumerated; with several drafting rows there are too many.
         max_drafts=drafts.choice([0, 1]) if cap == 2 else 0,
+        max_wanted=drafts.choice([0, 0, 1]) if cap == 2 else 0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..model import Machine
 from ..pool import ceil_div
-from ..state import Drafts, Plan, PlanRow, Row
+from ..state import Drafts, Plan, PlanRow, Row, Wishes
 from .registry import LONG, A, defect
 
 _DRAFTING = A._replace(max_tokens=3)
@@ -83,9 +83,9 @@ class DraftsTakeBlocksThatAreWanted(Machine):
 class DraftsBeforeTheWalkEnds(Machine):
     """A row takes its drafts at once, before younger requests have their rows."""
 
-    def schedule(self, budget: int = 0, offer: Drafts = ()) -> Plan:
+    def schedule(self, budget: int = 0, offer: Drafts = (), wishes: Wishes = ()) -> Plan:
         self.offered = dict(offer)
-        return super().schedule(budget)
+        return super().schedule(budget, wishes=wishes)
 
     def add_row(self, r: int, n: int) -> None:
         super().add_row(r, n)
@@ -184,3 +184,38 @@ class NothingTakenBesideAWrongDraft(Machine):
             super().take_samples(r, row)
         else:
             self.update(r, total=self.requests[r].total - 1)
+
+
+_WISHING = _SCOPE | {"max_wanted": 1, "max_drafts": 0, "block_size": 1}
+
+
+@defect("drafting-without-a-slot", "S64", **_WISHING | {"num_blocks": 5})
+class DraftingWithoutASlot(Machine):
+    """The number to draft does not follow the blocks that are available."""
+
+    def num_slots_behind(self, _: PlanRow) -> int:
+        return self.scope.max_wanted
+
+
+@defect("drafting-behind-the-longest-form", "S64", **_WISHING)
+class DraftingBehindTheLongestForm(Machine):
+    def want_room(self, row: PlanRow) -> int:
+        return self.scope.max_wanted if row.num_samples else 0
+
+
+@defect("drafting-behind-a-chunk", "S64", **_WISHING | {"budget": 1})
+class DraftingBehindAChunk(Machine):
+    """A row that samples nothing has no last sample to draft from."""
+
+    def want_room(self, row: PlanRow) -> int:
+        return super().want_room(row._replace(num_samples=1))
+
+
+@defect(
+    "drafting-takes-blocks-that-are-needed",
+    "S56",
+    **_WISHING | {"templates": (_DRAFTING, LONG), "num_blocks": 5},
+)
+class DraftingTakesBlocksThatAreNeeded(Machine):
+    def may_take_for_drafts(self) -> bool:
+        return True

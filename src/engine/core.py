@@ -402,6 +402,8 @@ class Engine:
         finished = self.scheduler.commit(plan, result.token_ids, failing)
         if result.logprobs is not None and plan.has_drafts:
             trim_logprobs(step)
+        if result.drafts:
+            self.scheduler.offer_drafts(step, result.drafts)
         self.commit_s += time.perf_counter() - begin
         self._handles.popleft()
         self._begun.popleft()

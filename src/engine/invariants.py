@@ -15,6 +15,7 @@ from .block_manager import BlockManager
 from .ledger import Ledger
 from .plan import StepPlan
 from .request import Request, RequestState
+from .runner import DraftObserver
 from .scheduler import Scheduler
 from .state_slots import NO_SLOT, StateSlots
 
@@ -196,9 +197,12 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     num_blocks = len(request.block_table)
     least = blocks.num_blocks_for(request.num_dispatched)
     most = least
-    if scheduler.drafter is not None and num_blocks:
-        max_drafts = scheduler.drafter.max_draft_tokens
-        most = blocks.num_blocks_for(request.num_dispatched + max_drafts)
+    drafter = scheduler.drafter
+    if drafter is not None and num_blocks:
+        num_behind = drafter.max_draft_tokens
+        if isinstance(drafter, DraftObserver):
+            num_behind += drafter.max_wanted_drafts
+        most = blocks.num_blocks_for(request.num_dispatched + num_behind)
     _require(least <= num_blocks <= most, "S10", "{} needs {} to {} blocks", request, least, most)
     _require(request.num_slots == num_blocks * blocks.block_size, "S10", "slots of {}", request)
     _require(len(request.token_ids) <= request.max_num_tokens, "S18", "{} is too long", request)
@@ -221,8 +225,8 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a new plan violates S9, S15, S17, S18, S19, S20, S27, S33, S42, S48
-    or S56."""
+    """Raises InvariantError if a new plan violates S9, S15, S17, S18, S19, S20, S27, S33, S42, S48,
+    S56 or S64."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
@@ -267,6 +271,20 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
                 is_own = blocks.states.ref_counts[slot] == 1 and blocks.states.keys[slot] is None
                 _require(is_own, "S48", "{} writes slot {}, shared or published", request, slot)
     _check_copies(scheduler, plan)
+    _check_wanted(scheduler, plan)
+
+
+def _check_wanted(scheduler: Scheduler, plan: StepPlan) -> None:
+    blocks, requests = scheduler.blocks, scheduler.in_flight[-1].requests
+    for row, wanted in plan.wanted_drafts.items():
+        request, end = requests[row], plan.starts[row] + plan.num_tokens[row] + wanted
+        is_behind = plan.num_samples[row] > 0 and 0 < wanted and end <= request.max_num_tokens - 2
+        _require(is_behind, "S64", "{} tokens wanted behind {}", wanted, request)
+        _require(end <= request.num_slots, "S64", "drafting of {} has no slots", request)
+        first = request.num_dispatched // blocks.block_size
+        for block in request.block_table[first : blocks.num_blocks_for(end)]:
+            is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
+            _require(is_own, "S64", "{} drafts in {}, shared or published", request, block)
 
 
 def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:

@@ -53,6 +53,9 @@ class StepPlan:
             those of ``preempted``; one of them may be admitted again in this same plan.
         preempted: requests preempted for this step; none of them is a row.
         is_decode_only: every row computes one position and samples one token from it.
+        wanted_drafts: by row, how many tokens the runner drafts with a second model behind the
+            row's accepted samples. The row's block table covers the positions that drafting
+            writes: up to as many behind the row's own as tokens are wanted (S64).
     """
 
     step: int
@@ -70,6 +73,7 @@ class StepPlan:
     released: tuple[str, ...] = ()
     preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False
+    wanted_drafts: Mapping[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -139,12 +143,15 @@ class StepResult:
         failed_samples: the index in its row of the sample that failed, by request id. An absent
             request failed at its first sample. The failure counts only if all draft tokens before
             the sample are accepted and the request does not end before it.
+        drafts: by request id, the tokens that the runner drafted behind the accepted samples of its
+            row, at most as many as the plan wants. No output depends on them.
     """
 
     token_ids: Sequence[int]
     logprobs: StepLogprobs | None = None
     failures: Mapping[str, str] = field(default_factory=dict)
     failed_samples: Mapping[str, int] = field(default_factory=dict)
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class InFlightStep(NamedTuple):

@@ -20,6 +20,8 @@ The rules, with the properties of ``spec/README.md`` that they serve:
   recurrent layers a sibling is admitted like any other request.
 * After the pass, rows that sample after settled tokens may carry draft tokens, within the remaining
   budget and blocks. They get no new block if any request is short of blocks (S56).
+* The same holds for the positions that a second model writes while the runner drafts behind a row:
+  with too few blocks, fewer tokens are wanted (S64).
 * With recurrent layers a request is admitted only when a state slot is available for it alone. No
   request is preempted for a slot: steps in flight release slots; each running request keeps one.
 
@@ -89,6 +91,7 @@ class Planner:
     _blocks: BlockManager = field(init=False)
     _running: list[Request] = field(init=False)
     _drafts: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _wanted: dict[int, int] = field(init=False, default_factory=dict)
     _requests: list[Request] = field(init=False, default_factory=list)
     _starts: list[int] = field(init=False, default_factory=list)
     # Per exceptional row: (number of tokens, number of samples).
@@ -131,6 +134,8 @@ class Planner:
         self._serve(position, len(running))
         if self._drafter is not None:
             self._draft(self._drafter)
+            if isinstance(self._drafter, DraftObserver) and self._drafter.max_wanted_drafts:
+                self._want(self._drafter)
         if account is not None:
             # An eviction removes a key, and no key is added while a step is planned.
             account.num_evicted -= len(index)
@@ -153,7 +158,6 @@ class Planner:
     def _draft(self, drafter: Drafter) -> None:
         """Append draft tokens to rows that sample after settled tokens. Draft tokens do not count
         as dispatched: the next row starts after the accepted ones."""
-        blocks = self._blocks
         if isinstance(drafter, DraftObserver):
             num_rows = sum(r.num_dispatched == len(r.token_ids) for r in self._requests)
             drafter.begin(num_rows, len(self._requests) + self._num_extra_tokens)
@@ -165,12 +169,8 @@ class Planner:
             # A sample after the last draft token may not exceed the maximum length.
             most = min(num_left, request.max_num_tokens - 1 - end, drafter.max_draft_tokens)
             drafts = tuple(drafter.propose(request)[:most]) if most > 0 else ()
-            num_wanted = blocks.num_blocks_for(end + len(drafts)) - len(request.block_table)
-            if drafts and num_wanted > 0 and not (self._is_closed or self._preempted):
-                num_taken = min(num_wanted, blocks.num_available)
-                if num_taken:
-                    new = blocks.allocate(request, num_taken)
-                    self._new_blocks[row] = self._new_blocks.get(row, ()) + new
+            if drafts:
+                self._take_free_blocks(row, request, end + len(drafts))
             drafts = drafts[: request.num_slots - end]
             if drafts:
                 num_tokens, _ = self._unusual_rows.get(row, (1, 1))
@@ -178,6 +178,29 @@ class Planner:
                 self._num_extra_tokens += len(drafts)
                 self._drafts[row] = drafts
                 request.waits_for_samples = True
+
+    def _want(self, drafter: DraftObserver) -> None:
+        """How many tokens the runner drafts behind each row that samples. The next row carries
+        them, so they and the sample behind them may not exceed the maximum length."""
+        for row, request in enumerate(self._requests):
+            num_tokens, num_samples = self._unusual_rows.get(row, (1, 1))
+            end = self._starts[row] + num_tokens
+            most = min(request.max_num_tokens - 2 - end, drafter.max_wanted_drafts)
+            wanted = min(drafter.wanted(request), most) if num_samples and most > 0 else 0
+            if wanted > 0:
+                self._take_free_blocks(row, request, end + wanted)
+                wanted = min(wanted, request.num_slots - end)
+            if wanted > 0:
+                self._wanted[row] = wanted
+
+    def _take_free_blocks(self, row: int, request: Request, num_tokens: int) -> None:
+        """Allocate blocks up to position ``num_tokens``, as many as are available. None if any
+        request is short of blocks."""
+        num_blocks = self._blocks.num_blocks_for(num_tokens) - len(request.block_table)
+        num_taken = min(num_blocks, self._blocks.num_available)
+        if num_taken > 0 and not (self._is_closed or self._preempted):
+            new = self._blocks.allocate(request, num_taken)
+            self._new_blocks[row] = self._new_blocks.get(row, ()) + new
 
     # Running requests -------------------------------------------------------------------------
 
@@ -419,6 +442,7 @@ class Planner:
             released=tuple(self._queues.released),
             preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,
+            wanted_drafts=self._wanted,
         )
         return InFlightStep(plan, requests)
 

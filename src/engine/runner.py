@@ -63,7 +63,14 @@ class Drafter(Protocol):
 
 class DraftObserver:
     """Base class of drafters that follow the steps: the scheduler calls these methods of an
-    instance. A drafter that wraps another one forwards them."""
+    instance. A drafter that wraps another one forwards them.
+
+    Attributes:
+        max_wanted_drafts: maximum number of tokens that the runner drafts for it behind a row. 0:
+            it needs no second model.
+    """
+
+    max_wanted_drafts: int = 0
 
     def begin(self, num_rows: int, num_tokens: int) -> None:
         """The proposals for a step follow.
@@ -72,6 +79,16 @@ class DraftObserver:
             num_rows: number of rows that may have draft tokens.
             num_tokens: number of tokens of the step, without draft tokens.
         """
+
+    def wanted(self, request: Request) -> int:  # noqa: ARG002
+        """How many tokens the runner should draft behind the row of ``request`` in this step, for
+        its next row. Called after the proposals of the step, for each row that samples, if
+        ``max_wanted_drafts`` is not 0. The runner may draft fewer."""
+        return 0
+
+    def offer(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The runner drafted these tokens behind ``request.token_ids``, all of which are
+        settled."""
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A row of ``request`` with draft tokens was settled."""

@@ -275,6 +275,17 @@ class Scheduler:
             if num_known < len(request.token_ids):  # otherwise it had ended before
                 self._note_drafts(request, num_samples - 1, num_accepted)
 
+    def offer_drafts(self, step: InFlightStep, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Give the drafter the tokens that the runner drafted in a step, just committed.
+
+        Args:
+            drafts: by request id. Those of finished requests are dropped.
+        """
+        if isinstance(self.drafter, DraftObserver):
+            for request in step.requests:
+                if request.request_id in drafts and request.state is not RequestState.FINISHED:
+                    self.drafter.offer(request, drafts[request.request_id])
+
     def _note_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.draft_counts.add(num_drafts, num_accepted)
         request.num_drafted += num_drafts

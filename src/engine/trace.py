@@ -59,9 +59,10 @@ from .ledger import Ledger
 from .plan import Blocks, StepPlan
 from .planner import PlanAccount
 from .request import Request
+from .runner import Drafter, DraftObserver
 from .scheduler import Scheduler
 
-TRACE_VERSION = 9
+TRACE_VERSION = 10
 
 
 class TraceWriter:
@@ -96,6 +97,7 @@ class TraceWriter:
             policy=policy.pop("name"),
             **policy,
             max_draft_tokens=0 if scheduler.drafter is None else scheduler.drafter.max_draft_tokens,
+            max_wanted_drafts=_max_wanted_drafts(scheduler.drafter),
             num_state_slots=blocks.states.num_slots if blocks.states is not None else 0,
             state_interval=blocks.states.interval if blocks.states is not None else 0,
         )
@@ -171,6 +173,7 @@ class TraceWriter:
             prefixes=self._by_id(plan, plan.prefixes),
             copies=plan.copies,
             drafts=self._by_id(plan, plan.drafts()) if plan.has_drafts else [],
+            wanted=[(plan.requests[row].request_id, n) for row, n in plan.wanted_drafts.items()],
             released=plan.released,
             askers=account.preempted_for,
             hits=hits,
@@ -237,6 +240,10 @@ class TraceWriter:
             self._file.truncate(self._num_bytes)
             self._file.seek(self._num_bytes)
         self.write("fail", **self._pools())
+
+
+def _max_wanted_drafts(drafter: Drafter | None) -> int:
+    return drafter.max_wanted_drafts if isinstance(drafter, DraftObserver) else 0
 
 
 def _counts(ledger: Ledger) -> list[int]:

@@ -62,6 +62,7 @@ class LockstepMachine(RuleBasedStateMachine):
         spare_states=st.sampled_from([-1, -1, 0, 1, 3]),
         blocks_per_interval=st.integers(1, 3),
         max_drafts=st.sampled_from([0, 1, 2, 3]),
+        max_wanted=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
         self,
@@ -78,6 +79,7 @@ class LockstepMachine(RuleBasedStateMachine):
         spare_states: int,
         blocks_per_interval: int,
         max_drafts: int,
+        max_wanted: int,
     ) -> None:
         scale = self.max_scale if is_large else 1
         scope = Scope(
@@ -100,6 +102,7 @@ class LockstepMachine(RuleBasedStateMachine):
             num_states=cap * scale + 1 + spare_states * scale if spare_states >= 0 else 0,
             interval=block_size * blocks_per_interval,
             max_drafts=min(max_drafts, self.max_drafts),
+            max_wanted=min(max_wanted, self.max_drafts),
         )
         self.pair = Pair(scope, self.packers(scope))
 
@@ -176,10 +179,15 @@ class LockstepMachine(RuleBasedStateMachine):
             drafter = self.pair.scheduler.drafter
             if drafter is not None and data.draw(st.booleans()):
                 offer = drafter.proposals(self.pair.scheduler.requests.values())
-            made, _ = model.plan(self.state, scope, budget, tuple(offer))
+        wishes = []
+        if scope.max_wanted:
+            number = st.integers(0, scope.max_wanted + 1)
+            wishes = [(row.request, data.draw(number)) for row in made.rows]
+        label = Schedule((), budget, tuple(offer), tuple(wishes))
+        made, _ = model.plan(self.state, scope, *label[1:])
         count = sum(row.num_samples for row in made.rows)
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))
-        self.pair.apply(Schedule(tuple(tokens), budget, tuple(offer)))
+        self.pair.apply(label._replace(tokens=tuple(tokens)))
         check_state(self.pair.scheduler)
 
     @precondition(lambda self: self.state.running or self.state.waiting)

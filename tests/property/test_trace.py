@@ -295,16 +295,18 @@ def test_steps_of_any_budget_are_accepted_and_recorded() -> None:
     assert num_refused > 5
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8, 9])
 def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
     """Traces of older versions lack fields, and the check must not need them.
 
     Version 1 lacks block tables, version 2 histories and copies, version 3 reasons and times,
     version 4 settled-only requests, version 5 state slots, version 6 owners, version 7 draft
-    tokens, version 8 segments. Before version 5 a trace has every row of every plan; before
+    tokens, version 8 segments, version 9 tokens to draft. Before version 5 a trace has every row of every plan; before
     version 8 it has whether a row is sampled.
     """
-    removed = ["segments"]
+    removed = ["max_wanted_drafts", "wanted"]
+    if version < 9:
+        removed += ["segments"]
     if version < 8:
         removed += ["max_draft_tokens", "drafts", "accepted"]
     if version < 7:
@@ -325,6 +327,7 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
         may_be_fair=version >= 7,
         has_drafts=version >= 8,
         has_contents=False,
+        has_wishes=False,
     )
     scenario.has_settled_only = version >= 5
     if version < 3:

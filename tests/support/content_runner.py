@@ -80,6 +80,7 @@ def stream_alone(
 class _Step:
     tokens: list[int]
     num_unread: int
+    drafts: dict[str, list[int]]
 
 
 class ContentRunner:
@@ -162,6 +163,7 @@ class ContentRunner:
             for end in range(len(kvs) - num_samples + 1, len(kvs) + 1):
                 known = kvs[:end], request.seed, self.vocab_size, history[:end]
                 sampled.append(token_after(*known))
+        drafts = self._draft(plan, writes)
         assert next(token_ids, None) is None, "more token ids than positions"
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:
@@ -171,7 +173,23 @@ class ContentRunner:
             self.states[slot] = state
         self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
         self._num_uncollected += 1
-        return _Step(sampled, 1)
+        return _Step(sampled, 1, drafts)
+
+    def _draft(self, plan: StepPlan, writes: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+        """Tokens drafted behind rows. A second model writes their positions, which must have slots
+        that no row of the step writes for another request."""
+        drafts = {}
+        written = {slot // self.block_size for slot, _ in writes}
+        for row, wanted in plan.wanted_drafts.items():
+            name = plan.requests[row].request_id
+            begin = plan.starts[row] + plan.num_tokens[row]
+            last = (begin + wanted - 1) // self.block_size
+            table = self._tables[name]
+            assert last < len(table), f"S64: {name} drafts {wanted} tokens without slots"
+            behind = set(table[-(-begin // self.block_size) : last + 1])
+            assert not behind & written, f"S64: {name} drafts in blocks of other rows"
+            drafts[name] = [(begin + i) % self.vocab_size for i in range(wanted)]
+        return drafts
 
     def _next_states(
         self, request_id: str, start: int, kvs: Sequence[int]
@@ -202,4 +220,4 @@ class ContentRunner:
         assert handle.num_unread == 1, "collected twice"
         handle.num_unread = 0
         self._num_uncollected -= 1
-        return StepResult(handle.tokens)
+        return StepResult(handle.tokens, drafts=handle.drafts)

@@ -110,13 +110,16 @@ class OfferedDrafts(DraftObserver):
     """A drafter that proposes what an action offers, which may be what a real drafter proposes.
 
     Attributes:
-        offer: draft tokens by request.
+        proposed: draft tokens by request.
+        wishes: numbers of tokens to draft by request.
         real: follows the steps.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(self, max_draft_tokens: int, max_wanted_drafts: int) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self.offer: dict[int, tuple[int, ...]] = {}
+        self.max_wanted_drafts = max_wanted_drafts
+        self.proposed: dict[int, tuple[int, ...]] = {}
+        self.wishes: dict[int, int] = {}
         config = SpeculativeConfig(method="suffix", num_speculative_tokens=max_draft_tokens)
         self.real = SuffixDrafter(config, _FLAT, max_corpus_tokens=64)
 
@@ -134,12 +137,15 @@ class OfferedDrafts(DraftObserver):
         self.real.reset()
 
     def propose(self, request: RealRequest) -> tuple[int, ...]:
-        return self.offer.get(int(request.request_id), ())
+        return self.proposed.get(int(request.request_id), ())
+
+    def wanted(self, request: RealRequest) -> int:
+        return self.wishes.get(int(request.request_id), 0)
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
     """The real scheduler with the settings of ``scope``."""
-    has_drafts = scope.max_drafts > 0 and not scope.num_states
+    has_drafts = scope.max_drafts + scope.max_wanted > 0 and not scope.num_states
     return Scheduler(
         BlockManager(
             scope.num_blocks,
@@ -160,7 +166,7 @@ def real_scheduler(scope: Scope) -> Scheduler:
             ticks_per_token=scope.ticks,
             reply_tokens=scope.reply,
         ),
-        drafter=OfferedDrafts(scope.max_drafts) if has_drafts else None,
+        drafter=OfferedDrafts(scope.max_drafts, scope.max_wanted) if has_drafts else None,
     )
 
 
@@ -204,7 +210,7 @@ class Pair:
         """Raises RefinementError at the first difference."""
         made = None
         if isinstance(label, Schedule):
-            made = model.plan(self.state, self.scope, label.budget, label.offer)[0]
+            made = model.plan(self.state, self.scope, *label[1:])[0]
         self.state = model.step(self.state, label, self.scope)
         plan = self._apply_to_real(label)
         if made is not None and plan is not None:
@@ -283,7 +289,8 @@ class Pair:
             self.requests += [request, *siblings]
         elif isinstance(label, Schedule):
             if scheduler.drafter is not None:
-                scheduler.drafter.offer = dict(label.offer)
+                scheduler.drafter.proposed = dict(label.offer)
+                scheduler.drafter.wishes = dict(label.wishes)
             return scheduler.schedule(label.budget or None)
         elif isinstance(label, Settle):
             scheduler.commit(scheduler.in_flight[0].plan, label.tokens)
@@ -386,12 +393,13 @@ def abstraction(pair: Pair) -> State:
     )
 
 
-def _abstract_rows(plan: StepPlan) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
-    """(request, start, own tokens, samples, draft tokens) per row."""
-    drafts = plan.drafts()
+def _abstract_rows(plan: StepPlan) -> list[tuple[int, int, int, int, tuple[int, ...], int]]:
+    """(request, start, own tokens, samples, draft tokens, tokens to draft) per row."""
+    drafts, wanted = plan.drafts(), plan.wanted_drafts
+    own = [n - len(drafts.get(row, ())) for row, n in enumerate(plan.num_tokens)]
     return [
-        (int(r.request_id), start, n - len(drafts.get(row, ())), samples, drafts.get(row, ()))
-        for row, (r, start, n, samples) in enumerate(plan.rows())
+        (int(r.request_id), start, n, samples, drafts.get(row, ()), wanted.get(row, 0))
+        for row, ((r, start, _, samples), n) in enumerate(zip(plan.rows(), own, strict=True))
     ]
 
 
@@ -454,7 +462,7 @@ def _comparable(state: State) -> State:
     )
     flight = tuple(
         tuple(
-            (row.request, row.start, row.n, len(row.samples), row.drafts)
+            (row.request, row.start, row.n, len(row.samples), row.drafts, row.wanted)
             if isinstance(row, Row)
             else row
             for row in step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagespec.engine.block_manager import BlockManager, OutOfBlocksError
@@ -18,6 +18,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
 from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.runner import DraftObserver
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.segments import Segment
 from pagespec.errors import EngineError, InvalidInputError
@@ -29,12 +30,19 @@ PropertyError = InvariantError
 _PARAMS = SamplingParams()
 
 
-class MixedDrafts:
+class MixedDrafts(DraftObserver):
     """A drafter whose tokens are right, wrong or random in turn. They depend only on the request
-    and its length, so a plan is still a function of the state."""
+    and its length, so a plan is still a function of the state. So do the numbers of tokens that it
+    lets the runner draft.
 
-    def __init__(self, seed: int, max_draft_tokens: int) -> None:
+    Attributes:
+        offered: the latest tokens that the runner drafted, by request.
+    """
+
+    def __init__(self, seed: int, max_draft_tokens: int, max_wanted_drafts: int = 0) -> None:
         self._seed, self.max_draft_tokens = seed, max_draft_tokens
+        self.max_wanted_drafts = max_wanted_drafts
+        self.offered: dict[str, tuple[int, Sequence[int]]] = {}
 
     def propose(self, request: Request) -> list[int]:
         known = request.token_ids
@@ -42,7 +50,16 @@ class MixedDrafts:
         right = _alone(request)[len(known) - request.num_prompt_tokens :]
         right_for = rng.choice([0, 1, 2, len(right)])
         any_ids = [rng.randrange(VOCAB_SIZE) * TOKEN_STRIDE for _ in range(rng.randint(0, 5))]
-        return right[:right_for] + any_ids
+        end, offered = self.offered.get(request.request_id, (0, ()))
+        return list(offered) if end == len(known) else right[:right_for] + any_ids
+
+    def wanted(self, request: Request) -> int:
+        rng = random.Random(f"wishes of {self._seed}: {request.request_id}, {request.num_total}")
+        return rng.randint(0, self.max_wanted_drafts + 1)
+
+    def offer(self, request: Request, token_ids: Sequence[int]) -> None:
+        assert request.finish_reason is None
+        self.offered[request.request_id] = len(request.token_ids), token_ids
 
 
 class Scenario:
@@ -54,6 +71,7 @@ class Scenario:
         has_drafts: requests have draft tokens; None draws it for models without
             recurrent layers.
         has_contents: some prompts have content segments; None draws it.
+        has_wishes: in some scenarios with drafts, the runner drafts tokens behind rows.
     """
 
     def __init__(
@@ -64,6 +82,7 @@ class Scenario:
         may_be_fair: bool = True,
         has_drafts: bool | None = None,
         has_contents: bool | None = None,
+        has_wishes: bool = True,
     ) -> None:
         rng = self.rng = random.Random(seed)
         # Crowded: short prompts and long outputs in a small pool, so that running requests grow
@@ -83,7 +102,9 @@ class Scenario:
         }
         if has_drafts is None:
             has_drafts = not has_states and drawn.random() < 0.6
-        self.drafter = MixedDrafts(seed, drawn.randint(1, 4)) if has_drafts else None
+        most_wanted = random.Random(f"wishes of {seed}").choice([0, 1, 3]) if has_wishes else 0
+        most = drawn.randint(1, 4)
+        self.drafter = MixedDrafts(seed, most, most_wanted) if has_drafts else None
         self.owners = random.Random(f"owners of {seed}")
         self.is_fair = self.owners.random() < 0.4 and may_be_fair
         caching = rng.random() < 0.8

@@ -167,7 +167,7 @@ def test_a_prompt_of_tokens_has_no_content(tmp_path: Path) -> None:
 def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
     removed = ["settled_only", "num_state_slots", "state_interval", "segments"]
     removed += ["credit", "ticks_per_token", "reply_tokens", "owner"]
-    removed += ["max_draft_tokens", "drafts", "accepted"]
+    removed += ["max_draft_tokens", "drafts", "accepted", "max_wanted_drafts", "wanted"]
     removed += ["askers", "hits", "evicted", "refused", "times"] * (version < 4)
     removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"] * (version < 3)
     removed += ["tables", "new_blocks", "released"] * (version < 2)
