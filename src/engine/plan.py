@@ -53,6 +53,7 @@ class StepPlan:
             those of ``preempted``; one of them may be admitted again in this same plan.
         preempted: requests preempted for this step; none of them is a row.
         is_decode_only: every row computes one position and samples one token from it.
+        has_drafts: whether a row has draft tokens.
         wanted_drafts: by row, how many tokens the runner drafts with a second model behind the
             row's accepted samples. The row's block table covers the positions that drafting
             writes: up to as many behind the row's own as tokens are wanted (S64).
@@ -74,6 +75,11 @@ class StepPlan:
     preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False
     wanted_drafts: Mapping[int, int] = field(default_factory=dict)
+    has_drafts: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        has_drafts = not self.is_decode_only and max(self.num_samples, default=0) > 1
+        object.__setattr__(self, "has_drafts", has_drafts)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -86,10 +92,6 @@ class StepPlan:
     def num_sampled(self) -> int:
         """Number of tokens that the step samples."""
         return sum(self.num_samples)
-
-    @property
-    def has_drafts(self) -> bool:
-        return not self.is_decode_only and max(self.num_samples, default=0) > 1
 
     def rows(self) -> Iterator[tuple[RequestInfo, int, int, int]]:
         """(request, start, num_tokens, num_samples) per row."""
