@@ -171,6 +171,9 @@ def verify(
         bool,
         typer.Option("--quick", help="Fewer cases: a minute or two for a small model on a CPU."),
     ] = False,
+    only_drafts: Annotated[
+        bool, typer.Option("--only-drafts", help="Only the cases with draft tokens.")
+    ] = False,
     only_control: Annotated[bool, typer.Option("--only-control", hidden=True)] = False,
     *,
     engine: EngineOptions,
@@ -191,7 +194,7 @@ def verify(
     """
     from .verify import verify_schedules
 
-    verify_schedules(engine, quick=quick, only_control=only_control)
+    verify_schedules(engine, quick=quick, only_control=only_control, only_drafts=only_drafts)
 
 
 trace_app = typer.Typer(no_args_is_help=True, help="Step traces, written with --trace FILE.")

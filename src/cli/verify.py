@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 _MAX_VOCABULARY = 50_000
 
 
-def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
+def verify_schedules(
+    engine: EngineOptions, *, quick: bool, only_control: bool = False, only_drafts: bool = False
+) -> None:
     """Run the gate and print a verdict; exit code 1 unless every group shows transparency.
 
     On a GPU the controls run first, in a separate process of this command with ``only_control``,
     which prints JSON: the gate pins the library's algorithms for its whole process.
+
+    Args:
+        only_drafts: run only the cases with draft tokens.
 
     Raises:
         PagespecError: an option is refused.
@@ -84,6 +89,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
             on_progress=lambda group: note(f"{time.perf_counter() - began:6.1f} s  {group}"),
             with_control=not has_own_control,
             only_control=only_control,
+            only_drafts=only_drafts,
         )
     if only_control:
         typer.echo(json.dumps([dataclasses.asdict(group) for group in report.controls]))

@@ -28,6 +28,7 @@ class ScheduleCases:
     Attributes:
         report: counts cache hits and preemptions.
         subjects: the requests whose answers are compared: greedy, sampled, and with edited logits.
+        cut: those with prompts of 64 tokens.
     """
 
     make_llm: LLMFactory
@@ -41,9 +42,9 @@ class ScheduleCases:
         lengths = [1, 2, 5, 16, 17, 31, 40, 64]
         self._pool = [self._request(n, i) for i, n in enumerate(lengths)]
         self._pool += [self._edited(n, i) for i, n in enumerate([3, 24])]
-        self._cut = [self._request(CUT_PROMPT, i) for i in range(2)]
-        self._cut.append(self._edited(CUT_PROMPT, 1))
-        self.subjects = [*self._pool, *self._cut]
+        self.cut = [self._request(CUT_PROMPT, i) for i in range(2)]
+        self.cut.append(self._edited(CUT_PROMPT, 1))
+        self.subjects = [*self._pool, *self.cut]
 
     def _request(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
         """A request, alternately greedy and sampled."""
@@ -82,7 +83,7 @@ class ScheduleCases:
 
     def engine(self, **overrides: Any) -> SteppedEngine:
         """An engine with capacity for the largest batch and for the longest neighbour."""
-        longest = self._cut[0].num_tokens
+        longest = self.cut[0].num_tokens
         num_blocks = self.size.max_batch * self._num_blocks(longest)
         return SteppedEngine(
             self.make_llm,
@@ -96,18 +97,24 @@ class ScheduleCases:
             },
         )
 
-    def pressed_engine(self, overlap: bool) -> SteppedEngine:
+    def pressed_engine(self, overlap: bool, **overrides: Any) -> SteppedEngine:
         """An engine without prefix cache, so that everything is recomputed, and with blocks for
         only an older request of ``_older_blocks`` blocks and one subject."""
         self._older_blocks = self._num_blocks(self.size.num_tokens) + 2
-        num_blocks = self._older_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
+        num_blocks = self._older_blocks + self._num_blocks(self.cut[0].num_tokens - 1)
         return self.engine(
             max_num_seqs=2,
             max_model_len=num_blocks * self.block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=False,
             overlap=overlap,
+            **overrides,
         )
+
+    def older(self, num_steps: int) -> CaseRequest:
+        """A request that fills its blocks, in the pressed engine, after this many steps."""
+        num_tokens = self._older_blocks * self.block_size - num_steps
+        return self._request(num_tokens, 0, answer=self.size.num_tokens + 2)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -127,7 +134,7 @@ class ScheduleCases:
         """A neighbour arrives before, together with, or in the middle of the answer."""
         for i, length in enumerate(self.size.neighbour_lengths):
             neighbour = self._request(length, i)
-            subject = self._cut[i % len(self._cut)]
+            subject = self.cut[i % len(self.cut)]
             salt = b"neighbour %d" % i
             if i % 3 == 0:
                 stepped.add(neighbour, salt)
@@ -142,7 +149,7 @@ class ScheduleCases:
 
     def cuts(self, stepped: SteppedEngine, count: int | None = None) -> Iterator[Case]:
         for i, cut in enumerate(self.size.cuts[:count]):
-            subject = self._cut[i % len(self._cut)]
+            subject = self.cut[i % len(self.cut)]
             request = stepped.add(subject, b"cut %d" % i)
             stepped.step(budget=cut)
             stepped.finish()
@@ -150,7 +157,7 @@ class ScheduleCases:
 
     def chunks(self, stepped: SteppedEngine) -> Iterator[Case]:
         for i, budget in enumerate(self.size.budgets):
-            subject = self._cut[i % len(self._cut)]
+            subject = self.cut[i % len(self.cut)]
             request = stepped.add(subject, b"budget %d" % i)
             while request.num_dispatched < request.num_prompt_tokens:
                 stepped.step(budget=budget)
@@ -160,7 +167,7 @@ class ScheduleCases:
     def hits(self, stepped: SteppedEngine) -> Iterator[Case]:
         """The leading blocks come from another request's prompt, or all from an equal request."""
         size = self.block_size
-        for i, subject in enumerate(self._cut):
+        for i, subject in enumerate(self.cut):
             for count in range((CUT_PROMPT - 1) // size + 1):
                 salt = b"hit %d %d" % (i, count)
                 shared = subject.prompt[: count * size] or subject.prompt[:1]
@@ -177,7 +184,7 @@ class ScheduleCases:
         number of tokens; a neighbour takes the blocks that it released, and it resumes with the
         blocks of the other. A third request arrives when they are done and hits their blocks."""
         for count in range(self.size.num_tokens):
-            for i, subject in enumerate(self._cut):
+            for i, subject in enumerate(self.cut):
                 salt = b"paused %d %d" % (count, i)
                 twins = [stepped.add(subject, salt), stepped.add(subject, salt)]
                 if count == 0:
@@ -200,7 +207,7 @@ class ScheduleCases:
     def aborts(self, stepped: SteppedEngine) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""
         for count in range(self.size.num_tokens + 1):
-            subject = self._cut[count % len(self._cut)]
+            subject = self.cut[count % len(self.cut)]
             salt = b"abort %d" % count
             others = [stepped.add(self._request(_LONG_PROMPT, count), salt)]
             request = stepped.add(subject, salt)
@@ -214,7 +221,7 @@ class ScheduleCases:
     def pauses(self, stepped: SteppedEngine) -> Iterator[Case]:
         """The subject is paused after each token of its answer, and once in the prompt."""
         for count in range(self.size.num_tokens):
-            for subject in self._cut:
+            for subject in self.cut:
                 request = stepped.add(subject)
                 if count == 0:
                     stepped.step(budget=CUT_PROMPT // 2)
@@ -226,11 +233,9 @@ class ScheduleCases:
 
     def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
         """After each number of steps, an older request needs a block when none is free."""
-        size, answer = self.block_size, self.size.num_tokens
-        for steps in range(answer):
-            subject = self._cut[steps % len(self._cut)]
-            older = self._request(self._older_blocks * size - steps, 0, answer=answer + 2)
-            stepped.add(older)
+        for steps in range(self.size.num_tokens):
+            subject = self.cut[steps % len(self.cut)]
+            stepped.add(self.older(steps))
             request = stepped.add(subject)
             stepped.finish()
             self.report.num_preemptions += request.num_preemptions

@@ -10,12 +10,12 @@ kernels the library chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
 from .cases import ScheduleCases, ScoreCases
-from .draft_cases import KINDS, draft_cases
+from .draft_cases import KINDS, SPECULATIVE_CONFIG, DraftCases
 from .report import CaseGroup, GateReport, GateSize
 from .stepped_engine import Answer, Case, CaseRequest, LLMFactory, SteppedEngine
 
@@ -33,7 +33,15 @@ class _Gate:
         self._size, self.report = cases.size, cases.report
         self._references: dict[CaseRequest, Answer] = {}
 
-    def run(self, with_control: bool) -> GateReport:
+    def run(self, with_control: bool, only_drafts: bool) -> GateReport:
+        if not only_drafts:
+            self._run_schedules()
+        self._run_drafts(is_required=only_drafts)
+        if with_control:
+            self.report.controls = self.controls(only_drafts)
+        return self.report
+
+    def _run_schedules(self) -> None:
         subjects = self._cases.subjects
         self._on_progress("each request alone")
         stepped = self._cases.pressed_engine(overlap=False)
@@ -53,23 +61,40 @@ class _Gate:
             scores = ScoreCases(stepped, subjects)
             name = f"scores beside sampled log-probabilities{words}"
             self._group(name, scores, references=scores.references)
-            for kind in KINDS if stepped.has_drafts else ():
-                drafted = self._drafts(stepped, self._references, kind)
-                counts = f"num_{'rejected' if kind == 'wrong' else 'accepted'}_drafts"
-                self._group(f"draft tokens: {kind}{words}", drafted, counts)
             stepped.close()
         if self._size.both_overlaps:
             self._pressed_groups(self._cases.pressed_engine(overlap=True), "")
-        if with_control:
-            self.report.controls = self.controls()
-        return self.report
 
-    def _drafts(
-        self, stepped: SteppedEngine, references: Mapping[CaseRequest, Answer], kind: str
-    ) -> Iterator[Case]:
-        cases = self._cases
-        subjects, vocabulary = cases.subjects, cases.vocabulary
-        return draft_cases(stepped, subjects, references, vocabulary, kind, self.report)
+    def _run_drafts(self, is_required: bool) -> None:
+        """The groups with draft tokens. Their references are computed without draft tokens, in an
+        engine of their own.
+
+        Args:
+            is_required: raise the error of an engine that supports no draft tokens. Otherwise the
+                groups are left out.
+        """
+        try:
+            pressed = self._cases.pressed_engine(True, speculative_config=SPECULATIVE_CONFIG)
+        except InvalidInputError as error:
+            if is_required or error.field != "speculative_config":
+                raise
+            return
+        cases = DraftCases(self._cases, self.report)
+        self._on_progress("each request alone, without draft tokens")
+        cases.refer(pressed)
+        for kind in KINDS:
+            found = cases.preemptions(pressed, kind)
+            name = f"draft tokens: {kind}, preempted"
+            self._group(name, found, "num_preemptions", cases.references)
+        pressed.close()
+        for overlap in (True, False) if self._size.both_overlaps else (True,):
+            stepped = self._cases.engine(overlap=overlap, speculative_config=SPECULATIVE_CONFIG)
+            words = "" if overlap else ", no overlap"
+            for kind in KINDS:
+                counts = f"num_{'rejected' if kind == 'wrong' else 'accepted'}_drafts"
+                found = cases.schedules(stepped, kind)
+                self._group(f"draft tokens: {kind}{words}", found, counts, cases.references)
+            stepped.close()
 
     def _pressed_groups(self, stepped: SteppedEngine, words: str) -> None:
         self._group(f"paused and computed again{words}", self._cases.pauses(stepped))
@@ -98,13 +123,13 @@ class _Gate:
             self.report.idle.append(name)
         self.report.groups.append(group)
 
-    def controls(self) -> list[CaseGroup]:
+    def controls(self, only_drafts: bool) -> list[CaseGroup]:
         """Run controls until one finds a difference."""
         found = []
         for name, settings in _CONTROLS:
             self._on_progress(name)
             try:
-                found += self._control(name, settings)
+                found += self._control(name, settings, only_drafts)
             except InvalidInputError:
                 if not found:
                     raise
@@ -113,23 +138,34 @@ class _Gate:
                 break
         return found
 
-    def _control(self, name: str, settings: dict[str, Any]) -> list[CaseGroup]:
+    def _control(self, name: str, settings: dict[str, Any], only_drafts: bool) -> list[CaseGroup]:
         """One control: its groups of scores, of draft tokens and of schedules."""
-        found = CaseGroup(name)
-        stepped = self._cases.engine(enable_prefix_caching=False, transparent=False, **settings)
-        subjects = self._cases.subjects
-        alone = {s: stepped.run([s])[0] for s in subjects}
-        sizes = self._size.batch_sizes
-        few = sizes[:: -(-len(sizes) // _NUM_CONTROL_BATCHES)]
-        found.compare(self._cases.batches(stepped, few), alone)
-        found.compare(self._cases.cuts(stepped, _NUM_CONTROL_CUTS), alone)
-        scores, cases = CaseGroup(f"{name}, scores"), ScoreCases(stepped, subjects)
-        scores.compare(cases, cases.references)
-        groups = [scores, found]
-        if stepped.has_drafts:
-            drafts = CaseGroup(f"{name}, draft tokens")
-            drafts.compare(self._drafts(stepped, alone, "right"), alone)
-            groups.insert(1, drafts)
+        settings = {"enable_prefix_caching": False, "transparent": False, **settings}
+        groups = []
+        try:
+            stepped = self._cases.engine(speculative_config=SPECULATIVE_CONFIG, **settings)
+        except InvalidInputError as error:
+            if only_drafts or error.field != "speculative_config":
+                raise
+            stepped = self._cases.engine(**settings)
+        else:
+            drafts, drafted = (
+                CaseGroup(f"{name}, draft tokens"),
+                DraftCases(self._cases, GateReport()),
+            )
+            drafted.refer(stepped)
+            drafts.compare(drafted.schedules(stepped, "right"), drafted.references)
+            groups.append(drafts)
+        if not only_drafts:
+            subjects = self._cases.subjects
+            scores, cases = CaseGroup(f"{name}, scores"), ScoreCases(stepped, subjects)
+            scores.compare(cases, cases.references)
+            alone = {s: stepped.run([s])[0] for s in subjects}
+            sizes, found = self._size.batch_sizes, CaseGroup(name)
+            few = sizes[:: -(-len(sizes) // _NUM_CONTROL_BATCHES)]
+            found.compare(self._cases.batches(stepped, few), alone)
+            found.compare(self._cases.cuts(stepped, _NUM_CONTROL_CUTS), alone)
+            groups += [scores, found]
         stepped.close()
         return groups
 
@@ -143,6 +179,7 @@ def run_gate(
     on_progress: Callable[[str], None] = lambda _: None,
     with_control: bool = True,
     only_control: bool = False,
+    only_drafts: bool = False,
 ) -> GateReport:
     """Run the gate.
 
@@ -156,10 +193,14 @@ def run_gate(
         with_control: also run the controls. On a GPU they need a separate process
             (``only_control``), because the library's algorithms stay pinned within a process.
         only_control: run the controls only.
+        only_drafts: run the groups with draft tokens only, and their controls.
+
+    Raises:
+        InvalidInputError: ``only_drafts``, and the engine supports no draft tokens.
     """
     cases = ScheduleCases(make_llm, vocabulary, block_size, size or GateSize())
     gate = _Gate(cases, on_progress)
     if only_control:
-        gate.report.controls = gate.controls()
+        gate.report.controls = gate.controls(only_drafts)
         return gate.report
-    return gate.run(with_control)
+    return gate.run(with_control, only_drafts)

@@ -15,6 +15,7 @@ from ..engine.request import Request
 from ..engine.runner import Drafter
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import DraftCounts
+from ..engine.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 LLMFactory = Callable[..., "LLM"]
 """Builds a fresh engine. Called with arguments of ``LLM`` that override its own: on_logits,
 max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks, enable_prefix_caching,
-overlap, transparent."""
+overlap, transparent, speculative_config."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Answer:
         bits: for each sampled position, digests of the logits' bytes; more than one if the position
             was sampled several times with different bits.
         logprobs: log-probabilities of the tokens, if requested.
+        text: the text that the request's watcher has read token by token.
     """
 
     token_ids: tuple[int, ...]
     bits: Mapping[int, frozenset[bytes]]
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+    text: str = ""
 
     def first_difference(self, other: Answer) -> str:
         """A description of the first difference; "" if all bits are equal."""
@@ -67,6 +70,8 @@ class Answer:
             return f"tokens {list(self.token_ids)} and {list(other.token_ids)}"
         if self.logprobs != other.logprobs:
             return f"log-probabilities {list(self.logprobs)} and {list(other.logprobs)}"
+        if self.text != other.text:
+            return f"texts {self.text!r} and {other.text!r}"
         return ""
 
 
@@ -85,6 +90,7 @@ class SteppedEngine:
         self.full_budget = self.scheduler.max_num_batched_tokens
         # Per request and position: digests, each with the draft tokens before the position.
         self._bits: defaultdict[tuple[str, int], set[_Bits]] = defaultdict(set)
+        self._texts: dict[str, list[str]] = {}
         self._num_added = 0
 
     def _record(self, plan: StepPlan, logits: Tensor) -> None:
@@ -101,11 +107,6 @@ class SteppedEngine:
             digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
             self._bits[name, position].add((digest, before))
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether rows of this engine may have draft tokens."""
-        return self.engine.runner.max_draft_tokens > 0 and self.scheduler.blocks.states is None
-
     def use_drafter(self, drafter: Drafter | None) -> None:
         """Let a drafter propose draft tokens from now on. Called without live requests."""
         self.scheduler.drafter = drafter
@@ -114,17 +115,32 @@ class SteppedEngine:
     def add(self, subject: CaseRequest, salt: bytes = b"") -> Request:
         """Add a subject. Only requests with the same ``salt`` share cached blocks."""
         self._num_added += 1
+        name = f"verify-{self._num_added}"
+        has_text = subject.params.logprobs is not None  # with a watcher each token is an event
         request = Request(
-            f"verify-{self._num_added}",
+            name,
             list(subject.prompt),
             subject.params,
             max_num_tokens=subject.num_tokens,
+            on_token=self._watcher(name, subject.prompt) if has_text else None,
             seed=subject.seed,
             cache_salt=salt,
             edits=subject.edits,
         )
         self.engine.add(request)
         return request
+
+    def _watcher(self, name: str, prompt: Sequence[int]) -> Callable[[int], bool]:
+        """Reads the text of a request; without a tokenizer a token is one character."""
+        pieces = self._texts[name] = []
+        tokenizer = self.llm.tokenizer
+        push = chr if tokenizer is None else Detokenizer(tokenizer, prompt).push
+
+        def read(token_id: int) -> bool:
+            pieces.append(push(token_id))
+            return False
+
+        return read
 
     def step(self, count: int = 1, *, budget: int | None = None) -> None:
         """Take steps, of at most ``budget`` tokens each."""
@@ -162,7 +178,8 @@ class SteppedEngine:
             }
             if found and position < length:
                 bits[position] = frozenset(found)
-        return Answer(tuple(request.output_token_ids), bits)
+        text = "".join(self._texts.pop(request.request_id, ()))
+        return Answer(tuple(request.output_token_ids), bits, _logprobs_of(request), text)
 
     def run(self, subjects: Sequence[CaseRequest], salt: bytes = b"") -> list[Answer]:
         """Run subjects that arrive together."""
@@ -181,3 +198,14 @@ class SteppedEngine:
         for name, position in list(self._bits):
             if name not in kept:
                 del self._bits[name, position]
+
+
+def _logprobs_of(request: Request) -> tuple[Any, ...]:
+    """Per output (log-probability, rank, most likely tokens, theirs), and the sum last."""
+    num_top = request.sampling_params.logprobs
+    kept = request.logprobs
+    if num_top is None or kept is None:
+        return ()
+    rows = (rows.row(place, num_top) for rows, place in kept.sampled)
+    found = [(own, rank, tuple(ids), tuple(values)) for own, rank, ids, values in rows]
+    return (*found, kept.cumulative)

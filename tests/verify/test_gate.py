@@ -69,8 +69,9 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     names = [group.name for group in report.groups]
     assert "scores beside sampled log-probabilities" in names
     assert {f"draft tokens: {kind}" for kind in ("right", "wrong", "random")} <= set(names)
-    assert report.num_accepted_drafts > 20
-    assert report.num_rejected_drafts > 20
+    assert {f"draft tokens: {kind}, preempted" for kind in ("right", "random")} <= set(names)
+    assert report.num_accepted_drafts > 200
+    assert report.num_rejected_drafts > 200
 
 
 @pytest.mark.usefixtures("_one_capture")
