@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,8 @@ from .engine.config import GENERATION_CONFIGS, EngineConfig
 from .engine.outputs import EngineStats
 from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_recurrent
 from .errors import InvalidInputError
-from .kernels.attention.backend import select_backend
+from .kernels.attention.attention_spec import AttentionSpec
+from .kernels.attention.backend import AttentionBackend, select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .runner.bases import TimedRunner
 from .runner.platform import find_platform
@@ -36,6 +37,9 @@ from .structured.grammars import Grammars
 # a model from the disk cache needs neither.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .compile.captured_drafter import CapturedDrafter
+    from .runner.bases import Platform
 
 logger = logging.getLogger("pagespec")
 
@@ -194,6 +198,56 @@ def build(
             loaded, str(config.generation_config), generation_config, is_reported=shard.rank == 0
         ),
         step_costs=step_costs,
+    )
+
+
+def make_drafter_model(
+    config: EngineConfig,
+    platform: Platform,
+    target: CapturedModel,
+    before_trace: Callable[[], None] | None = None,
+) -> CapturedDrafter:
+    """Load and capture the model of ``config.speculation``, whose method has one.
+
+    Args:
+        target: captured, with the ``aux_layers`` that the drafter reads. before_trace: called
+            before the drafter is traced.
+
+    Raises:
+        InvalidInputError: the drafter's files are missing or damaged, or do not fit the target.
+        UnsupportedModelError: the probe refuses the drafter.
+    """
+    from .compile.capture.graph_cache import GraphCache
+    from .compile.captured_drafter import capture_drafter
+    from .compile.load.drafters import load_drafter
+
+    speculation = config.speculation
+    assert speculation is not None
+    drafter = load_drafter(
+        speculation.method,
+        speculation.model,
+        target.loaded,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+    )
+
+    def select(specs: Sequence[AttentionSpec]) -> AttentionBackend:
+        return select_backend(
+            config.attention,
+            device=platform.device,
+            dtype=drafter.loaded.dtype,
+            specs=specs,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
+
+    return capture_drafter(
+        drafter,
+        select=select,
+        options=lambda attention: platform.capture_options(attention, is_own=True),
+        kv_cache_dtype=config.kv_cache_dtype,
+        graph_cache=GraphCache(cache_root() / "graphs", before_trace),
     )
 
 

@@ -36,6 +36,7 @@ LAYERS = (
 # A module with its own layer, above the rest of its package.
 APART = ("distributed.ray",)
 COMPILE_LAYERS = (
+    ("captured_drafter",),
     ("captured_model", "start_record"),
     ("start_tensors",),
     ("load", "probe", "capture", "passes", "inductor"),

@@ -97,25 +97,29 @@ class CapturedModel:
         """A function from a step's inputs to its results, bound to these caches and states."""
         if self.graph is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches, states)
-        return BoundGraph(self.graph.forward, self.sources, kv_caches, states)
+        has_aux = bool(self.loaded.aux_layers)
+        return BoundGraph(self.graph.forward, self.sources, kv_caches, states, has_aux=has_aux)
 
     def _run_eagerly(
         self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
     ) -> StepOutputs:
         from .capture.dynamo import forward
         from .model.attention import attention_implementation
+        from .model.aux_states import aux_states_recorded
         from .model.current_step import ModelStep
         from .model.forward import EagerHead, PackedForward
 
         module, head = self.loaded.module, self.head
         with (
             attention_implementation(module),
+            aux_states_recorded(self.loaded),
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
             step = ModelStep(inputs, kv_caches, states, self.specs, {})
-            logits = forward(PackedForward(module), step)[0]
-        return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
+            logits, *aux = forward(PackedForward(module), step)
+        hidden = head.hidden[0] if isinstance(head, EagerHead) else None
+        return StepOutputs(logits[0], hidden, aux[0][0] if aux else None)
 
     @property
     def vocab_shard(self) -> VocabShard | None:

@@ -48,7 +48,8 @@ class StepInputs:
         state_tables: int32 ``[R, N]``, R as for ``block_tables`` and N at least ``MIN_SIZE``, for a
             model with recurrent calls (:class:`RecurrentStates`).
         more: other inputs by name, each ``[T]``, ``[B]``, ``[B + 1]``, ``[S]`` or ``[1]``; with a
-            width, ``[width, T]`` and so on (:mod:`.step_fields`).
+            width, ``[width, T]`` and so on (:mod:`.step_fields`). Of a drafter, also
+            :data:`HIDDEN_STATES`.
     """
 
     input_ids: Tensor
@@ -83,14 +84,24 @@ class StepInputs:
 
 
 class StepOutputs(NamedTuple):
-    """The results of a step: logits ``[S, V]``, and the hidden states ``[T, H]`` before the LM
-    head; None if the graph does not expose them."""
+    """The results of a step.
+
+    Attributes:
+        logits: ``[S, V]``.
+        hidden: the hidden states ``[T, H]`` before the LM head; None if the graph does not expose
+            them.
+        aux: the hidden states that enter the model's ``aux_layers``, concatenated, ``[T, n * H]``;
+            None without such layers.
+    """
 
     logits: Tensor
     hidden: Tensor | None
+    aux: Tensor | None = None
 
 
 STATE_TABLES = "state_tables"
+HIDDEN_STATES = "hidden_states"
+"""Input of a drafter: the hidden states of another model, ``[T, num_hidden_inputs]``."""
 INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name not in (STATE_TABLES, "more"))
 """The inputs that every model has."""
 # Distinct, so that no size of the example step is confused with another.
@@ -105,6 +116,7 @@ class BoundGraph:
     Args:
         function: takes the graph's arguments, returns its results.
         sources: the source of each argument, see :meth:`.Traced.arguments`.
+        has_aux: whether its last result is :attr:`.StepOutputs.aux`.
     """
 
     def __init__(
@@ -113,8 +125,10 @@ class BoundGraph:
         sources: Sequence[tuple[Any, ...]],
         kv_caches: KVCaches,
         states: RecurrentStates = NO_STATES,
+        *,
+        has_aux: bool = False,
     ) -> None:
-        self._function = function
+        self._function, self._has_aux = function, has_aux
         self._arguments: list[Any] = [None] * len(sources)
         self._input_slots: list[tuple[int, str]] = []
         self._size_slots: list[tuple[int, str, int]] = []
@@ -139,8 +153,9 @@ class BoundGraph:
             arguments[slot] = inputs.tensor(name)
         for slot, name, dim in self._size_slots:
             arguments[slot] = inputs.tensor(name).shape[dim]
-        logits, *hidden = self._function(*arguments)
-        return StepOutputs(logits[0], hidden[0][0] if hidden else None)
+        logits, *others = self._function(*arguments)
+        aux = others.pop()[0] if self._has_aux else None
+        return StepOutputs(logits[0], others[0][0] if others else None, aux)
 
 
 def example_inputs(
@@ -174,7 +189,10 @@ def padding_inputs(
 
 
 def dynamic_dims(name: str, field: Field | None) -> tuple[int, ...]:
-    """The dimensions of an input that change from step to step; ``field`` is None for a table."""
+    """The dimensions of an input that change from step to step; ``field`` is None for a table and
+    for hidden states."""
+    if name == HIDDEN_STATES:
+        return (0,)
     if field is None:
         return (0, 1)
     if field.per == "step":

@@ -4,6 +4,7 @@ the costs of steps, from which the number of draft tokens per row follows."""
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,18 @@ from ..params.checks import count
 from .runner import MAX_DRAFT_TOKENS
 
 METHODS = ("ngram", "suffix", "prediction")
+MODEL_METHODS = ("draft_model", "mtp", "eagle3")
+"""Methods whose drafter is a model."""
+SERVED_METHODS = METHODS
+"""Methods that :func:`speculative` accepts; the runners do not draft with a model yet."""
 _NUM_TOKENS = 8
+_NUM_TOKENS_OF = {"draft_model": 5, "mtp": 3, "eagle3": 5}
 _LOOKUP_MAX, _LOOKUP_MIN = 4, 2
 _MAX_LOOKUP = 64
-# Methods of vLLM, most of which need a second model.
-_OTHERS = ("draft_model", "mtp", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu")
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+# Other methods of vLLM.
+_OTHERS = ("eagle", "medusa", "mlp_speculator", "ngram_gpu")
+_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_KEYS = ("method", *_NUMBERS, "model", "draft_tensor_parallel_size")
 _LEAST_GAIN = 1.02  # host time of drafting
 
 
@@ -28,15 +35,22 @@ class SpeculativeConfig:
     """The checked argument.
 
     Attributes:
-        method: one of :data:`METHODS`.
+        method: one of :data:`METHODS` or :data:`MODEL_METHODS`.
         num_speculative_tokens: maximum number of draft tokens per row.
         prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that "ngram" looks up.
+        model: folder or hub id of the drafter of "draft_model" and "eagle3".
     """
 
     method: str
     num_speculative_tokens: int = _NUM_TOKENS
     prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = _LOOKUP_MIN
+    model: str | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the drafter is a model."""
+        return self.method in MODEL_METHODS
 
     def serves(self, prediction: Sequence[int]) -> bool:
         """Whether a request with this prediction may have draft tokens."""
@@ -44,6 +58,19 @@ class SpeculativeConfig:
 
 
 def speculative(name: str, value: Any) -> SpeculativeConfig | None:
+    """:func:`parse_speculative`, for the methods that an engine serves.
+
+    Raises:
+        InvalidInputError: names the key, the value and the limit.
+    """
+    config = parse_speculative(name, value)
+    if config is not None and config.method not in SERVED_METHODS:
+        limit = f"must be one of {', '.join(SERVED_METHODS)}; {config.method} is not supported yet"
+        raise InvalidInputError(f"{name}.method", config.method, limit)
+    return config
+
+
+def parse_speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """Check the argument: a dict with vLLM's names, or its JSON text. An empty dict is None.
 
     Raises:
@@ -67,11 +94,13 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
             near = nearest(str(key), _KEYS) or f": its keys are {', '.join(_KEYS)}"
             raise InvalidInputError(f"{name}.{key}", given[key], f"there is no such key{near}")
     method = given.get("method")
-    if method not in METHODS:
-        limit = f"must be one of {', '.join(METHODS)}"
+    methods = (*METHODS, *MODEL_METHODS)
+    if method not in methods:
+        limit = f"must be one of {', '.join(methods)}"
         if method in _OTHERS:
             limit += f"; {method} is not supported yet"
         raise InvalidInputError(f"{name}.method", method, limit)
+    model = _drafter_model(name, method, given)
     if method != "ngram":
         for key in ("prompt_lookup_max", "prompt_lookup_min"):
             if given.get(key) is not None:
@@ -80,16 +109,36 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     high = {"num_speculative_tokens": MAX_DRAFT_TOKENS}
     numbers = {
         key: count(1, high.get(key, _MAX_LOOKUP))(f"{name}.{key}", given[key])
-        for key in _KEYS[1:]
+        for key in _NUMBERS
         if given.get(key) is not None
     }
     least, most = numbers.get("prompt_lookup_min"), numbers.get("prompt_lookup_max")
     if least is not None and most is not None and most < least:
         limit = f"must be at least prompt_lookup_min = {least}"
         raise InvalidInputError(f"{name}.prompt_lookup_max", most, limit)
+    numbers.setdefault("num_speculative_tokens", _NUM_TOKENS_OF.get(method, _NUM_TOKENS))
     numbers["prompt_lookup_max"] = most or max(_LOOKUP_MAX, least or 0)
     numbers["prompt_lookup_min"] = least or min(_LOOKUP_MIN, most or _LOOKUP_MIN)
-    return SpeculativeConfig(method=str(method), **numbers)
+    return SpeculativeConfig(method=method, model=model, **numbers)
+
+
+def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | None:
+    """The drafter's folder or hub id, which "draft_model" and "eagle3" need and other methods do
+    not take."""
+    model, num_ranks = given.get("model"), given.get("draft_tensor_parallel_size")
+    if method in ("draft_model", "eagle3"):
+        if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+            limit = f"must be the folder or hub id of the drafter: method {method} needs one"
+            raise InvalidInputError(f"{name}.model", model, limit)
+        model = os.fspath(model)
+    elif model is not None:
+        where = "the target model has the drafter" if method == "mtp" else "no model drafts"
+        limit = f"must be absent: with method {method}, {where}"
+        raise InvalidInputError(f"{name}.model", model, limit)
+    if num_ranks is not None and (method not in MODEL_METHODS or num_ranks != 1):
+        limit = "must be 1 or absent: a drafter runs on one rank"
+        raise InvalidInputError(f"{name}.draft_tensor_parallel_size", num_ranks, limit)
+    return model
 
 
 # What draft tokens do not support yet -------------------------------------------------------------

@@ -111,7 +111,7 @@ class ModelRunner(LocalRunner):
                 for cache in caches:
                     for source, destination in packed.copies:
                         cache[destination] = cache[source]
-            logits, hidden = self._forward(packed.inputs)
+            logits, hidden, _ = self._forward(packed.inputs)
             logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)

@@ -103,7 +103,7 @@ class StepGraphs:
             # If owned, the results of all shapes would stay allocated at the same time. The pool
             # lives as long as its graphs, so a non-owning view suffices to read the results of a
             # replay.
-            logits, hidden = results
+            logits, hidden, _ = results
             aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
             self._graphs[shape] = (graph, aliases)
             del results, logits, hidden

@@ -139,7 +139,7 @@ class GpuRunner(LocalRunner):
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
-            logits, hidden = self._forward(inputs)
+            logits, hidden, _ = self._forward(inputs)
             self._sampler.sample(logits)
         return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 

@@ -142,7 +142,7 @@ class GpuStepSampler:
 
     def sample_behind(self, step: GpuStep) -> GpuStepHandle:
         """Queue the work after the graph. :meth:`finish` samples constrained rows later."""
-        plan, staged, (logits, hidden), truncated, store_rows, _ = step
+        plan, staged, (logits, hidden, _), truncated, store_rows, _ = step
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
         if len(truncated) or is_whole:
@@ -176,7 +176,7 @@ class GpuStepSampler:
     def finish(self, step: GpuStep, masks: Masks | None = None) -> None:
         """Queue the rest of a step after its graph. Its inputs stay unchanged until the next step
         is sent."""
-        plan, staged, (logits, hidden), truncated, store_rows, handle = step
+        plan, staged, (logits, hidden, _), truncated, store_rows, handle = step
         assert handle is not None, "it was begun"
         if plan is not None and (staged.is_edited or masks):
             sampled = logits[: staged.num_sampled]
@@ -208,7 +208,7 @@ class GpuStepSampler:
 
     def run_worst_case(self, outputs: StepOutputs, shape: StepShape) -> None:
         """Launch every sampling kernel on an empty step, so that no step waits for the compiler."""
-        logits, hidden = outputs
+        logits, hidden, _ = outputs
         b = self._buffers
         self.sample(logits)
         logits = self._captured.whole_logits(logits)

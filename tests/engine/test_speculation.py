@@ -13,8 +13,10 @@ from pagespec.engine.runner import MAX_DRAFT_TOKENS
 from pagespec.engine.speculation import (
     DEFAULT_COSTS,
     METHODS,
+    MODEL_METHODS,
     SpeculativeConfig,
     StepCosts,
+    parse_speculative,
     refuse_recurrent,
 )
 
@@ -63,13 +65,23 @@ def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int
         ("[1]", r"speculative_config = '\[1\]': must be a dict"),
         (3, "speculative_config = 3: must be a dict or JSON"),
         ({"num_speculative_tokens": 2}, "speculative_config.method = None: must be one of ngram"),
-        ({"method": "eagle3"}, "method = 'eagle3': must be .*; eagle3 is not supported yet"),
+        ({"method": "eagle3", "model": "m"}, "= 'eagle3': must be .*; eagle3 is not supported yet"),
         ({"method": "mtp"}, "mtp is not supported yet"),
-        ({"method": "draft_model", "num_speculative_tokens": 2}, "draft_model is not supported"),
+        ({"method": "draft_model", "model": "m"}, "draft_model is not supported"),
+        ({"method": "eagle"}, "eagle is not supported yet"),
+        ({"method": "draft_model"}, r"speculative_config.model = None: must be the folder or hub"),
+        ({"method": "eagle3", "model": 3}, "model = 3: must be the folder or hub id"),
+        ({"method": "mtp", "model": "m"}, "must be absent: with method mtp, the target model has"),
+        (
+            {"method": "mtp", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size = 2: must be 1 or absent",
+        ),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, "must be 1 or absent"),
         ({"method": ["ngram"]}, "method = .'ngram'.: must be one of"),
         ({"method": "n-gram"}, "must be one of ngram, suffix, prediction"),
         ({"metod": "ngram"}, "metod = 'ngram': there is no such key; did you mean method"),
-        ({"method": "ngram", "model": "m"}, "speculative_config.model = 'm': there is no such key"),
+        ({"method": "ngram", "model": "m"}, "model = 'm': must be absent: with method ngram, no "),
+        ({"method": "ngram", "quantization": "fp8"}, "there is no such key: its keys are method"),
         (
             {"method": "ngram", "prompt_lookup": 3},
             "did you mean prompt_lookup_min or prompt_lookup_max",
@@ -101,6 +113,18 @@ def test_samples_per_step_with_draft_tokens(
     config = EngineConfig(max_num_seqs=max_num_seqs, speculative_config=given)
     assert config.num_samples_per_step == num_samples
     assert EngineConfig(max_num_seqs=max_num_seqs).num_samples_per_step == max_num_seqs
+
+
+def test_methods_with_a_model_have_defaults() -> None:
+    given = {"draft_model": {"model": "m"}, "mtp": {}, "eagle3": {"model": "m"}}
+    configs = [parse_speculative("x", {"method": name, **given[name]}) for name in MODEL_METHODS]
+    numbers = [(c.num_speculative_tokens, c.model, c.has_model) for c in configs if c is not None]
+    assert numbers == [(5, "m", True), (3, None, True), (5, "m", True)]
+    chosen = {"method": "mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}
+    assert parse_speculative("x", chosen) == SpeculativeConfig(
+        method="mtp", num_speculative_tokens=1
+    )
+    assert not SpeculativeConfig(method="ngram").has_model
 
 
 def test_recurrent_layers_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...kernels.attention.attention_spec import AttentionSpec
 from ..fx.nodes import example, recurrent_interval
 from ..kv_cache import allocate_kv_caches, allocate_states
 from ..model.attention import attention_implementation
+from ..model.aux_states import aux_states_recorded
 from ..model.current_step import ModelStep, current
 from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
@@ -28,6 +30,7 @@ from ..step_fields import FIELDS, Field, graph_inputs
 from ..step_inputs import (
     EXAMPLE_SIZES,
     EXAMPLE_STATE_SIZES,
+    HIDDEN_STATES,
     KVCaches,
     RecurrentStates,
     StepInputs,
@@ -66,6 +69,10 @@ def trace(
         loaded.recurrent, state_sizes["num_slots"], state_sizes["interval"], device
     )
     inputs = example_inputs(device, bool(loaded.recurrent), fields)
+    if loaded.num_hidden_inputs:
+        shape = sizes["T"], loaded.num_hidden_inputs
+        hidden = {HIDDEN_STATES: torch.zeros(shape, dtype=loaded.dtype, device=device)}
+        inputs = replace(inputs, more={**inputs.more, **hidden})
     declared = {field.name: field for field in graph_inputs(fields)}
     for name, tensor in inputs.named().items():
         for dim in dynamic_dims(name, declared.get(name)):
@@ -76,7 +83,9 @@ def trace(
     given: list[tuple[GraphModule, list[Any]]] = []
     packed = PackedForward(module)
 
-    def step(inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates) -> Tensor:
+    def step(
+        inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
+    ) -> tuple[Tensor, ...]:
         return forward(packed, ModelStep(inputs, kv_caches, states, specs, {}))
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -92,6 +101,7 @@ def trace(
             torch.inference_mode(),
             _plain_buffers(module),
             attention_implementation(module),
+            aux_states_recorded(loaded),
             torch._dynamo.config.patch(DYNAMO_SETTINGS),
         ):
             torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches, states)
@@ -124,15 +134,18 @@ def _plain_buffers(module: nn.Module) -> Iterator[None]:
             buffer._is_buffer = True
 
 
-def forward(packed: PackedForward, step: ModelStep) -> Tensor:
+def forward(packed: PackedForward, step: ModelStep) -> tuple[Tensor, ...]:
     """Logits ``[1, S, V]`` of a step, from the unmodified module. Writes its KV into the caches,
-    and its states."""
+    and its states. With :func:`.aux_states_recorded`, also the recorded hidden states
+    ``[1, T, n * H]``."""
     current.step, inputs = step, step.inputs
     current.num_recurrent_calls = 0
+    current.aux = aux = []
     try:
-        return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
+        logits = packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
     finally:
-        current.step = None
+        current.step = current.aux = None
+    return (logits, torch.cat(aux, -1)) if aux else (logits,)
 
 
 def _described(

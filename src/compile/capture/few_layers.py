@@ -52,7 +52,8 @@ def trace_layers(
     During the trace the module has no other layers, so no other code may use the module.
     """
     found = find_layers(loaded.module, len(specs))
-    if found is None:
+    # The numbers of layers with recorded inputs are those of the whole model.
+    if found is None or loaded.aux_layers or loaded.num_hidden_inputs:
         return None
     forms = layer_forms(found, specs)
     # The first layer that needs a value shared by all layers may compute it; then a later pair is
@@ -143,7 +144,8 @@ def _computes_the_same(
     before, after = (allocate_states(loaded.recurrent, 2, _INTERVAL, device) for _ in range(2))
     with torch.inference_mode(), expanded_linears(loaded):
         with attention_implementation(module):
-            logits = forward(PackedForward(module), ModelStep(inputs, given, before, specs, {}))[0]
+            step = ModelStep(inputs, given, before, specs, {})
+            logits = forward(PackedForward(module), step)[0][0]
         run = Interpreter(traced.gm).run
         again = BoundGraph(run, traced.arguments(), made, after)(inputs).logits
     pairs = [

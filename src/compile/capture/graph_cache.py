@@ -34,7 +34,7 @@ from .process_key import (
 
 logger = logging.getLogger("pagespec")
 
-_VERSION = 3
+_VERSION = 4
 # The source of a model, and attributes that every trace sets.
 _NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 
@@ -117,6 +117,7 @@ def _parts(
 ) -> Iterator[object]:
     module = loaded.module
     yield _VERSION, loaded.dtype, input_keys(fields)
+    yield loaded.aux_layers, loaded.num_hidden_inputs
     yield from process_parts(loaded.device)
     yield [repr(spec) for spec in (*specs, *loaded.recurrent)]
     first: dict[int, int] = {}

@@ -62,6 +62,10 @@ class LoadedModel:
             stand-ins (:mod:`..weights`).
         is_quantized_at_load: whether the loader quantised them, because the checkpoint is not
             quantised.
+        aux_layers: numbers of decoder layers. A step also returns the hidden states that enter
+            them; the number of layers stands for those that leave the last one.
+        num_hidden_inputs: elements per token of the input ``hidden_states`` of its steps; 0 if it
+            has no such input.
         module, config: for a restored model (:mod:`..start_record`), a :class:`TensorTree` and
             None.
     """
@@ -84,6 +88,8 @@ class LoadedModel:
     dropped_eos_token_ids: list[int] = field(default_factory=list)
     cuts: dict[str, Cut] = field(default_factory=dict)
     names: Callable[[], WeightNames] | None = None
+    aux_layers: tuple[int, ...] = ()
+    num_hidden_inputs: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

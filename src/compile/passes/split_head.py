@@ -34,7 +34,7 @@ def keep_rows(hidden: Tensor, rows: Tensor) -> Tensor:
 
 
 def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Make the graph return (logits, hidden states), if the place is found.
+    """Make the graph return (logits, hidden states, ...), if the place is found.
 
     Args:
         sources: of the placeholders that are not constants, see :class:`.dynamo.Traced`.
@@ -52,7 +52,7 @@ def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bo
     cut.target, cut.args = keep_rows, (hidden, kept[0])
     output = next(n for n in graph.nodes if n.op == "output")
     (results,) = output.args
-    output.args = ((*results, hidden),)
+    output.args = ((results[0], hidden, *results[1:]),)
     gm.recompile()
     return True
 
