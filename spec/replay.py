@@ -340,8 +340,9 @@ class Replay:
 
     def _on_pause(self, event: dict[str, Any]) -> None:
         r = self._number(event)
-        if r in (*self.machine.waiting, *self.machine.running, *self.machine.pending):
-            self.machine.pause(r)
+        m = self.machine
+        if r in (*m.waiting, *m.running, *m.pending, *m.queued):
+            m.pause(r)
 
     def _on_resume(self, event: dict[str, Any]) -> None:
         r = self._number(event)
