@@ -236,8 +236,9 @@ class Machine(Scheduler):
 
     def take_samples(self, r: int, row: Row) -> None:
         """Accept a prefix of the row's samples: the first, and each that follows an accepted draft,
-        up to the end of the request. An accepted draft's position counts as computed from here on.
-        """
+        up to the end of the request. An accepted draft's position counts as computed from here on,
+        unless there are recurrent states: those behind the row's own part are not kept, so the next
+        row computes the position again."""
         self.append_token(r, row.samples[0])
         for draft, token in zip(row.drafts, row.samples[1:], strict=False):
             if self.has_ended(r) or not self.is_accepted(r, draft):
@@ -255,7 +256,8 @@ class Machine(Scheduler):
     def count_accepted(self, r: int) -> None:
         """Drafts do not count before this."""
         request = self.requests[r]
-        computed, dispatched = request.computed + 1, request.dispatched + 1
+        count = 0 if self.scope.num_states else 1
+        computed, dispatched = request.computed + count, request.dispatched + count
         self.update(r, computed=computed, dispatched=dispatched, total=request.total + 1)
 
     def append_token(self, r: int, token: int) -> None:
@@ -447,7 +449,7 @@ def schedules(
 
 def offers(made: Plan, scope: Scope) -> Iterator[Drafts]:
     """All offers that drafters may make for the rows of a plan: any tokens, but at least one."""
-    if not scope.max_drafts or scope.num_states:
+    if not scope.max_drafts:
         return
     drafting = [row.request for row in made.rows if row.num_samples]
     lengths = range(scope.max_drafts + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .move import Move
 from .pool import ceil_div
-from .state import State
+from .state import Request, State
 
 
 def l3(m: Move) -> bool:
@@ -88,26 +88,36 @@ def l10(m: Move) -> bool:
 
 def l11(m: Move) -> bool:
     """The settle of a row with drafts leaves its request, if it still runs, with nothing in flight
-    and one settled token to compute. So a request waits for at most one settle, that of its own
-    row."""
+    and only settled tokens to compute: one or, with recurrent states, the accepted drafts and one.
+    So a request waits for at most one settle, that of its own row."""
     for row in m.before.flight[0]:
         request = m.after.requests[row.request]
         if row.drafts and not row.stale and row.request in m.after.running:
-            is_next = request.total == len(request.tokens) == request.dispatched + 1
-            if request.in_flight or not is_next:
+            is_settled = request.total == len(request.tokens)
+            num_left = request.total - request.dispatched
+            num_again = len(row.drafts) if m.scope.num_states else 0
+            if request.in_flight or not (is_settled and 1 <= num_left <= 1 + num_again):
                 return False
     return True
 
 
 def decodes(m: Move) -> list[int]:
-    """Running requests with one token to compute, if any request has a row."""
+    """Running requests with one token to compute, if any request has a row. With recurrent states
+    they may also have to compute accepted drafts again."""
     requests = m.before.requests
+    draft_again = m.scope.num_states and m.scope.max_drafts
     return [
         r
         for r in (m.before.running if m.plan.rows else ())
-        if requests[r].total - requests[r].dispatched == 1
-        and requests[r].total != requests[r].limit
+        for request in (requests[r],)
+        for num_left in (request.total - request.dispatched,)
+        if request.total != request.limit
+        and (num_left == 1 or (num_left and draft_again and is_past_prompt(request)))
     ]
+
+
+def is_past_prompt(request: Request) -> bool:
+    return request.dispatched >= request.num_prompt
 
 
 def is_served_or_yields(m: Move, r: int) -> bool:

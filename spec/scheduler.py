@@ -85,10 +85,9 @@ class Scheduler(Shares):
 
     def draft_room(self, row: PlanRow) -> int:
         """Maximum number of draft tokens of a row. Only a row that samples after settled tokens has
-        drafts (S56). A sample after the last draft may not exceed the request's maximum length.
-        Recurrent states cannot be truncated, so models with recurrent layers have no drafts."""
+        drafts (S56). A sample after the last draft may not exceed the request's maximum length."""
         request = self.requests[row.request]
-        if not (row.num_samples and self.follows_settled(row)) or self.scope.num_states:
+        if not (row.num_samples and self.follows_settled(row)):
             return 0
         room = request.limit - 1 - row.end
         return max(0, min(self.scope.max_drafts, self.budget_left, room))
@@ -199,7 +198,19 @@ class Scheduler(Shares):
 
     def num_reserved(self) -> int:
         """One token for each decode that comes later in this walk (L6)."""
-        return sum(self.num_wanted(r) == 1 for r in self.to_come)
+        return sum(self.is_decode(r) for r in self.to_come)
+
+    def is_decode(self, r: int) -> bool:
+        """Whether one token is reserved for the request. With recurrent states a decode may have
+        several tokens to compute: those of accepted drafts, and the last one."""
+        wanted = self.num_wanted(r)
+        return wanted == 1 or (wanted > 1 and self.computes_again(self.requests[r]))
+
+    def computes_again(self, request: Request) -> bool:
+        """Whether the request is past its prompt, in a model where accepted drafts are computed
+        again."""
+        drafts_again = bool(self.scope.num_states and self.scope.max_drafts)
+        return drafts_again and request.dispatched >= request.num_prompt
 
     def within_budget(self, wanted: int) -> int:
         if wanted == 1 and self.budget_left > 0:

@@ -147,6 +147,39 @@ _WITH_WISHES = (
     ),
 )
 
+# Drafts with recurrent states: states are kept at the end of a row's own part, and accepted drafts
+# are computed again.
+_DRAFTS_STATES = _DRAFTS._replace(num_states=3, interval=2)
+_WITH_DRAFTS_AND_STATES = (
+    _DRAFTS_STATES._replace(
+        name="ci-drafts-states",
+        templates=(DRAFTING, T((0, 0), 2)),
+        max_drafts=2,
+        num_blocks=5,
+        budget=4,
+        fail=True,
+    ),
+    _DRAFTS_STATES._replace(
+        name="ci-drafts-states-overlap",
+        templates=(DRAFTING, T((0,), 2)),
+        num_blocks=3,
+        budget=3,
+        depth=1,
+        abort=False,
+        reset=True,
+    ),
+    _DRAFTS_STATES._replace(
+        name="ci-drafts-states-paced",
+        templates=(DRAFTING._replace(max_tokens=4, needs_history=True), LONG),
+        interval=1,
+        max_drafts=2,
+        num_blocks=5,
+        budget=5,
+        budgets=(2,),
+        abort=False,
+    ),
+)
+
 # Two contents behind one token, with equal placeholders: chunks and hits end inside them.
 _WITH_ONE = T((0, 0, 0), 2, segments=(Segment(1), Segment(2, 1)))
 _WITH_OTHER = _WITH_ONE._replace(segments=(Segment(1), Segment(2, 2)))
@@ -248,6 +281,7 @@ CI = (
     *_WITH_STATES,
     *_WITH_DRAFTS,
     *_WITH_WISHES,
+    *_WITH_DRAFTS_AND_STATES,
     *_WITH_SEGMENTS,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..model import Machine
 from ..pool import ceil_div
-from ..state import Drafts, Plan, PlanRow, Row, Wishes
+from ..state import Drafts, Plan, PlanRow, Request, Row, Wishes
 from .registry import LONG, A, defect
 
 _DRAFTING = A._replace(max_tokens=3)
@@ -219,3 +219,48 @@ class DraftingBehindAChunk(Machine):
 class DraftingTakesBlocksThatAreNeeded(Machine):
     def may_take_for_drafts(self) -> bool:
         return True
+
+
+_STATES = _SCOPE | {"block_size": 1, "num_blocks": 6, "num_states": 3, "interval": 2}
+
+
+@defect("state-kept-behind-the-drafts", "S45", **_STATES)
+class StateKeptBehindTheDrafts(Machine):
+    """The state at the end of the row is kept, and not that of its own part."""
+
+    def dispatch(self, plan: Plan, tokens: tuple[int, ...]) -> None:
+        self.num_drafts = {row.request: len(row.drafts) for row in plan.rows}
+        super().dispatch(plan, tokens)
+
+    def write_states(self, r: int, start: int, n: int, ids: tuple[int, ...]) -> None:
+        super().write_states(r, start, n + self.num_drafts[r], ids)
+
+
+@defect("accepted-drafts-have-a-state", "S58 S45", **_STATES | {"interval": 4})
+class AcceptedDraftsHaveAState(Machine):
+    """They count as computed, so the next row reads a state that no row wrote."""
+
+    def count_accepted(self, r: int) -> None:
+        request = self.requests[r]
+        computed, dispatched = request.computed + 1, request.dispatched + 1
+        self.update(r, computed=computed, dispatched=dispatched, total=request.total + 1)
+
+
+@defect("state-entries-for-drafts", "S44", **_STATES)
+class StateEntriesForDrafts(Machine):
+    def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
+        super().draft(offer)
+        for row in self.rows:
+            self.grow_states(row.request, row.end)
+
+
+@defect(
+    "accepted-drafts-wait-for-a-prompt",
+    "L9",
+    **_STATES | {"templates": (LONG, _DRAFTING), "num_blocks": 8, "budget": 2, "pause": True},
+)
+class AcceptedDraftsWaitForAPrompt(Machine):
+    """A decode with accepted drafts to compute again has no reserved token."""
+
+    def computes_again(self, _: Request) -> bool:
+        return False

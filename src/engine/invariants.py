@@ -278,7 +278,7 @@ def _check_wanted(scheduler: Scheduler, plan: StepPlan) -> None:
     blocks, requests = scheduler.blocks, scheduler.in_flight[-1].requests
     for row, wanted in plan.wanted_drafts.items():
         request, end = requests[row], plan.starts[row] + plan.num_tokens[row] + wanted
-        is_behind = plan.num_samples[row] > 0 and 0 < wanted and end <= request.max_num_tokens - 2
+        is_behind = plan.num_samples[row] > 0 and wanted > 0 and end <= request.max_num_tokens - 2
         _require(is_behind, "S64", "{} tokens wanted behind {}", wanted, request)
         _require(end <= request.num_slots, "S64", "drafting of {} has no slots", request)
         first = request.num_dispatched // blocks.block_size

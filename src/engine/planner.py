@@ -19,7 +19,8 @@ The rules, with the properties of ``spec/README.md`` that they serve:
   the block that the shared tokens fill in part (S33). Recurrent states are not copied: with
   recurrent layers a sibling is admitted like any other request.
 * After the pass, rows that sample after settled tokens may carry draft tokens, within the remaining
-  budget and blocks. They get no new block if any request is short of blocks (S56).
+  budget and blocks. They get no new block if any request is short of blocks (S56). With recurrent
+  layers the next row computes the accepted ones again; one token is reserved for it (L9).
 * The same holds for the positions that a second model writes while the runner drafts behind a row:
   with too few blocks, fewer tokens are wanted (S64).
 * With recurrent layers a request is admitted only when a state slot is available for it alone. No
@@ -157,7 +158,8 @@ class Planner:
 
     def _draft(self, drafter: Drafter) -> None:
         """Append draft tokens to rows that sample after settled tokens. Draft tokens do not count
-        as dispatched: the next row starts after the accepted ones."""
+        as dispatched: the next row starts after the accepted ones or, with recurrent layers, after
+        the row's own tokens."""
         if isinstance(drafter, DraftObserver):
             num_rows = sum(r.num_dispatched == len(r.token_ids) for r in self._requests)
             drafter.begin(num_rows, len(self._requests) + self._num_extra_tokens)
@@ -206,6 +208,12 @@ class Planner:
 
     def _serve(self, begin: int, end: int) -> None:
         """Make the rows of running requests ``begin .. end``."""
+        if self._drafter is not None and self._blocks.states is not None:
+            # Rejected draft tokens leave blocks, so intervals may begin within a request's slots.
+            for request in self._running[begin:end]:
+                if request.state is RequestState.RUNNING:
+                    self._serve_slowly(request)
+            return
         add_request, add_start = self._requests.append, self._starts.append
         held = self._held
         for request in self._running[begin:end]:
@@ -283,7 +291,7 @@ class Planner:
 
     def _budget_behind(self, request: Request) -> int:
         """Tokens that ``request`` may take when it takes more than one: the remaining budget minus
-        one token for each younger running request with one token left."""
+        one token for each younger running request that decodes."""
         num_rows = len(self._requests)
         num_left = self._max_num_batched_tokens - num_rows - self._num_extra_tokens
         if num_left <= 0:
@@ -293,9 +301,19 @@ class Planner:
             1
             for other in self._running[begin:]
             if other is not request
-            and other.num_total - other.num_dispatched == 1
+            and (
+                other.num_total - other.num_dispatched == 1
+                or (self._drafter is not None and self._computes_again(other))
+            )
             and other.num_total != other.max_num_tokens
             and not other.must_settle
+        )
+
+    def _computes_again(self, request: Request) -> bool:
+        """Whether the next row of ``request`` computes accepted draft tokens again."""
+        return (
+            self._blocks.states is not None
+            and request.num_total > request.num_dispatched >= request.num_prompt_tokens
         )
 
     def _take_blocks(self, request: Request, num_tokens: int) -> int:

@@ -83,9 +83,6 @@ class Scheduler:
             raise InvalidInputError("max_num_seqs", max_num_seqs, "must be 1 or more")
         num_state_slots = None if blocks.states is None else blocks.states.num_slots
         check_sizes(max_num_seqs, max_num_batched_tokens, num_state_slots)
-        if drafter is not None and blocks.states is not None:
-            limit = "must be None for a model with recurrent layers"
-            raise InvalidInputError("drafter", drafter, limit)
         self.blocks = blocks
         self.drafter = drafter
         self.max_num_seqs = max_num_seqs
@@ -257,7 +254,8 @@ class Scheduler:
         finished: list[Request],
     ) -> None:
         """Settle a step with draft tokens. They are counted only here: each accepted one adds one
-        to all three counters of its request."""
+        to all three counters of its request. With recurrent layers it adds one to ``num_total``
+        only, because the state behind it was not kept: the next row computes it again."""
         rows = zip(step.rows(), step.plan.accepted(token_ids), strict=True)
         for (request, _, num_tokens, num_samples), tokens in rows:
             if num_samples < 2:
@@ -332,14 +330,15 @@ class Scheduler:
         """Append the samples that follow accepted draft tokens until the request ends. Returns the
         reason if it ends. ``failure``: see :meth:`_settle`."""
         reason = self._stop_reason(request, request.token_ids[-1])
+        num_computed = 1 if self.blocks.states is None else 0
         for token in more:
             if reason is not None:
                 break
             if is_dead_end(request, token):
                 failure = DEAD_END
                 break
-            request.num_computed += 1
-            request.num_dispatched += 1
+            request.num_computed += num_computed
+            request.num_dispatched += num_computed
             request.num_total += 1
             request.token_ids.append(token)
             reason = self._stop_reason(request, token)

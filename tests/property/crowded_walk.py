@@ -65,7 +65,7 @@ def walk(
         num_states=has_states * (cap + drawn.choice([1, 1, 2, 4])),
         interval=block_size * drawn.choice([1, 1, 2, 3]),
     )
-    if not has_states and max_drafts and drawn.random() < 0.6:
+    if max_drafts and drawn.random() < 0.6:
         scope = scope._replace(max_drafts=drawn.randint(1, max_drafts))
     plain = scope._replace(max_drafts=0)  # of their offers there are too many
     pair = Pair(scope, make_packers(scope) if make_packers is not None else ())

@@ -157,7 +157,9 @@ class ContentRunner:
                 kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
                 writes.append((slots[position], kvs[-1]))
             if self.states:
-                state_writes += self._next_states(request.request_id, start, kvs)
+                # The states behind draft tokens are not kept.
+                own = kvs[: len(kvs) - max(0, num_samples - 1)]
+                state_writes += self._next_states(request.request_id, start, own)
             assert num_samples <= 1 + self.max_draft_tokens, "more samples than are wanted"
             history = self._histories[request.request_id] if request.needs_history else ()
             for end in range(len(kvs) - num_samples + 1, len(kvs) + 1):

@@ -145,7 +145,7 @@ class OfferedDrafts(DraftObserver):
 
 def real_scheduler(scope: Scope) -> Scheduler:
     """The real scheduler with the settings of ``scope``."""
-    has_drafts = scope.max_drafts + scope.max_wanted > 0 and not scope.num_states
+    has_drafts = scope.max_drafts + scope.max_wanted > 0
     return Scheduler(
         BlockManager(
             scope.num_blocks,

@@ -17,8 +17,8 @@ from pagespec.engine.invariants import InvariantError, RunnerView, check_plan, c
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
-from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.runner import DraftObserver
+from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.segments import Segment
 from pagespec.errors import EngineError, InvalidInputError
@@ -68,8 +68,7 @@ class Scenario:
     Args:
         has_states: the model has recurrent layers; None draws it.
         may_be_fair: some scenarios have the policy "fair".
-        has_drafts: requests have draft tokens; None draws it for models without
-            recurrent layers.
+        has_drafts: requests have draft tokens; None draws it.
         has_contents: some prompts have content segments; None draws it.
         has_wishes: in some scenarios with drafts, the runner drafts tokens behind rows.
     """
@@ -101,7 +100,7 @@ class Scenario:
             "state_interval": self.block_size * drawn.choice([1, 1, 2, 3]),
         }
         if has_drafts is None:
-            has_drafts = not has_states and drawn.random() < 0.6
+            has_drafts = drawn.random() < 0.6
         most_wanted = random.Random(f"wishes of {seed}").choice([0, 1, 3]) if has_wishes else 0
         most = drawn.randint(1, 4)
         self.drafter = MixedDrafts(seed, most, most_wanted) if has_drafts else None
