@@ -1,4 +1,5 @@
-"""Drafters that need no model: they look up the latest tokens in what was written before.
+"""Drafters: they look up the latest tokens in what was written before, or keep what the runner
+drafted with a second model.
 
 ``ngram`` looks in the request's own prompt and output. ``suffix`` also looks in earlier answers,
 among requests of the same cache salt. A request with a ``prediction`` of its answer is drafted from
@@ -159,14 +160,16 @@ class RequestDrafts:
         rate: acceptance of its draft tokens; recent ones count more.
         end: its number of tokens at its latest proposal.
         is_predicted: whether its latest proposal was from its prediction.
+        offered: its number of tokens when the runner last drafted for it, and these tokens.
     """
 
-    __slots__ = ("end", "index", "is_predicted", "prediction", "rate")
+    __slots__ = ("end", "index", "is_predicted", "offered", "prediction", "rate")
 
     def __init__(self, request: Request, key_length: int) -> None:
         self.index = TokenIndex(key_length)
         self.prediction = _Prediction(request.prediction) if request.prediction else None
         self.rate, self.end, self.is_predicted = _FIRST_RATE, request.num_prompt_tokens, False
+        self.offered: tuple[int, Sequence[int]] = (-1, ())
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance: the accepted draft tokens, then the first wrong one."""
@@ -217,9 +220,7 @@ class PredictionDrafter(DraftObserver):
     def propose(self, request: Request) -> Sequence[int]:
         if not self._config.serves(request.prediction):
             return ()
-        drafts = request.drafts
-        if not isinstance(drafts, RequestDrafts):
-            drafts = request.drafts = RequestDrafts(request, self._key_length)
+        drafts = self._drafts(request)
         most = self._best[int(drafts.rate * _NUM_RATES)]
         end = len(request.token_ids)
         if not most:
@@ -236,6 +237,13 @@ class PredictionDrafter(DraftObserver):
         if found:
             drafts.end = end
         return found
+
+    def _drafts(self, request: Request) -> RequestDrafts:
+        """The state of a request, created at its first use."""
+        drafts = request.drafts
+        if not isinstance(drafts, RequestDrafts):
+            drafts = request.drafts = RequestDrafts(request, self._key_length)
+        return drafts
 
     def _continuation(
         self,
@@ -402,7 +410,36 @@ def _most_frequent(places: list[tuple[Sequence[int], int]], most: int) -> list[i
     return found
 
 
+class ModelDrafter(PredictionDrafter):
+    """Proposes what the runner drafted with a second model behind the request's previous row.
+
+    The number that it lets the runner draft is the number that it would propose in the present
+    step. A request with a prediction that holds needs none.
+    """
+
+    def __init__(self, config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> None:
+        super().__init__(config, costs)
+        self.max_wanted_drafts = self.max_draft_tokens
+
+    def _continuation(self, request: Request, drafts: RequestDrafts, most: int) -> Sequence[int]:
+        end, offered = drafts.offered
+        return offered[:most] if end == len(request.token_ids) else ()
+
+    def wanted(self, request: Request) -> int:
+        drafts = self._drafts(request)
+        most = self._best[int(drafts.rate * _NUM_RATES)]
+        if drafts.is_predicted and drafts.end == len(request.token_ids):
+            return 0
+        if not most and self._best[_NUM_RATES]:
+            # The trial of `propose`, which comes at least one token later.
+            return int(len(request.token_ids) + 1 - drafts.end >= _TRIAL_INTERVAL)
+        return most
+
+    def offer(self, request: Request, token_ids: Sequence[int]) -> None:
+        self._drafts(request).offered = len(request.token_ids), token_ids
+
+
 def make_drafter(config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> PredictionDrafter:
     """The drafter of a method."""
     kinds = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
-    return kinds[config.method](config, costs)
+    return kinds.get(config.method, ModelDrafter)(config, costs)

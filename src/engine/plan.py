@@ -56,7 +56,9 @@ class StepPlan:
         has_drafts: whether a row has draft tokens.
         wanted_drafts: by row, how many tokens the runner drafts with a second model behind the
             row's accepted samples. The row's block table covers the positions that drafting
-            writes: up to as many behind the row's own as tokens are wanted (S64).
+            writes: as many behind the row's as tokens are wanted (S64).
+        next_token_ids: by row, the token behind a row that samples nothing; only for a drafter
+            with a second model.
     """
 
     step: int
@@ -75,6 +77,7 @@ class StepPlan:
     preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False
     wanted_drafts: Mapping[int, int] = field(default_factory=dict)
+    next_token_ids: Mapping[int, int] = field(default_factory=dict)
     has_drafts: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

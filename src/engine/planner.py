@@ -93,6 +93,7 @@ class Planner:
     _running: list[Request] = field(init=False)
     _drafts: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
     _wanted: dict[int, int] = field(init=False, default_factory=dict)
+    _next_token_ids: dict[int, int] = field(init=False, default_factory=dict)
     _requests: list[Request] = field(init=False, default_factory=list)
     _starts: list[int] = field(init=False, default_factory=list)
     # Per exceptional row: (number of tokens, number of samples).
@@ -187,8 +188,11 @@ class Planner:
         for row, request in enumerate(self._requests):
             num_tokens, num_samples = self._unusual_rows.get(row, (1, 1))
             end = self._starts[row] + num_tokens
+            if not num_samples:
+                self._next_token_ids[row] = request.token_ids[end]
+                continue
             most = min(request.max_num_tokens - 2 - end, drafter.max_wanted_drafts)
-            wanted = min(drafter.wanted(request), most) if num_samples and most > 0 else 0
+            wanted = min(drafter.wanted(request), most) if most > 0 else 0
             if wanted > 0:
                 self._take_free_blocks(row, request, end + wanted)
                 wanted = min(wanted, request.num_slots - end)
@@ -461,6 +465,7 @@ class Planner:
             preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,
             wanted_drafts=self._wanted,
+            next_token_ids=self._next_token_ids,
         )
         return InFlightStep(plan, requests)
 

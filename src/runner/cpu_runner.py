@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.matchers import ConstrainedRows, Masks
 from .bases import LocalRunner
 from .constrained import LateMatchers
+from .cpu_drafting import CpuDrafting, DraftModel
 from .cpu_edits import CpuEdits
 from .cpu_pack import CpuStepPacker, PackedStep
 from .cpu_threads import StepThreads
@@ -30,13 +31,14 @@ from .logprob_rows import step_logprobs
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
     rows whose tokens wait for :meth:`ModelRunner._finish`, as ``logprobs`` do. ``failures``,
-    ``failed_samples``: see :class:`.StepResult`."""
+    ``failed_samples``, ``drafts``: see :class:`.StepResult`."""
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
     logprobs: StepLogprobs | None = None
     failures: dict[str, str] = field(default_factory=dict)
     failed_samples: dict[str, int] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
 
 class _Step(NamedTuple):
@@ -47,6 +49,7 @@ class _Step(NamedTuple):
     packed: PackedStep
     logits: Tensor
     hidden: Tensor | None
+    aux: Tensor | None
 
 
 class ModelRunner(LocalRunner):
@@ -54,11 +57,17 @@ class ModelRunner(LocalRunner):
 
     Args:
         threads: number of threads for its steps; None keeps torch's number.
+        draft_model: drafts tokens behind the rows of plans that want some; None: no plan does.
         settings: see :class:`.LocalRunner`.
     """
 
     def __init__(
-        self, captured: CapturedModel, *, threads: StepThreads | None = None, **settings: Any
+        self,
+        captured: CapturedModel,
+        *,
+        threads: StepThreads | None = None,
+        draft_model: DraftModel | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(captured, **settings)
         self._packer = CpuStepPacker(
@@ -72,6 +81,11 @@ class ModelRunner(LocalRunner):
         self._edits = CpuEdits(keeps_rows=self._has_processed_logprobs)
         self._matchers = LateMatchers(self.grammars)
         self._threads = threads
+        self.drafting: CpuDrafting | None = None
+        if draft_model is not None:
+            self.drafting = CpuDrafting(
+                draft_model, num_blocks=self.num_blocks, block_size=self.block_size
+            )
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._sample_constrained()
@@ -111,7 +125,9 @@ class ModelRunner(LocalRunner):
                 for cache in caches:
                     for source, destination in packed.copies:
                         cache[destination] = cache[source]
-            logits, hidden, _ = self._forward(packed.inputs)
+            if self.drafting is not None:
+                self.drafting.copy_blocks(packed.copies)
+            logits, hidden, aux = self._forward(packed.inputs)
             logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
@@ -120,13 +136,13 @@ class ModelRunner(LocalRunner):
             else:
                 tokens = sample(logits, packed.sampling)
             constrained = None if plan is None else self._matchers.take(plan)
-            step = _Step(StepHandle(tokens, constrained), plan, packed, logits, hidden)
+            step = _Step(StepHandle(tokens, constrained), plan, packed, logits, hidden, aux)
             self._matchers.begin(step, self._finish)
             return step.handle
 
     def _finish(self, step: _Step, masks: Masks | None = None) -> None:
         """Sample the edited rows of a step, then compute its log-probabilities."""
-        handle, plan, packed, logits, hidden = step
+        handle, plan, packed, logits, hidden, aux = step
         tokens = handle.token_ids
         if plan is not None:
             ids, sampling = packed.inputs.input_ids, packed.sampling
@@ -134,6 +150,9 @@ class ModelRunner(LocalRunner):
                 plan, ids, sampling, logits, tokens, masks
             )
         self._packer.remember(tokens.cpu().numpy())
+        if self.drafting is not None and plan is not None:
+            states = hidden if aux is None else aux
+            handle.drafts = self.drafting.draft(plan, packed, tokens.numpy(), states)
 
         def sampled_logits(places: Tensor) -> Tensor:
             if self._has_processed_logprobs:
@@ -176,7 +195,8 @@ class ModelRunner(LocalRunner):
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         self._sample_constrained(handle)
-        return self._matchers.result(handle, handle.logprobs)
+        result = self._matchers.result(handle, handle.logprobs)
+        return replace(result, drafts=handle.drafts) if handle.drafts else result
 
     def reset(self) -> None:
         """There is no queue: a step is computed in its dispatch."""

@@ -54,6 +54,7 @@ class ForcedDrafter(DraftObserver):
 
     def __init__(self, grammars: Grammars, other: PredictionDrafter) -> None:
         self.max_draft_tokens = other.max_draft_tokens
+        self.max_wanted_drafts = other.max_wanted_drafts
         self._grammars, self.other = grammars, other
         self._followed: dict[str, _Followed] = {}
 
@@ -75,6 +76,12 @@ class ForcedDrafter(DraftObserver):
                 raise
             self._followed[request.request_id] = _Followed(None, None)
             return guesses
+
+    def wanted(self, request: Request) -> int:
+        return self.other.wanted(request)
+
+    def offer(self, request: Request, token_ids: Sequence[int]) -> None:
+        self.other.offer(request, token_ids)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The other drafter receives the counts of its own draft tokens."""

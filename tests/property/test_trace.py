@@ -301,8 +301,8 @@ def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
 
     Version 1 lacks block tables, version 2 histories and copies, version 3 reasons and times,
     version 4 settled-only requests, version 5 state slots, version 6 owners, version 7 draft
-    tokens, version 8 segments, version 9 tokens to draft. Before version 5 a trace has every row of every plan; before
-    version 8 it has whether a row is sampled.
+    tokens, version 8 segments, version 9 tokens to draft. Before version 5 a trace has every row of
+    every plan; before version 8 it has whether a row is sampled.
     """
     removed = ["max_wanted_drafts", "wanted"]
     if version < 9:
