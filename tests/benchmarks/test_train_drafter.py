@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks import train_drafter
@@ -58,7 +61,7 @@ def tiny_target() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         num_hidden_layers=5,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         initializer_range=0.3,
         tie_word_embeddings=True,
         eos_token_id=2,
@@ -203,6 +206,38 @@ def test_text_is_of_all_kinds_and_ends_with_its_time() -> None:
     ]
     assert text.num_tokens == 5 * len(text.training)
     assert any("3 4 5 6 7" in prompt for prompt in llm.prompts)  # a passage
+
+
+def test_the_model_writes_the_text_of_its_drafter(tmp_path: Path) -> None:
+    folder, file = tmp_path / "target", tmp_path / "text.json"
+    tiny_target().save_pretrained(folder)
+    words = Tokenizer(
+        WordLevel({"<unk>": 0} | {f"w{i}": i for i in range(1, VOCAB_SIZE)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = Whitespace()
+    template = "{% for message in messages %}w1 {{ message['content'] }}{% endfor %} w3"
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", chat_template=template
+    ).save_pretrained(folder)
+    train_drafter.main(
+        folder,
+        tmp_path / "head",
+        minutes=0.01,
+        text_minutes=0.0,
+        text=file,
+        prompts_per_round=3,
+        test_prompts=1,
+        max_tokens=8,
+        device="cpu",
+    )
+    text = json.loads(file.read_text())
+    answers = [Answer(**a) for part in ("training", "test") for a in text[part]]
+    assert len(answers) == 3 + 2 * len(KINDS)
+    for answer in answers:
+        prompt = answer.token_ids[: answer.num_prompt_tokens]
+        assert (prompt[0], prompt[-1]) == (1, 3)
+        assert 1 <= len(answer.token_ids) - len(prompt) <= 8
+    assert (tmp_path / "head" / "model.safetensors").exists()
 
 
 def test_a_head_is_trained_saved_and_measured(
