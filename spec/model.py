@@ -434,7 +434,8 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
                 yield from schedules(made, planned, Schedule((), budget), scope)
                 for label in drafting_labels(made, budget, scope):
                     drafted, planned = plan(state, scope, *label[1:])
-                    if is_carried(drafted, label):  # otherwise it equals that of a shorter label
+                    # Otherwise it equals that of a shorter label. S63 examines cuts.
+                    if is_carried(drafted, label) or scope.max_samples:
                         yield from schedules(drafted, planned, label, scope)
 
 

@@ -72,8 +72,10 @@ class Scheduler(Shares):
     def draft(self, offer: dict[int, tuple[int, ...]]) -> None:
         """S56: after the walk, rows that may carry drafts get them, within the remaining budget
         and from blocks that no request needs."""
+        offered = [offer.get(row.request, ())[: self.draft_room(row)] for row in self.rows]
+        lengths = self.shares_of_drafts([len(drafts) for drafts in offered])
         for i, row in enumerate(self.rows):
-            drafts = offer.get(row.request, ())[: self.draft_room(row)]
+            drafts = offered[i][: lengths[i]]
             wanted = ceil_div(row.end + len(drafts), self.block_size)
             wanted -= len(self.requests[row.request].table)
             if drafts and wanted > 0 and self.may_take_for_drafts():
@@ -90,7 +92,26 @@ class Scheduler(Shares):
         if not (row.num_samples and self.follows_settled(row)):
             return 0
         room = request.limit - 1 - row.end
-        return max(0, min(self.scope.max_drafts, self.budget_left, room))
+        return max(0, min(self.scope.max_drafts, room))
+
+    def num_drafts_left(self) -> int:
+        """How many draft tokens the step may have."""
+        num_left = self.budget_left
+        if self.scope.max_samples:
+            num_samples = sum(row.num_samples for row in self.rows)
+            num_left = min(num_left, self.scope.max_samples - num_samples)
+        return max(0, num_left)
+
+    def shares_of_drafts(self, wanted: list[int]) -> list[int]:
+        """S63: if the step has too little room, each row in turn, oldest first, gets one more draft
+        token, until none is left."""
+        lengths, num_left = [0] * len(wanted), self.num_drafts_left()
+        for length in range(max(wanted, default=0)):
+            for i, most in enumerate(wanted):
+                if most > length and num_left:
+                    lengths[i] += 1
+                    num_left -= 1
+        return lengths
 
     def follows_settled(self, row: PlanRow) -> bool:
         return row.start + row.n == len(self.requests[row.request].tokens)

@@ -117,6 +117,16 @@ _WITH_DRAFTS = (
         budgets=(1, 2),
         abort=False,
     ),
+    # too few samples for the drafts of both rows
+    _DRAFTS._replace(
+        name="ci-drafts-limited",
+        templates=(DRAFTING,),
+        num_blocks=6,
+        max_drafts=2,
+        max_samples=4,
+        budget=6,
+        abort=False,
+    ),
 )
 
 # Tokens drafted behind a row by a second model: they need slots, whatever they are.

@@ -178,6 +178,7 @@ class Scope(NamedTuple):
     reset: bool = False  # the user may reset the prefix cache
     max_drafts: int = 0  # maximum number of draft tokens per row
     max_wanted: int = 0  # maximum number of tokens that the runner drafts behind a row
+    max_samples: int = 0  # maximum number of samples of a step with draft tokens; 0: no limit
     num_states: int = 0  # state slots; 0: the model has no recurrent layers
     interval: int = 0  # tokens per entry of a state table, a multiple of block_size
     defects: frozenset[str] = frozenset()

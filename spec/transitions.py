@@ -353,6 +353,28 @@ def is_other_sample(m: Move) -> bool:
     return any(token != m.scope.outputs[0] for token in m.label.tokens)
 
 
+def s63(m: Move) -> bool:
+    """A step with drafts has at most ``max_samples`` samples. Where that or the budget cuts drafts,
+    no row has more than one draft token more than a row that was cut, and none if it is younger.
+    Rows are compared only if blocks are left, so that none was cut for a block."""
+    drafting = [row for row in m.plan.rows if row.drafts]
+    num_samples = sum(row.num_samples for row in m.plan.rows)
+    if drafting and m.scope.max_samples and num_samples > m.scope.max_samples:
+        return False
+    if m.plan.closed_by is not None or m.plan.preempted or not (m.after.free or m.after.lru):
+        return True
+    offered = dict(m.label.offer)
+    for i, row in enumerate(m.plan.rows):
+        limit = m.before.requests[row.request].limit - 1 - row.start - row.n
+        most = min(len(offered.get(row.request, ())), m.scope.max_drafts, limit)
+        follows = row.start + row.n == len(m.before.requests[row.request].tokens)
+        if row.num_samples and follows and len(row.drafts) < most and not m.scope.num_states:
+            longest = [len(other.drafts) - (j < i) for j, other in enumerate(m.plan.rows)]
+            if max(longest) > len(row.drafts):
+                return False
+    return True
+
+
 def s64(m: Move) -> bool:
     """The positions that drafting writes have slots: behind the row's own positions, in blocks of
     its request alone, which are not published. The next row can carry all that is drafted, if no
@@ -460,8 +482,9 @@ ON_SCHEDULE: dict[str, Property] = {
     "S39": lambda m: s39(m.after, m.scope),
     "S42": s42,
     "S56": s56,
-    "S64": s64,
     "S61": segment_properties.s61,
+    "S63": s63,
+    "S64": s64,
     "L3": progress.l3,
     "L5": progress.l5,
     "L6": progress.l6,

@@ -106,11 +106,27 @@ class DraftsBeyondTheLongestForm(Machine):
 
 @defect("drafts-beyond-the-budget", "S18", **_SCOPE | {"budget": 2})
 class DraftsBeyondTheBudget(Machine):
-    def draft_room(self, row: PlanRow) -> int:
-        self.budget_left += 1
-        room = super().draft_room(row)
-        self.budget_left -= 1
-        return room
+    def num_drafts_left(self) -> int:
+        return super().num_drafts_left() + 1
+
+
+_CROWD = _SCOPE | {"num_blocks": 6, "budget": 8, "max_samples": 3}
+
+
+@defect("drafts-beyond-the-sample-limit", "S63", **_CROWD)
+class DraftsBeyondTheSampleLimit(Machine):
+    def num_drafts_left(self) -> int:
+        return self.budget_left
+
+
+@defect("oldest-row-takes-all-drafts", "S63", **_CROWD | {"max_samples": 4, "max_drafts": 2})
+class OldestRowTakesAllDrafts(Machine):
+    def shares_of_drafts(self, wanted: list[int]) -> list[int]:
+        lengths, num_left = [], self.num_drafts_left()
+        for most in wanted:
+            lengths.append(min(most, num_left))
+            num_left -= lengths[-1]
+        return lengths
 
 
 @defect("draft-blocks-are-not-sent", "S32", **_SCOPE | {"block_size": 1, "num_blocks": 6})

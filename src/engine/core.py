@@ -25,6 +25,7 @@ from .segments import refuse_contents
 from .trace import TraceWriter
 
 _T = TypeVar("_T")
+_Settled = tuple[int, list[Request]]  # number of tokens of a step, requests that finished in it
 _YIELD_S, _MAX_YIELDS = 50e-6, 20
 
 
@@ -104,6 +105,10 @@ class Engine:
         self._is_changing = False
         self._num_taken = 0  # steps
         self.schedule_s = self.commit_s = 0.0
+        # From the end of a step to the dispatch of the next, where steps were settled first.
+        self.exposed_s, self.num_exposed_steps = 0.0, 0
+        if drafter is not None:
+            scheduler.max_num_samples = runner.max_num_samples
 
     @property
     def has_work(self) -> bool:
@@ -332,7 +337,10 @@ class Engine:
         self._num_taken += 1
         with _AS_ENGINE_ERRORS:
             scheduler = self.scheduler
+            settled: list[_Settled] = []
             if len(self._handles) <= scheduler.pipeline_depth:
+                if scheduler.drafter is not None and self._handles:
+                    settled = self._settle_first()
                 begin = time.perf_counter()
                 pace = self._pace
                 if pace is None:
@@ -354,19 +362,33 @@ class Engine:
                     self._handles.append(self.runner.dispatch(plan))
                     if self._trace is not None:  # after dispatch: the device may already compute
                         self._trace.plan(plan, begin, scheduled)
+                    if settled:
+                        self.exposed_s += time.perf_counter() - self._last_end
+                        self.num_exposed_steps += 1
                     if len(self._handles) <= scheduler.pipeline_depth:
-                        return []
+                        return self._report(settled)
                 elif not self._handles and scheduler.has_work:
                     raise EngineError(
                         "no request can make progress; this is a bug in the scheduler"
                     )
-            return self._settle_oldest() if self._handles else []
+            if not self._handles:
+                return self._report(settled)
+            return self._report([self._settle_oldest()])
+
+    def _settle_first(self) -> list[_Settled]:
+        """Settle all steps in flight if the scheduler wants to draft after them. They are reported
+        once the next step is dispatched, so that reports take no time of the device."""
+        settled: list[_Settled] = []
+        if self.scheduler.should_settle_first():
+            while self._handles:
+                settled.append(self._settle_oldest())
+        return settled
 
     def _settle(self) -> list[Request]:
         finished: list[Request] = []
         with _AS_ENGINE_ERRORS:
             while self._handles:
-                finished += self._settle_oldest()
+                finished += self._report([self._settle_oldest()])
         return finished
 
     def _reset_prefix_cache(self) -> list[Request]:
@@ -378,7 +400,8 @@ class Engine:
             check_state(self.scheduler)
         return finished
 
-    def _settle_oldest(self) -> list[Request]:
+    def _settle_oldest(self) -> _Settled:
+        """Collect and commit the oldest step. Its ends are not reported yet."""
         step = self.scheduler.in_flight[0]
         plan = step.plan
         awaited = time.perf_counter()
@@ -419,12 +442,19 @@ class Engine:
             check_state(self.scheduler)
         finished += [request for request in failed if request is not None]
         self._records.note_settled(finished)
-        owners = list(self._records.owned)
-        if finished:
-            self._records.deliver(finished)
-        for owner in owners:
-            owner.on_step(plan.total_num_tokens)
-        return finished
+        return plan.total_num_tokens, finished
+
+    def _report(self, settled: Sequence[_Settled]) -> list[Request]:
+        """Report settled steps to the owners. Returns the requests that finished."""
+        all_finished: list[Request] = []
+        for num_tokens, finished in settled:
+            owners = list(self._records.owned)
+            if finished:
+                self._records.deliver(finished)
+                all_finished += finished
+            for owner in owners:
+                owner.on_step(num_tokens)
+        return all_finished
 
     def _fail(self, request_id: str, failure: str) -> Request | None:
         """End one request with reason "error"; the others continue unaffected."""

@@ -203,7 +203,8 @@ class PredictionDrafter(DraftObserver):
     def serves(self, request: Request) -> bool:
         return self._config.serves(request.prediction)
 
-    def begin(self, num_rows: int, num_tokens: int) -> None:
+    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
+        num_rows = len(requests)
         num_others = num_tokens - num_rows
         if num_others:  # of prompts; few different values
             num_others = -(-num_others // _MAX_BUCKET) * _MAX_BUCKET

@@ -226,13 +226,16 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Raises InvariantError if a new plan violates S9, S15, S17, S18, S19, S20, S27, S33, S42, S48,
-    S56 or S64."""
+    S56, S63 or S64."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
     num_tokens = plan.total_num_tokens
     _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", "{} tokens", num_tokens)
     _require(len(plan) <= scheduler.max_num_seqs, "S18", "{} rows", len(plan))
+    limit = scheduler.max_num_samples
+    has_room = limit is None or not plan.has_drafts or plan.num_sampled <= limit
+    _require(has_room, "S63", "{} samples", plan.num_sampled)
     _require(not set(plan.preempted) & set(plan.requests), "S20", "a victim stayed in the plan")
     preempted = {info.request_id for info in plan.preempted}
     for request in scheduler.queues.waiting:

@@ -19,8 +19,9 @@ The rules, with the properties of ``spec/README.md`` that they serve:
   the block that the shared tokens fill in part (S33). Recurrent states are not copied: with
   recurrent layers a sibling is admitted like any other request.
 * After the pass, rows that sample after settled tokens may carry draft tokens, within the remaining
-  budget and blocks. They get no new block if any request is short of blocks (S56). With recurrent
-  layers the next row computes the accepted ones again; one token is reserved for it (L9).
+  budget and blocks. They get no new block if any request is short of blocks (S56). If the budget or
+  the limit of samples is too small, each row in turn gets one more draft token (S63). With
+  recurrent layers the next row computes the accepted ones again; one token is reserved for it (L9).
 * The same holds for the positions that a second model writes while the runner drafts behind a row:
   with too few blocks, fewer tokens are wanted (S64).
 * With recurrent layers a request is admitted only when a state slot is available for it alone. No
@@ -76,6 +77,7 @@ class Planner:
         last_steps: the one or two newest dispatched steps, settled or not; the newest comes last.
         drafter: proposes draft tokens; None: no row has any.
         account: receives the reasons for the plan; None: reasons are not recorded.
+        max_num_samples: maximum number of samples of a step with draft tokens; None: no limit.
 
     Most rows compute one position and sample one token. Only the exceptions are recorded per row;
     ``_freeze`` fills in the rest.
@@ -89,6 +91,7 @@ class Planner:
     _last_steps: Sequence[InFlightStep]
     _drafter: Drafter | None = None
     _account: PlanAccount | None = None
+    _max_num_samples: int | None = None
     _blocks: BlockManager = field(init=False)
     _running: list[Request] = field(init=False)
     _drafts: dict[int, tuple[int, ...]] = field(init=False, default_factory=dict)
@@ -161,26 +164,50 @@ class Planner:
         """Append draft tokens to rows that sample after settled tokens. Draft tokens do not count
         as dispatched: the next row starts after the accepted ones or, with recurrent layers, after
         the row's own tokens."""
+        rows = [
+            (row, request)
+            for row, request in enumerate(self._requests)
+            if request.num_dispatched == len(request.token_ids)  # otherwise it samples nothing, or
+        ]  # its last tokens are still unsettled
         if isinstance(drafter, DraftObserver):
-            num_rows = sum(r.num_dispatched == len(r.token_ids) for r in self._requests)
-            drafter.begin(num_rows, len(self._requests) + self._num_extra_tokens)
-        for row, request in enumerate(self._requests):
-            end = request.num_dispatched
-            if end != len(request.token_ids):
-                continue  # it samples nothing, or its last tokens are still unsettled
-            num_left = self._max_num_batched_tokens - len(self._requests) - self._num_extra_tokens
+            num_tokens = len(self._requests) + self._num_extra_tokens
+            drafter.begin([request for _, request in rows], num_tokens)
+        num_left = self._num_drafts_left() if rows else 0
+        if num_left <= 0:
+            return
+        proposals: list[tuple[int, Request, tuple[int, ...]]] = []
+        for row, request in rows:
             # A sample after the last draft token may not exceed the maximum length.
-            most = min(num_left, request.max_num_tokens - 1 - end, drafter.max_draft_tokens)
+            room = request.max_num_tokens - 1 - request.num_dispatched
+            most = min(num_left, room, drafter.max_draft_tokens)
             drafts = tuple(drafter.propose(request)[:most]) if most > 0 else ()
             if drafts:
-                self._take_free_blocks(row, request, end + len(drafts))
-            drafts = drafts[: request.num_slots - end]
-            if drafts:
-                num_tokens, _ = self._unusual_rows.get(row, (1, 1))
-                self._unusual_rows[row] = (num_tokens + len(drafts), 1 + len(drafts))
-                self._num_extra_tokens += len(drafts)
-                self._drafts[row] = drafts
-                request.waits_for_samples = True
+                proposals.append((row, request, drafts))
+        lengths = even_shares([len(drafts) for *_, drafts in proposals], num_left)
+        for (row, request, drafts), length in zip(proposals, lengths, strict=True):
+            self._add_drafts(row, request, drafts[:length])
+
+    def _num_drafts_left(self) -> int:
+        """How many draft tokens the step may have."""
+        num_rows = len(self._requests)
+        num_left = self._max_num_batched_tokens - num_rows - self._num_extra_tokens
+        if self._max_num_samples is None:
+            return num_left
+        num_others = sum(not num_samples for _, num_samples in self._unusual_rows.values())
+        return min(num_left, self._max_num_samples - (num_rows - num_others))
+
+    def _add_drafts(self, row: int, request: Request, drafts: tuple[int, ...]) -> None:
+        """Append draft tokens to a row, as many as have a slot or get one."""
+        end = request.num_dispatched
+        if drafts:
+            self._take_free_blocks(row, request, end + len(drafts))
+        drafts = drafts[: request.num_slots - end]
+        if drafts:
+            num_tokens, _ = self._unusual_rows.get(row, (1, 1))
+            self._unusual_rows[row] = (num_tokens + len(drafts), 1 + len(drafts))
+            self._num_extra_tokens += len(drafts)
+            self._drafts[row] = drafts
+            request.waits_for_samples = True
 
     def _want(self, drafter: DraftObserver) -> None:
         """How many tokens the runner drafts behind each row that samples. The next row carries
@@ -480,6 +507,26 @@ class Planner:
                 feeds_itself = age == 0 and plan.is_decode_only and is_usual
                 return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
+
+
+def even_shares(wanted: Sequence[int], most: int) -> list[int]:
+    """Numbers up to ``wanted`` whose sum is at most ``most``: as equal as possible, and the first
+    ones get what is left over."""
+    shares = list(wanted)
+    if sum(shares) <= most:
+        return shares
+    num_left, level = most, 0
+    for i, least in enumerate(sorted(shares)):
+        level = num_left // (len(shares) - i)
+        if least > level:
+            break
+        num_left -= least
+    num_over = most - sum(min(number, level) for number in shares)
+    for i, number in enumerate(shares):
+        is_cut = number > level
+        shares[i] = min(number, level) + (is_cut and num_over > 0)
+        num_over -= is_cut
+    return shares
 
 
 def choose_victims(

@@ -21,10 +21,12 @@ class Runner(Protocol):
             scheduled. 0: each step is collected and settled before the next one is planned.
         max_draft_tokens: maximum number of draft tokens in a row of a plan. 0: each row samples at
             most one token.
+        max_num_samples: maximum number of samples of a step with draft tokens; None: no limit.
     """
 
     pipeline_depth: int
     max_draft_tokens: int
+    max_num_samples: int | None
 
     def dispatch(self, plan: StepPlan) -> object:
         """Start computing ``plan`` and return a handle immediately. The plans, in order, are
@@ -72,11 +74,27 @@ class DraftObserver:
 
     max_wanted_drafts: int = 0
 
-    def begin(self, num_rows: int, num_tokens: int) -> None:
+    def wants_drafts(
+        self,
+        running: Sequence[Request],  # noqa: ARG002
+        num_others: int,  # noqa: ARG002
+    ) -> bool:
+        """Whether the next step should have draft tokens. The engine then settles all steps in
+        flight before it schedules. Called at most once per step, while a step is in flight. The
+        answer may depend on settled tokens, and on counts of steps and draft tokens.
+
+        Args:
+            running: the running requests, oldest first.
+            num_others: number of tokens of the newest step that are not sampled after, such as
+                those of prompts.
+        """
+        return True
+
+    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
         """The proposals for a step follow.
 
         Args:
-            num_rows: number of rows that may have draft tokens.
+            requests: those of the rows that may have draft tokens.
             num_tokens: number of tokens of the step, without draft tokens.
         """
 

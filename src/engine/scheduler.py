@@ -67,6 +67,10 @@ class Scheduler:
         policy: the order of service.
         drafter: proposes draft tokens for rows that sample after settled tokens; None: no draft
             tokens.
+
+    Attributes:
+        max_num_samples: maximum number of samples of a step with draft tokens (S63); None: no
+            limit. The engine sets the runner's.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Scheduler:
         # Why requests ended with "error" in a commit, by request id; the engine clears it.
         self.failures: dict[str, str] = {}
         self.num_steps = 0
+        self.max_num_samples: int | None = None
         self.last_budget = max_num_batched_tokens  # of the newest dispatched step
         self.draft_counts = DraftCounts(drafter)
         # Of the newest settled step, unless it was decode-only: (id, draft tokens accepted) of each
@@ -189,6 +194,7 @@ class Scheduler:
             self.last_steps,
             self.drafter,
             self.account,
+            self.max_num_samples,
         ).plan()
         if step.requests:
             self.last_budget = budget
@@ -197,6 +203,25 @@ class Scheduler:
             self.last_steps.append(step)
             self.queues.released.clear()
         return step.plan
+
+    def should_settle_first(self) -> bool:
+        """Whether the engine should settle the steps in flight before it schedules, so that all
+        requests may have draft tokens in one step. Requests whose draft tokens are in flight have
+        no row before they are settled (S42), and would alternate with the others.
+
+        Called while a step is in flight, at most once per step. The plan itself does not depend on
+        it: steps may be settled at any time.
+        """
+        drafter = self.drafter
+        if drafter is None:
+            return False
+        plan, requests = self.in_flight[-1]
+        if plan.has_drafts and any(r.waits_for_samples and not r.settled_only for r in requests):
+            return True
+        if not isinstance(drafter, DraftObserver):
+            return True  # it proposes in each step
+        num_others = 0 if plan.is_decode_only else plan.total_num_tokens - plan.num_sampled
+        return drafter.wants_drafts(self.queues.running, num_others)
 
     # Settle -----------------------------------------------------------------------------------
 

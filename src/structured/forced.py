@@ -58,8 +58,11 @@ class ForcedDrafter(DraftObserver):
         self._grammars, self.other = grammars, other
         self._followed: dict[str, _Followed] = {}
 
-    def begin(self, num_rows: int, num_tokens: int) -> None:
-        self.other.begin(num_rows, num_tokens)
+    def wants_drafts(self, running: Sequence[Request], num_others: int) -> bool:
+        return self.other.wants_drafts(running, num_others)
+
+    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
+        self.other.begin(requests, num_tokens)
 
     def propose(self, request: Request) -> Sequence[int]:
         guesses = self.other.propose(request)

@@ -34,7 +34,7 @@ def request_of(prompt: list[int], output: tuple[int, ...] = (), **given: Any) ->
 
 
 def proposed(drafter: PredictionDrafter, request: Request) -> list[int]:
-    drafter.begin(1, 1)
+    drafter.begin([request], 1)
     return list(drafter.propose(request))
 
 
@@ -245,7 +245,7 @@ def test_fewer_drafts_beside_more_rows() -> None:
     request = request_of([1, 2, 3] * 4)
     lengths = []
     for num_rows in (1, 4, 16, 64):
-        drafter.begin(num_rows, num_rows)
+        drafter.begin([request] * num_rows, num_rows)
         lengths.append(len(drafter.propose(request)))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from pagespec import InvalidInputError, SamplingParams
+from pagespec import SamplingParams
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.invariants import check_plan, check_state
@@ -16,6 +17,7 @@ from pagespec.engine.logprob_output import add_logprobs
 from pagespec.engine.logprobs import StepLogprobs
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.plan import StepPlan, StepResult
+from pagespec.engine.planner import even_shares
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import RequestError
@@ -140,15 +142,42 @@ def test_no_sample_can_exceed_the_longest_form() -> None:
 
 
 def test_drafts_take_what_is_left_of_the_budget() -> None:
-    """Behind every row, also of younger requests; the oldest request's drafts come first."""
+    """After every row, also of younger requests. Each row gets as many; one more of the oldest."""
     scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=8)
     added(scheduler, "a")
     added(scheduler, "b", prompt=[3, 4, 5])
-    assert rows(planned(scheduler)) == [("a", 0, 5, 4), ("b", 0, 3, 1)]
+    assert rows(planned(scheduler)) == [("a", 0, 4, 3), ("b", 0, 4, 2)]
     scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=8)
     added(scheduler, "a")
     added(scheduler, "b", prompt=[3] * 8)
     assert rows(planned(scheduler)) == [("a", 0, 2, 1), ("b", 0, 6, 0)]
+
+
+def test_a_limit_of_samples_is_divided_among_the_rows() -> None:
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=40)
+    scheduler.max_num_samples = 8
+    for name, length in zip("abc", (20, 4, 20), strict=True):
+        added(scheduler, name, max_num_tokens=length)
+    # 5 draft tokens: a and c want 3, b has room for 1.
+    assert [row[-1] - 1 for row in rows(planned(scheduler))] == [2, 1, 2]
+    scheduler = scheduler_with(FixedDrafts(5, 6, 7), budget=40)
+    scheduler.max_num_samples = 2
+    for name in "abc":
+        added(scheduler, name)
+    assert [row[-1] for row in rows(planned(scheduler))] == [1, 1, 1]  # rows alone have no limit
+
+
+def test_even_shares_are_those_of_turns() -> None:
+    """Each number in turn grows by one until nothing is left."""
+    rng = random.Random(0)
+    for _ in range(300):
+        wanted = [rng.randint(1, 6) for _ in range(rng.randint(0, 6))]
+        most = rng.randint(0, 30)
+        taken = [0] * len(wanted)
+        for length in range(6):
+            for i, number in enumerate(wanted):
+                taken[i] += number > length and sum(taken) < most
+        assert even_shares(wanted, most) == taken
 
 
 def test_drafts_take_no_block_that_another_request_is_short_of() -> None:
@@ -249,13 +278,6 @@ def test_what_cannot_compute_drafts_refuses_them_by_name() -> None:
     scheduler = scheduler_with(FixedDrafts(5))
     with pytest.raises(ValueError, match=r"drafter.max_draft_tokens = 4 .* runner.* = 0"):
         Engine(scheduler, runner)
-    with pytest.raises(InvalidInputError, match="drafter"):
-        Scheduler(
-            BlockManager(4, 4, num_state_slots=5, state_interval=4),
-            max_num_seqs=4,
-            max_num_batched_tokens=4,
-            drafter=FixedDrafts(5),
-        )
 
 
 # Whole engines ------------------------------------------------------------------------------------
@@ -367,6 +389,42 @@ def test_outputs_and_log_probabilities_do_not_depend_on_drafts(
     assert drafted == plain
     if wrong_every == 100:
         assert num_steps < num_plain
+
+
+@pytest.mark.parametrize("prompt_lengths", [[4] * 8, [1, 9, 3, 12, 5, 2, 8, 6]])
+def test_a_pipeline_does_not_divide_drafting_requests(prompt_lengths: list[int]) -> None:
+    """With the pipeline, steps are as many and as large as without."""
+
+    def steps_of(depth: int) -> list[int]:
+        scheduler = Scheduler(
+            BlockManager(200, 4),
+            max_num_seqs=8,
+            max_num_batched_tokens=40,
+            pipeline_depth=depth,
+            drafter=FromStreams(1000, 3),
+        )
+        sizes: list[int] = []
+
+        class Counting(ContentRunner):
+            def dispatch(self, plan: StepPlan) -> object:
+                sizes.append(len(plan))
+                return super().dispatch(plan)
+
+        runner = Counting(
+            num_blocks=200, block_size=4, vocab_size=5, pipeline_depth=depth, max_draft_tokens=3
+        )
+        engine = Engine(scheduler, runner, check_invariants=True)
+        for i, length in enumerate(prompt_lengths):
+            prompt = [TOKEN_STRIDE * (i % 3)] * length
+            engine.add(Request(str(i), prompt, PARAMS, max_num_tokens=length + 40, seed=i))
+        while engine.has_work:
+            engine.step()
+        assert engine.num_exposed_steps == (len(sizes) - 1 if depth else 0)
+        return sizes
+
+    sizes = steps_of(0)
+    assert steps_of(1) == steps_of(2) == sizes
+    assert len(sizes) <= 14
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

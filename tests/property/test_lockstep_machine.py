@@ -63,6 +63,7 @@ class LockstepMachine(RuleBasedStateMachine):
         blocks_per_interval=st.integers(1, 3),
         max_drafts=st.sampled_from([0, 1, 2, 3]),
         max_wanted=st.sampled_from([0, 0, 1, 3]),
+        spare_samples=st.sampled_from([None, None, 0, 1, 3]),
     )
     def start(
         self,
@@ -80,6 +81,7 @@ class LockstepMachine(RuleBasedStateMachine):
         blocks_per_interval: int,
         max_drafts: int,
         max_wanted: int,
+        spare_samples: int | None,
     ) -> None:
         scale = self.max_scale if is_large else 1
         scope = Scope(
@@ -103,6 +105,7 @@ class LockstepMachine(RuleBasedStateMachine):
             interval=block_size * blocks_per_interval,
             max_drafts=min(max_drafts, self.max_drafts),
             max_wanted=min(max_wanted, self.max_drafts),
+            max_samples=0 if spare_samples is None else cap * scale + spare_samples,
         )
         self.pair = Pair(scope, self.packers(scope))
 

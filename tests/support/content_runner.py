@@ -100,6 +100,7 @@ class ContentRunner:
     ) -> None:
         self.pipeline_depth = pipeline_depth
         self.max_draft_tokens = max_draft_tokens
+        self.max_num_samples: int | None = None
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.kv = [_POISON] * (num_blocks * block_size)

@@ -146,7 +146,7 @@ class OfferedDrafts(DraftObserver):
 def real_scheduler(scope: Scope) -> Scheduler:
     """The real scheduler with the settings of ``scope``."""
     has_drafts = scope.max_drafts + scope.max_wanted > 0
-    return Scheduler(
+    scheduler = Scheduler(
         BlockManager(
             scope.num_blocks,
             scope.block_size,
@@ -168,6 +168,8 @@ def real_scheduler(scope: Scope) -> Scheduler:
         ),
         drafter=OfferedDrafts(scope.max_drafts, scope.max_wanted) if has_drafts else None,
     )
+    scheduler.max_num_samples = scope.max_samples or None
+    return scheduler
 
 
 def _real_segments(template: Template) -> list[RealSegment] | None:
