@@ -45,7 +45,7 @@ _MOST_LAYERS = 64
 _ROWS_OF_PROMPTS = 256  # of a step with prompts, most of them without tokens
 _FLOPS = 760e12
 BF16 = torch.bfloat16
-Rows = tuple[Tensor, Tensor, Tensor, Tensor, int]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, int, None]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _rows(num_rows: int, num_tokens: int) -> Rows:
         contexts = torch.cat((contexts, contexts.new_zeros(num_empty)))
     tables = torch.arange(len(contexts), device="cuda", dtype=torch.int32)[:, None] % num_rows
     of_rows = torch.arange(len(contexts), device="cuda", dtype=torch.int32)
-    return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), of_rows, 256
+    tables = tables.repeat(1, -(-num_tokens // 256) + 1)
+    return starts, contexts, tables, of_rows, 256, None
 
 
 def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tuple[float, int]:

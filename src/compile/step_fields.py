@@ -67,6 +67,7 @@ class Field:
         is_input: whether it is an input of the graph: as the attribute of its name in
             :class:`.StepInputs`, or in ``more``.
         width: number of arrays of entries; above 1, the tensor is ``[width, n]``.
+        is_empty: a derived field without entries: its tensor is ``[0]`` in steps of these forms.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Field:
     forms: tuple[Form, ...] = FORMS
     is_input: bool = False
     width: int = 1
+    is_empty: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -90,6 +92,8 @@ class Field:
 
     def shape(self, num_entries: int) -> tuple[int, ...]:
         """Shape of the tensor with that many entries."""
+        if self.is_empty:
+            return (0,)
         return (num_entries,) if self.width == 1 else (self.width, num_entries)
 
     def num_bytes(self, counts: Counts) -> int:
@@ -148,6 +152,23 @@ FIELDS: Final = (
     Field("context_lens", "row", forms=("decode",), is_input=True),
     Field("logits_to_keep", "sample", dtype=np.int64, forms=("decode",), is_input=True),
 )
+
+NUM_DRAFTS: Final = (
+    # Draft tokens at the end of each row. Decode steps on a GPU have none.
+    Field("num_drafts", "row", lambda step: step.num_drafts, forms=MIXED_HOST, is_input=True),
+    Field("num_drafts", "row", forms=("decode",), is_input=True, is_empty=True),
+)
+"""Fields for models with recurrent layers, if rows may have draft tokens."""
+
+
+def step_fields(*, has_drafts: bool, is_recurrent: bool) -> tuple[Field, ...]:
+    """The fields of the steps of an engine.
+
+    Args:
+        has_drafts: whether rows may have draft tokens.
+        is_recurrent: whether the model has recurrent layers; True if that is not known yet.
+    """
+    return (*FIELDS, *NUM_DRAFTS) if has_drafts and is_recurrent else FIELDS
 
 
 def graph_inputs(fields: Sequence[Field]) -> tuple[Field, ...]:

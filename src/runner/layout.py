@@ -167,6 +167,13 @@ class PlanArrays:
         num_samples = np.array(self.plan.num_samples, np.int32)
         return last - (np.cumsum(num_samples)[rows] - 1 - np.arange(len(rows)))
 
+    @property
+    def num_drafts(self) -> IntArray | int:
+        """The number of draft tokens of each row, its last tokens."""
+        if not self.plan.has_drafts:
+            return 0
+        return np.maximum(np.array(self.plan.num_samples, np.int32) - 1, 0)
+
 
 class Place(NamedTuple):
     """The place of a field: words ``[begin, end)``, with ``num_words`` per entry of each of its

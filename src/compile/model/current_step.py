@@ -155,6 +155,7 @@ def run_on_states(call: RecurrentCall) -> Tensor:
         inputs.state_tables,
         inputs.table_rows,
         states.interval,
+        inputs.more.get("num_drafts"),
         *call.settings,
     )
     return out

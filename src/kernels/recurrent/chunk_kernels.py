@@ -17,6 +17,7 @@ from .device_functions import (
     ROW_POINTERS,
     advance,
     delta_inner,
+    end_of_own,
     find_row,
     first_slot,
     has_reads,
@@ -145,7 +146,7 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
-    table_rows, num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride,
+    table_rows, num_drafts, num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride,
     k_stride, k_head_stride, v_stride, v_head_stride, a_stride, a_head_stride,
     b_stride, b_head_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
@@ -160,9 +161,9 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
     skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts
-    ``[B]``, tables ``[R, M]``, table_rows ``[B]``. ``chunks`` is the result of the preceding
-    kernel. The interval is a multiple of CHUNK. ``key``, ``query`` and ``value`` have strides in
-    units of UNIT elements.
+    ``[B]``, tables ``[R, M]``, table_rows ``[B]``, num_drafts ``[B]`` or None. ``chunks`` is the
+    result of the preceding kernel. The interval is a multiple of CHUNK. ``key``, ``query`` and
+    ``value`` have strides in units of UNIT elements.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -229,6 +230,7 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     place = place_of_chunk(chunks, begin, begin, row, head, CHUNK, SIZE, H)
     mixing = load_mixing(place, reads, index)
     state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
+    own_left = end_of_own(num_drafts, row, end) - begin
     # A state that begins an interval comes from another slot than its destination.
     is_new = position % interval == 0
     until_next = interval - position % interval
@@ -277,22 +279,41 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
         target = out + (index[None, :] * (H * V) + v_index)
         tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
 
+        own_last = last
+        has_next = left > 0
+        is_due = (left == 0) | (until_next == 0)
+        if num_drafts is not None:
+            own_left -= last - first
+            has_next = own_left > 0
+            is_due = (own_left == 0) | ((own_left > 0) & (until_next == 0))
+            own_last = tl.minimum(last, last + own_left)
+            if (own_last > first) & (own_last < last):
+                # The chunk continues with draft tokens: the state before it and a tail are kept.
+                if is_new:
+                    tl.debug_barrier()
+                    tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+                if last == CHUNK:
+                    keep_inputs(
+                        record, k, v, mixing, decay, beta, token.to(tl.int64) + index, a_stride,
+                        b_stride, k_offsets, v_offsets, index, reads, first, own_last, mask_k,
+                        mask_v, KEYS, VALUES, SCALARS, ROWS,
+                    )  # fmt: skip
         if last == CHUNK:
             state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
             is_new = True
         else:
             keep_inputs(
                 record, k, v, mixing, decay, beta, token.to(tl.int64) + index, a_stride, b_stride,
-                k_offsets, v_offsets, index, reads, first, last, mask_k, mask_v, KEYS, VALUES,
+                k_offsets, v_offsets, index, reads, first, own_last, mask_k, mask_v, KEYS, VALUES,
                 SCALARS, ROWS,
             )  # fmt: skip
-        if is_new & ((left == 0) | (until_next == 0)):
+        if is_new & is_due:
             tl.debug_barrier()  # other threads of this program may still be reading
             tl.store(record + s_offsets, state, mask=mask_v & mask_k)
         if until_next == 0:
             until_next = interval
             table += 1
-            record = states + tl.load(table, mask=left > 0, other=0).to(tl.int64) * SLOT
+            record = states + tl.load(table, mask=has_next, other=0).to(tl.int64) * SLOT
         token += CHUNK
         out += CHUNK * H * V
         place = place_1
@@ -305,8 +326,8 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out, starts, contexts,
-    tables, table_rows, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
+    tables, table_rows, num_drafts, num_rows, num_tokens, interval, table_stride, scale, dt_min,
+    dt_max, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
     a_head_stride, b_stride, b_head_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
     RECORD: tl.constexpr,
@@ -366,19 +387,30 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     i = index[:, None]
     token = begin
     left = end - begin
+    if num_drafts is not None:
+        own_left = end_of_own(num_drafts, row, end) - begin
+        carried = tl.zeros((BLOCK_V, K_PAD), tl.float32)  # the state, from the second chunk on
     while left > 0:
         # Positions [first, last) of a chunk of `size`; `token` is that of the first.
         offset = position % interval
         first = offset % CHUNK
         size = tl.minimum(CHUNK, interval - (offset - first))
         last = tl.minimum(size, first + left)
-        slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
-        source = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
+        has_own = None
+        is_first = None
+        if num_drafts is not None:  # chunks of draft tokens only have no entries
+            has_own = own_left > 0
+            is_first = token == begin
+        slot = tl.load(table + (position + (last - first - 1)) // interval, mask=has_own)
+        source = tl.load(table + tl.maximum(position - 1, 0) // interval, mask=is_first)
+        slot, source = slot.to(tl.int64), source.to(tl.int64)
         record = states + source * SLOT
         # All loads are issued before the first is waited for.
         tokens = (token - first).to(tl.int64) + index
         has_k = (i < last) & mask_k
         has_state = mask_v & mask_k & (position > 0)
+        if num_drafts is not None:
+            has_state = has_state & is_first
         k = load_rows(
             key, tokens[:, None], k_stride, record + KEYS, k_offsets, i, first, last, mask_k
         )
@@ -425,6 +457,8 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
                 mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
         x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
         state = tl.where(has_state, state, 0.0)
+        if num_drafts is not None:
+            state = tl.where(is_first, state, carried)
         read = read_state(state, x, SPLIT)
         v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
         u, y, wide_v = advance(read, v, mixing, of_key, of_query, DELTA, SPLIT)
@@ -436,16 +470,26 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
 
         record = states + slot * SLOT
         tl.debug_barrier()  # other threads of this program may still be reading
-        if last == size:
-            k = tl.where(has_k, k, 0.0)
-            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+        own_last = last
+        is_moved = offset == 0
+        if num_drafts is not None:
+            own_left -= last - first
+            own_last = tl.minimum(last, last + own_left)
+            is_moved = is_moved & (own_last > first)
+            carried = matmul(u * of_update[None, :], tl.where(has_k, k, 0.0), state * growth, SPLIT)
+        if own_last == size:
+            if num_drafts is not None:
+                state = carried
+            else:
+                k = tl.where(has_k, k, 0.0)
+                state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
             tl.store(record + s_offsets, state, mask=mask_v & mask_k)
         else:
-            if offset == 0:  # the state comes from another slot
+            if is_moved:  # the state comes from another slot
                 tl.store(record + s_offsets, state, mask=mask_v & mask_k)
             keep_inputs(
                 record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
-                index, reads, first, last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
+                index, reads, first, own_last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
             )  # fmt: skip
         token += last - first
         left -= last - first

@@ -123,7 +123,7 @@ def _launch(
     }
     walk = rows.arguments(len(out))
     grid = states.shape[1], num_rows + 1
-    is_long = has_long_rows(len(out), num_rows)
+    is_long = has_long_rows(len(out), num_rows) or rows.drafts is not None
     chunks = None
     if rows.interval % spec.CHUNK == 0 and (is_long or has_many_rows(grid)):
         num_chunks = len(out) // spec.CHUNK + 2 * num_rows + 2
@@ -134,7 +134,7 @@ def _launch(
         parts = len(out) // spec.CHUNK + 2 * num_rows if is_long else num_rows
         chunk_inner_kernel[(num_heads // heads, parts)](
             query, key, *given[3:], *per_head[:2], states, chunks, *walk[:4],
-            *walk[6:], *limits, *strides[:4], *strides[6:], num_rows if is_long else 0,
+            *walk[7:], *limits, *strides[:4], *strides[6:], num_rows if is_long else 0,
             TILES=states.shape[1] // num_heads,
             HEADS=heads,
             KEYS=layout.keys,

@@ -145,8 +145,9 @@ def _convolve_row(
         products = [wide[i : i + last - first] * tap for i, tap in enumerate(taps.unbind())]
         out[begin + first : begin + last] = _total(products, bias)
     for part in parts:
-        after = part.end - begin
-        states[part.slot] = inputs[after : after + len(taps) - 1]
+        if part.slot >= 0:
+            after = part.end - begin
+            states[part.slot] = inputs[after : after + len(taps) - 1]
 
 
 def _total(products: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ BATCH = [
     *("c_stride", "z_stride", "q_stride", "q_head_stride", "k_stride", "k_head_stride"),
     *("v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride", "b_head_stride"),
 ]
-ROW_POINTERS = ["starts", "contexts", "tables", "table_rows"]
+ROW_POINTERS = ["starts", "contexts", "tables", "table_rows", "num_drafts"]
 
 
 @triton.jit
@@ -33,6 +33,15 @@ def find_row(starts, contexts, tables, table_rows, row, is_row, table_stride):  
     context = tl.load(contexts + row, mask=is_row, other=0)
     table_row = tl.load(table_rows + row, mask=is_row, other=0)
     return begin, end, context - (end - begin), tables + table_row.to(tl.int64) * table_stride
+
+
+@triton.jit
+def end_of_own(num_drafts, row, end):  # type: ignore[no-untyped-def]
+    """One after the last token of a row whose state is kept: before its draft tokens.
+    ``num_drafts`` may be None."""
+    if num_drafts is not None:
+        end -= tl.load(num_drafts + row)
+    return end
 
 
 @triton.jit

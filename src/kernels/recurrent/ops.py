@@ -14,6 +14,10 @@ is zero. After the last position that a call computes in interval i, the state i
 ``table[i]``. So a slot that differs from the next one keeps the state at the end of its interval: a
 checkpoint.
 
+The last ``num_drafts[b]`` tokens of row b are draft tokens, which may be rejected. Their outputs
+are computed like others. The states after them are not written, and no entry of the table is read
+for them.
+
 All ops are batch-invariant and schedule transparent: a token's output and the state after it have
 the same bits however positions are divided into steps, and whatever the other rows are. On a GPU
 the ops are Triton kernels, imported at the first call. Elsewhere they are torch operations.

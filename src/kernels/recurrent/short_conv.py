@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ..fused.rounding import rounded, rounded_silu
 from .cpu import activated
-from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, part_of_row, zero_padding
+from .device_functions import (
+    BATCH,
+    ROW_POINTERS,
+    end_of_own,
+    find_row,
+    first_slot,
+    part_of_row,
+    zero_padding,
+)
 from .walk import StepRows
 
 # (tokens, channels, warps) of a tile. Any choice gives the same bits: all operations are
@@ -42,14 +50,15 @@ def _load_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=["x", *ROW_POINTERS])
 def _short_conv_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, states, out, starts, contexts, tables, table_rows, num_rows, num_tokens,
-    interval, table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr,
+    x, weight, bias, states, out, starts, contexts, tables, table_rows, num_drafts, num_rows,
+    num_tokens, interval, table_stride, x_stride, C: tl.constexpr, K: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(ceil(C / BLOCK_C), programs + 1)``. The first program is for padding. If a tile has
     one token, the others serve one row each; else :func:`.part_of_row` assigns them. Shapes: x and
     out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states ``[slots, K - 1, C]``, starts ``[B +
-    1]``, contexts ``[B]``, tables ``[R, M]``, table_rows ``[B]``; interval >= K - 1."""
+    1]``, contexts ``[B]``, tables ``[R, M]``, table_rows ``[B]``, num_drafts ``[B]`` or None;
+    interval >= K - 1."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < C
@@ -107,6 +116,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
         K_PAD: tl.constexpr = triton.next_power_of_2(max(K - 1, 1))
         i = tl.arange(0, K_PAD)
         kept = (i < K - 1)[:, None] & mask
+        length = end_of_own(num_drafts, row, end) - begin
         offsets = i[:, None] * C + channels[None, :]
         # Of the states to write, only those of the first and the last interval can contain inputs
         # of the old state, and either write may overwrite it. So both are read before.

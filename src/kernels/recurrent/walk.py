@@ -34,6 +34,8 @@ class StepRows(NamedTuple):
         query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         state_tables: int32 ``[R, M]``, R >= B. table_rows: int32 ``[B]``, the row of
             ``state_tables`` for each row. interval: positions per entry.
+        num_drafts: int32 ``[B]``, the draft tokens at the end of each row, fewer than its tokens;
+            None or ``[0]`` if no row has any.
     """
 
     query_starts: Tensor
@@ -41,11 +43,17 @@ class StepRows(NamedTuple):
     state_tables: Tensor
     table_rows: Tensor
     interval: int
+    num_drafts: Tensor | None
 
-    def arguments(self, num_tokens: int) -> tuple[Tensor | int, ...]:
+    @property
+    def drafts(self) -> Tensor | None:
+        """``num_drafts``; None if no row has any."""
+        return None if self.num_drafts is None or not len(self.num_drafts) else self.num_drafts
+
+    def arguments(self, num_tokens: int) -> tuple[Tensor | int | None, ...]:
         """Arguments ``starts`` to ``table_stride`` of the kernels that process whole rows."""
         num_rows, stride = len(self.context_lens), self.state_tables.stride(0)
-        return *self[:4], num_rows, num_tokens, self.interval, stride
+        return *self[:4], self.drafts, num_rows, num_tokens, self.interval, stride
 
 
 class Stretch(NamedTuple):
@@ -53,7 +61,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         source: the slot of the state before them; -1 if they begin at position 0.
-        slot: the slot for the state after them.
+        slot: the slot for the state after them; -1 for draft tokens, whose state is not kept.
     """
 
     begin: int
@@ -63,20 +71,24 @@ class Stretch(NamedTuple):
 
 
 def stretches(rows: StepRows) -> list[list[Stretch]]:
-    """The stretches of each row that has tokens, in order."""
+    """The stretches of each row that has tokens, in order. Draft tokens are the last one."""
     interval, tables = rows.interval, rows.state_tables
     width = tables.shape[1]
     parts: list[tuple[int, int, int, int]] = []  # number, begin, end and position
     entries: list[int] = []  # of the flat tables, two per part
+    drafts: list[tuple[int, Stretch]] = []  # with the number of the row
     num = -1
-    for row, (begin, end), context in zip(
+    for row, (begin, last), context, num_drafts in zip(
         rows.table_rows.tolist(),
         pairwise(rows.query_starts.tolist()),
         rows.context_lens.tolist(),
+        [0] * len(rows.context_lens) if rows.drafts is None else rows.drafts.tolist(),
         strict=True,
     ):
-        position = context - (end - begin)
-        num += begin < end
+        position, end = context - (last - begin), last - num_drafts
+        num += begin < last
+        if num_drafts:
+            drafts.append((num, Stretch(end, last, -1, -1)))
         while begin < end:
             index = position // interval
             stop = min(end, begin + (index + 1) * interval - position)
@@ -94,6 +106,8 @@ def stretches(rows: StepRows) -> list[list[Stretch]]:
         parts, slots[::2], slots[1::2], strict=True
     ):
         found[num].append(Stretch(begin, stop, source if position else -1, slot))
+    for num, stretch in drafts:
+        found[num].append(stretch)
     return found
 
 
@@ -151,7 +165,12 @@ def wide(x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _walk_alone(states: Tensor, parts: list[Stretch], advance: Advance) -> None:
+    last = 0
     for begin, end, source, slot in parts:
+        if slot < 0:
+            advance(states[last : last + 1].clone(), slice(begin, end))
+            continue
+        last = slot
         if source < 0:
             states[slot].zero_()
         elif source != slot:
@@ -167,7 +186,9 @@ def _walk_together(states: Tensor, found: list[list[Stretch]], advance: Advance)
     writes: dict[int, list[tuple[int, int]]] = {}  # number of tokens taken -> (rank, slot)
     for rank, parts in enumerate(found):
         for part in parts:
-            writes.setdefault(part.end - begins[rank], []).append((rank, part.slot))
+            kept = writes.setdefault(part.end - begins[rank], [])
+            if part.slot >= 0:
+                kept.append((rank, part.slot))
 
     work = load(states, [parts[0].source for parts in found])
     time = 0
@@ -176,6 +197,7 @@ def _walk_together(states: Tensor, found: list[list[Stretch]], advance: Advance)
         tokens = [begin + j for j in range(time, end) for begin in begins[:num_rows]]
         advance(work[:num_rows], as_tokens(tokens, states.device))
         ranks = [rank for rank, _ in writes[end]]
-        done = as_tokens(ranks, states.device)
-        save(states, [slot for _, slot in writes[end]], work[done])
         time = end
+        if ranks:
+            done = as_tokens(ranks, states.device)
+            save(states, [slot for _, slot in writes[end]], work[done])

@@ -20,7 +20,15 @@ from torch import Tensor
 from ..arguments import DeltaInputs, ScanInputs
 from ..fused.rounding import exp, rounded, silu
 from .cpu import result_type
-from .device_functions import BATCH, ROW_POINTERS, find_row, first_slot, step_size, zero_padding
+from .device_functions import (
+    BATCH,
+    ROW_POINTERS,
+    end_of_own,
+    find_row,
+    first_slot,
+    step_size,
+    zero_padding,
+)
 from .walk import StepRows
 
 # Channels per program, which is one warp: two threads share the state of a channel. 16 was the
@@ -43,15 +51,16 @@ def _load_token(pointers, strides, masks, token):  # type: ignore[no-untyped-def
     do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", *ROW_POINTERS],
 )
 def _selective_scan_kernel(  # type: ignore[no-untyped-def]
-    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, table_rows, num_rows,
-    num_tokens, interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
+    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, table_rows, num_drafts,
+    num_rows, num_tokens, interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride,
+    z_stride,
     INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is padding.
 
     Shapes, with I for INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
     dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[R,
-    M]``, table_rows ``[B]``.
+    M]``, table_rows ``[B]``, num_drafts ``[B]`` or None.
 
     ``unit`` is 1. It must not be a constant: the compiler would then give a thread contiguous
     elements. As an argument, it makes the compiler give a thread half of the state of one channel.
@@ -93,6 +102,7 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     ahead = _load_token(inputs, strides, masks, token)
     table += position // interval
     left = interval - position % interval  # tokens to the end of an interval
+    own_end = end_of_own(num_drafts, row, end)
     for _ in range(begin, end):
         x_t, dt_t, b_t, c_t, z_t = ahead
         x_t, dt_t, b_t = x_t.to(tl.float32), dt_t.to(tl.float32), b_t.to(tl.float32)
@@ -113,7 +123,10 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + token * INNER + i, rounded(y, OUT).to(OUT), mask=mask_i)
         token += 1
         left -= 1
-        if (left == 0) | (token == end):
+        is_kept = (left == 0) | (token == own_end)
+        if num_drafts is not None:
+            is_kept = is_kept & (token <= own_end)
+        if is_kept:
             slot = tl.load(table).to(tl.int64)
             tl.store(states + slot * (N * INNER) + offsets, state, mask=mask)
             table += 1
@@ -155,8 +168,8 @@ _TILE_ELEMENTS = 2048
     do_not_specialize_on_alignment=["query", "key", "value", "decay", "beta", *ROW_POINTERS],
 )
 def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, states, out, starts, contexts, tables, table_rows, num_rows,
-    num_tokens, interval, table_stride, unit, scale, q_stride, q_head_stride, k_stride,
+    query, key, value, decay, beta, states, out, starts, contexts, tables, table_rows, num_drafts,
+    num_rows, num_tokens, interval, table_stride, unit, scale, q_stride, q_head_stride, k_stride,
     k_head_stride, v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     LANES: tl.constexpr, L2NORM: tl.constexpr,
@@ -165,7 +178,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H, K]``, beta
     ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables
-    ``[R, M]``, table_rows ``[B]``.
+    ``[R, M]``, table_rows ``[B]``, num_drafts ``[B]`` or None.
 
     ``unit`` is 1. It must not be a constant: the compiler would then give a thread contiguous
     values, and sums over keys would cross more lanes.
@@ -213,6 +226,7 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     next_ahead = _load_token(inputs, strides, masks, tl.minimum(token + 1, end - 1))
     table += position // interval
     left = interval - position % interval  # tokens to the end of an interval
+    own_end = end_of_own(num_drafts, row, end)
     for _ in range(begin, end):
         q, k, v, a, b = ahead
         q, k, v, a = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), a.to(tl.float32)
@@ -235,7 +249,10 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v)
         token += 1
         left -= 1
-        if (left == 0) | (token == end):
+        is_kept = (left == 0) | (token == own_end)
+        if num_drafts is not None:
+            is_kept = is_kept & (token <= own_end)
+        if is_kept:
             slot = tl.load(table).to(tl.int64)
             tl.store(states + slot * (H * K * V) + offsets + steps, state, mask=mask)
             table += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ class Case:
     Attributes:
         per_token: arguments ``[T, ...]`` by their place; of every sequence.
         call: the op, given all per-token arguments, the states and (starts, contexts, tables,
-            table_rows, interval).
+            table_rows, interval, num_drafts).
         state_shape: of one state. state_dtype: its dtype.
         key, value: which of the inputs a GPU keeps in slots beside a state, where it computes in
             chunks; key -1 if it does not.
@@ -157,13 +158,15 @@ def selective_scan(
 
 @dataclass
 class Request:
-    """One sequence of a case: tokens ``[first, last)`` of its inputs, and how far it has come."""
+    """One sequence of a case: tokens ``[first, last)`` of its inputs, and how far it has come.
+    ``of_drafts``: the outputs of the draft tokens of its latest row."""
 
     first: int
     last: int
     table: list[int]
     done: int = 0
     outputs: list[Tensor] = field(default_factory=list)
+    of_drafts: Tensor | None = None
 
 
 class Steps:
@@ -177,16 +180,23 @@ class Steps:
             (num_slots + 1, *case.slot_shape), float("nan"), dtype=case.state_dtype
         )
 
-    def step(self, work: Sequence[tuple[Request, int]], num_padding: int = 0) -> Tensor:
-        """Give each request its number of tokens (0 too); returns what padding tokens got."""
+    def step(
+        self,
+        work: Sequence[tuple[Request, int]],
+        num_padding: int = 0,
+        num_drafts: Sequence[int] = (),
+    ) -> Tensor:
+        """Give each request its number of tokens (0 too), and then its number of draft tokens;
+        returns what padding tokens got."""
         null = len(self.states) - 1
         tokens, starts, contexts = [], [0], []
-        for request, n in work:
+        drafts = num_drafts or [0] * len(work)
+        for (request, n), more in zip(work, drafts, strict=True):
             begin = request.first + request.done
-            tokens += range(begin, begin + n)
+            tokens += range(begin, begin + n + more)
             starts.append(len(tokens))
             request.done += n
-            contexts.append(request.done)
+            contexts.append(request.done + more)
         width = max([1, *(len(request.table) for request, _ in work)])
         tables = [r.table + [null] * (width - len(r.table)) for r, _ in work]
         # As in a store: more rows than the step has, in another order.
@@ -200,9 +210,11 @@ class Steps:
             torch.tensor(tables, dtype=torch.int32).view(len(work) + 2, width),
             torch.arange(len(work), 0, -1, dtype=torch.int32),
             self.interval,
+            torch.tensor(num_drafts, dtype=torch.int32) if num_drafts else None,
         )
-        for (request, _), begin, end in zip(work, starts[:-1], starts[1:], strict=True):
-            request.outputs.append(out[begin:end])
+        for (request, n), begin, end in zip(work, starts[:-1], starts[1:], strict=True):
+            request.outputs.append(out[begin : begin + n])
+            request.of_drafts = out[begin + n : end]
         return out[len(tokens) :]
 
 
@@ -220,3 +232,43 @@ def use_kernels_of(patch: pytest.MonkeyPatch, **are: bool) -> None:
 
     for name, value in are.items():
         patch.setattr(chunked, name, lambda *_, value=value: value)
+
+
+def check_drafts(make_case: Callable[[int], Case], rng: random.Random, interval: int) -> None:
+    """Rows with and without draft tokens, which cross chunks and intervals. Outputs, states and
+    checkpoints must have the bits of sequences alone, and those of draft tokens their own."""
+    most = interval + CHUNK + 2
+    lengths = [interval + 5, 2 * interval + 3, 3]
+    case = make_case(sum(lengths) + most)
+    requests, begin, slot = [], 0, 0
+    tables = []
+    for length in lengths:
+        requests.append(Request(begin, begin + length, []))
+        count = -(-length // interval)
+        tables.append(list(range(slot, slot + count)))
+        begin, slot = begin + length, slot + count
+    wholes = [run_whole(case, r.first, r.last + most, interval)[0] for r in requests]
+    steps = Steps(case, slot, interval)
+    while left := [i for i, r in enumerate(requests) if r.done < lengths[i]]:
+        rng.shuffle(left)
+        work, num_drafts = [], []
+        for i in left:
+            request = requests[i]
+            num_left = lengths[i] - request.done
+            n = min(num_left, rng.choice([1, 1, 2, interval, interval + 3]))
+            work.append((request, n))
+            num_drafts.append(rng.choice([0, 1, 3, CHUNK, most]))
+            # Entries of own positions only: others are the null slot, whose contents are not read.
+            request.table = tables[i][: -(-(request.done + n) // interval)]
+        assert not steps.step(work, rng.choice([0, 2]), num_drafts).any()
+        for i, more in zip(left, num_drafts, strict=True):
+            done, found = requests[i].done, requests[i].of_drafts
+            assert torch.equal(found, wholes[i][done : done + more])
+    assert steps.states[-1].isnan().all()
+    for request, whole, table, length in zip(requests, wholes, tables, lengths, strict=True):
+        assert torch.equal(torch.cat(request.outputs), whole[:length])
+        for i, own in enumerate(table):
+            end = min((i + 1) * interval, length)
+            _, state = run_whole(case, request.first, request.first + end, interval)
+            found = case.kept(steps.states[own], end, interval)
+            assert torch.equal(found, case.kept(state, end, interval))

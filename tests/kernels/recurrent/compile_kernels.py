@@ -117,12 +117,21 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         for kind, tile in CONV_TILES.items()
     },
 }
+# Of steps whose rows may have draft tokens.
+CASES |= {
+    f"{name}, drafts": (kernel, kinds | {"num_drafts": "*i32"}, constants, warps)
+    for name, (kernel, kinds, constants, warps) in CASES.items()
+    if kernel not in (chunk_kernels.chunk_decode_kernel, chunk_kernels.chunk_inner_kernel)
+}
 
 
 def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
     names = kernel.arg_names
+    kinds = ROWS | kinds
+    if "num_drafts" not in kinds:
+        constants = constants | {"num_drafts": None}
     constants = {name: value for name, value in constants.items() if name in names}
-    kinds = kinds | ROWS | dict.fromkeys(constants, "constexpr")
+    kinds = kinds | dict.fromkeys(constants, "constexpr")
     aligned = ["states", "out"]
     if kernel in [one for one, *_ in CHUNK_KERNELS.values()]:
         aligned += ["query", "key", "value", "chunks"]

@@ -82,9 +82,9 @@ def by_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def call(*arguments: Any) -> Tensor:
         inputs, (states, *rest) = arguments[:place], arguments[place:]
-        rows = StepRows(*rest[:5])
+        rows = StepRows(*rest[:6])
         return function(
-            *(inputs if bundle is None else (bundle(*inputs),)), states, rows, *rest[5:]
+            *(inputs if bundle is None else (bundle(*inputs),)), states, rows, *rest[6:]
         )
 
     monkeypatch.setattr(cases.ops, case.name, call)
@@ -197,6 +197,19 @@ def test_kernels_give_the_bits_of_sequences_alone(
 
 
 @interpreted
+@pytest.mark.parametrize("interval", [8, CHUNK])
+def test_kernels_do_not_keep_states_behind_draft_tokens(
+    make_case: Callable[[int], Case], interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_kernels(num_tokens: int) -> Case:
+        case = make_case(num_tokens)
+        by_kernel(case, monkeypatch)
+        return case
+
+    cases.check_drafts(by_kernels, random.Random(1), interval)
+
+
+@interpreted
 def test_rows_share_a_checkpoint(
     make_case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +256,7 @@ def test_all_kernels_of_chunks_give_the_same_bits(
 
 def test_they_compile_for_hopper_and_hardly_spill() -> None:
     built = json.loads(run_apart(str(Path(__file__).with_name("compile_kernels.py"))))
-    assert len(built) == 12
+    assert len(built) == 18
     for name, report in built.items():
         # With fewer registers than it would take, what a chunk's end needs waits in memory.
         assert report["spilled"] <= (128 if "many rows" in name else 0), name

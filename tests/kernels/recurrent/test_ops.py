@@ -107,6 +107,14 @@ def test_random_schedules_give_the_bits_of_sequences_alone(
                 assert torch.equal(found, case.kept(state, end, interval))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_states_behind_draft_tokens_are_not_kept(
+    make_case: Callable[[int], Case], seed: int
+) -> None:
+    rng = random.Random(seed)
+    cases.check_drafts(make_case, rng, rng.choice([4, 16, 32]))
+
+
 def test_a_prefix_is_restored_from_a_checkpoint_that_others_share(
     make_case: Callable[[int], Case],
 ) -> None:
