@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from .compile.load.generation_config import chosen_sampling, read_generation_con
 from .compile.load.source import find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import may_restore
+from .compile.step_fields import step_fields
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
 from .engine.outputs import EngineStats
@@ -135,7 +136,7 @@ def build(
 
             specs = probe_model(loaded)
     _check_recurrent(loaded, shard)
-    refuse_recurrent(config.speculation, bool(loaded.recurrent))
+    refuse_recurrent(config.speculation, bool(loaded.recurrent), device.type)
     attention = select_backend(
         config.attention,
         device=device,
@@ -158,10 +159,14 @@ def build(
             if record is not None and graph_cache is not None:
                 described = record.describe(loaded, specs)
                 graph_cache.code = described["code"] if described else None
+            # On a CPU the field is always there: any engine can then verify draft tokens.
+            has_drafts = config.speculation is not None or device.type == "cpu"
+            fields = step_fields(has_drafts=has_drafts, is_recurrent=bool(loaded.recurrent))
+            options = platform.capture_options(attention, is_own=source is not None)
             captured = capture_model(
                 loaded,
                 specs,
-                platform.capture_options(attention, is_own=source is not None),
+                replace(options, fields=fields),
                 graph_cache=graph_cache,
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,

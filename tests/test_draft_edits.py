@@ -33,10 +33,11 @@ ASKED: list[dict[str, Any]] = [
 
 
 @cache
-def llm(method: str, **settings: Any) -> LLM:
+def llm(method: str, arch: str = "llama", **settings: Any) -> LLM:
     config = {"method": method, "num_speculative_tokens": 4} if method else None
+    layers = {"num_hidden_layers": 1} if arch == "llama" else {}
     return LLM(
-        tiny_model("llama", num_hidden_layers=1),
+        tiny_model(arch, **layers),
         block_size=4,
         max_num_seqs=6,
         max_num_batched_tokens=48,
@@ -66,12 +67,14 @@ def seen(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_outputs_do_not_depend_on_draft_tokens(method: str, mode: str) -> None:
-    drafted = llm(method, logprobs_mode=mode)
+@pytest.mark.parametrize(
+    ("arch", "method"), [("llama", "ngram"), ("llama", "suffix"), ("granitemoehybrid", "ngram")]
+)
+def test_outputs_do_not_depend_on_draft_tokens(arch: str, method: str, mode: str) -> None:
+    drafted = llm(method, arch, logprobs_mode=mode)
     counts = drafted.engine.scheduler.draft_counts
     before = counts.num_accepted_tokens
-    assert seen(drafted) == seen(llm("", logprobs_mode=mode))
+    assert seen(drafted) == seen(llm("", arch, logprobs_mode=mode))
     assert counts.num_accepted_tokens > before + 100
     assert counts.num_draft_tokens > counts.num_accepted_tokens
 

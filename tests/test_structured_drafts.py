@@ -63,11 +63,13 @@ def seen(llm: LLM, prompts: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_json_does_not_depend_on_draft_tokens(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "method"), [*(("llama", method) for method in METHODS), ("qwen3_5_text", "suffix")]
+)
+def test_json_does_not_depend_on_draft_tokens(arch: str, method: str, tmp_path: Path) -> None:
     """In other engines drafts beside a JSON schema gave garbage (vLLM issue 43338), and n-gram
     drafts changed answers (41758, 56077)."""
-    save_byte_model(tmp_path / "model")
+    save_byte_model(tmp_path / "model", arch)
     prediction = '{"name_of_city":"bb","number":17,"names":["abd"]}'
     prompts = [{"prompt": "abab" * (1 + i % 3), "prediction": prediction} for i in range(8)]
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 160, "num_blocks": 80}

@@ -144,10 +144,13 @@ def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | No
 # What draft tokens do not support yet -------------------------------------------------------------
 
 
-def refuse_recurrent(config: SpeculativeConfig | None, is_recurrent: bool) -> None:
-    """Raises InvalidInputError for a model with recurrent layers, whose states cannot be cut."""
-    if config is not None and is_recurrent:
-        limit = "is not supported yet for a model with recurrent layers"
+def refuse_recurrent(
+    config: SpeculativeConfig | None, is_recurrent: bool, device_type: str
+) -> None:
+    """Raises InvalidInputError for a model with recurrent layers on a GPU, whose steps do not keep
+    the states at the end of a row's own tokens."""
+    if config is not None and is_recurrent and device_type != "cpu":
+        limit = f"is not supported yet on {device_type} for a model with recurrent layers"
         raise InvalidInputError("speculative_config", config.method, limit)
 
 

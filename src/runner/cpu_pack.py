@@ -44,9 +44,17 @@ class _Tables:
     _known: dict[str, array[int]] = field(default_factory=dict)
 
     def take(
-        self, plan: StepPlan, whole: dict[int, Blocks], added: dict[int, Blocks], num_rows: int
+        self,
+        plan: StepPlan,
+        whole: dict[int, Blocks],
+        added: dict[int, Blocks],
+        ends: Sequence[int],
+        num_rows: int,
     ) -> NDArray[np.int32]:
         """The tables of the plan's rows, updated by the plan: ``[num_rows, longest]``.
+
+        Args:
+            ends: by row, one after its last position with an entry.
 
         Raises:
             RuntimeError: the plan releases a request that has no table.
@@ -61,11 +69,11 @@ class _Tables:
         for row, new in added.items():
             known[names[row]].extend(new)
         rows = [known[name] for name in names]
-        for name, ids, start, num in zip(names, rows, plan.starts, plan.num_tokens, strict=True):
-            if len(ids) * self.tokens_per_entry < start + num:
+        for name, ids, end in zip(names, rows, ends, strict=True):
+            if len(ids) * self.tokens_per_entry < end:
                 # Without this check its tokens would be written to the null block, or the null
                 # slot.
-                lengths = f"{len(ids)} {self.what} for {start + num} tokens"
+                lengths = f"{len(ids)} {self.what} for {end} tokens"
                 raise ValueError(f"request {name}: {lengths}")
         tables = np.full((num_rows, max([MIN_SIZE, *map(len, rows)])), self.filler, np.int32)
         for row, ids in enumerate(rows):
@@ -176,7 +184,8 @@ class CpuStepPacker:
         fed = np.flatnonzero(ids < 0)
         ids[fed] = self._sampled[-1 - ids[fed]]
         positions = packed["positions"].numpy().astype(np.int64)
-        tables = self._blocks.take(plan, plan.tables, plan.new_blocks, shape.num_rows)
+        ends = (step.starts + step.lengths).tolist()
+        tables = self._blocks.take(plan, plan.tables, plan.new_blocks, ends, shape.num_rows)
         slots = np.full(shape.num_tokens, self._num_blocks * self._block_size, np.int64)
         blocks, offsets = np.divmod(positions[:num_tokens], self._block_size)
         rows = np.repeat(np.arange(num_rows), step.lengths)
@@ -191,7 +200,9 @@ class CpuStepPacker:
         tensors["block_tables"] = torch.from_numpy(tables)
         if self._num_state_slots:
             slots_of, new_slots = plan.state_tables, plan.new_state_slots
-            states = self._states.take(plan, slots_of, new_slots, shape.num_rows)
+            if plan.has_drafts:  # their states are not kept
+                ends = (step.starts + step.lengths - step.num_drafts).tolist()
+            states = self._states.take(plan, slots_of, new_slots, ends, shape.num_rows)
             states[states < 0] = self._num_state_slots
             tensors[STATE_TABLES] = torch.from_numpy(states)
         inputs = StepInputs.of({name: t.to(self._device) for name, t in tensors.items()})

@@ -10,6 +10,7 @@ from ..compile.captured_model import CapturedModel, CaptureOptions
 from ..compile.load.source import ModelSource
 from ..compile.model.loaded import Shard
 from ..compile.start_record import StartRecord
+from ..compile.step_fields import step_fields
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
@@ -57,6 +58,7 @@ class CpuPlatform(Platform):
             quantization=config.quantization,
             device=self.device,
             is_compiled=config.compile == "inductor",
+            fields=step_fields(has_drafts=True, is_recurrent=True),
         )
 
     def capture_options(self, attention: AttentionBackend, *, is_own: bool) -> CaptureOptions:

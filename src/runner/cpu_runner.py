@@ -70,6 +70,11 @@ class ModelRunner(LocalRunner):
         **settings: Any,
     ) -> None:
         super().__init__(captured, **settings)
+        # Recurrent layers must be told where draft tokens begin.
+        takes_drafts = not captured.loaded.recurrent or "num_drafts" in self._layout.input_names(
+            "host"
+        )
+        self.max_draft_tokens = MAX_DRAFT_TOKENS if takes_drafts else 0
         self._packer = CpuStepPacker(
             block_size=self.block_size,
             num_blocks=self.num_blocks,

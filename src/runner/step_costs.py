@@ -35,7 +35,7 @@ def measure_costs(
         is_long = len(measured) > 1 and time.perf_counter() - begin > _MAX_DURATION_S
         if size > most or is_long:
             break
-        plan = _plan(size, width)
+        plan = _plan(size, width, has_states=bool(runner.captured.loaded.recurrent))
         measured.append((size, min(runner.seconds_of(plan) for _ in range(_NUM_REPEATS))))
     if len(measured) < 2:
         return DEFAULT_COSTS
@@ -44,7 +44,7 @@ def measure_costs(
     return StepCosts(measured)
 
 
-def _plan(num_tokens: int, width: int) -> StepPlan:
+def _plan(num_tokens: int, width: int, *, has_states: bool) -> StepPlan:
     """A step of rows with ``width`` tokens that samples from each of its positions."""
     lengths = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
     infos = tuple(RequestInfo(f"cost-{i}", n, _PARAMS, 0, b"") for i, n in enumerate(lengths))
@@ -56,4 +56,5 @@ def _plan(num_tokens: int, width: int) -> StepPlan:
         num_samples=tuple(lengths),
         token_ids=(0,) * num_tokens,
         tables={row: (row,) for row in range(len(lengths))},
+        state_tables={row: (row,) for row in range(len(lengths))} if has_states else {},
     )

@@ -130,9 +130,10 @@ def test_methods_with_a_model_have_defaults() -> None:
 def test_recurrent_layers_are_refused() -> None:
     config = SpeculativeConfig(method="ngram")
     with pytest.raises(InvalidInputError, match="recurrent layers"):
-        refuse_recurrent(config, is_recurrent=True)
-    refuse_recurrent(None, is_recurrent=True)
-    refuse_recurrent(config, is_recurrent=False)
+        refuse_recurrent(config, is_recurrent=True, device_type="cuda")
+    refuse_recurrent(None, is_recurrent=True, device_type="cuda")
+    refuse_recurrent(config, is_recurrent=False, device_type="cuda")
+    refuse_recurrent(config, is_recurrent=True, device_type="cpu")
 
 
 # Costs --------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pagespec import SamplingParams
-from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
+from pagespec.compile.step_fields import step_fields
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.logit_edits import LogitEdits
@@ -28,10 +29,13 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, NUM_OUTPUTS = 4, 60, 6, 12
 
 
-@pytest.fixture(scope="module")
-def captured() -> CapturedModel:
-    loaded = load_model(tiny_model("llama", num_hidden_layers=2))
-    return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
+def captured(request: pytest.FixtureRequest) -> CapturedModel:
+    loaded = load_model(tiny_model(request.param))
+    specs = probe_model(loaded)
+    fields = step_fields(has_drafts=True, is_recurrent=bool(loaded.recurrent))
+    options = CaptureOptions(fields=fields)
+    return capture_model(loaded, specs, options, graph_cache=graph_cache())
 
 
 class Guesses:
@@ -117,9 +121,10 @@ def run(
         nonlocal most
         most = max(most, *plan.num_samples)
 
-    runner = make_runner(captured, kind, budget, overlap=overlap, on_logits=on_logits)
+    states = {"num_state_slots": 12, "state_interval": 8} if captured.loaded.recurrent else {}
+    runner = make_runner(captured, kind, budget, overlap=overlap, on_logits=on_logits, **states)
     scheduler = Scheduler(
-        BlockManager(NUM_BLOCKS, BLOCK_SIZE),
+        BlockManager(NUM_BLOCKS, BLOCK_SIZE, **states),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=budget,
         pipeline_depth=runner.pipeline_depth,
@@ -157,6 +162,8 @@ def test_no_answer_depends_on_draft_tokens(
     captured: CapturedModel, budget: int, overlap: bool, kind: str
 ) -> None:
     """Rows that edit their logits are among them."""
+    if kind != "cpu" and captured.loaded.recurrent:
+        pytest.skip("models with recurrent layers run in one process, on a CPU")
     how: dict[str, Any] = {"overlap": overlap, "kind": kind}
     plain, most = run(captured, None, budget, **how)
     assert most == 1
@@ -165,3 +172,21 @@ def test_no_answer_depends_on_draft_tokens(
         drafted, most = run(captured, Guesses(answers, is_right), budget, **how)
         assert drafted == plain
         assert most == 1 + Guesses.max_draft_tokens or budget == 8
+
+
+def test_recurrent_layers_take_drafts_only_with_the_field(captured: CapturedModel) -> None:
+    """Without it they would keep the states of rejected draft tokens."""
+    if not captured.loaded.recurrent:
+        pytest.skip("no recurrent layers")
+    loaded = captured.loaded
+    plain = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+    states = {"num_state_slots": 12, "state_interval": 8}
+    runner = ModelRunner(plain, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **states)
+    scheduler = Scheduler(
+        BlockManager(NUM_BLOCKS, BLOCK_SIZE, **states),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=64,
+        drafter=Guesses({}, 1.0),
+    )
+    with pytest.raises(ValueError, match=r"max_draft_tokens = 4 must be at most .* = 0"):
+        Engine(scheduler, runner)

@@ -164,9 +164,10 @@ def check_output(output: Sequence[int], reason: str | None, is_met: Callable[[st
     return True
 
 
-def save_byte_model(folder: Path, **config: Any) -> str:
+def save_byte_model(folder: Path, arch: str = "llama", **config: Any) -> str:
     """A tiny model whose tokens are bytes, with an end token."""
-    model = tiny_model("llama", num_hidden_layers=1, **config)
+    layers = {"num_hidden_layers": 1} if arch == "llama" else {}
+    model = tiny_model(arch, **layers, **config)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)

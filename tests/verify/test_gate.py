@@ -169,3 +169,7 @@ def test_answers_of_recurrent_models_do_not_depend_on_the_schedule(arch: str) ->
     assert [f.first_difference for f in report.groups if f.num_different] == []
     assert report.is_transparent, report.idle
     assert report.num_hit_blocks > 50
+    names = {group.name for group in report.groups}
+    assert {f"draft tokens: {kind}" for kind in ("right", "wrong", "random")} <= names
+    assert report.num_accepted_drafts > 20
+    assert report.num_rejected_drafts > 20
