@@ -19,6 +19,7 @@ from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.planner import even_shares
 from pagespec.engine.request import Request
+from pagespec.engine.runner import DraftObserver
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import RequestError
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
@@ -270,7 +271,35 @@ def test_drafts_of_an_aborted_request_are_dropped() -> None:
     assert scheduler.commit(plan, (5, 6, 7)) == []
     assert request.output_token_ids == []
     assert scheduler.last_accepted == [("a", 0)]
+    assert scheduler.draft_counts.num_drafts == request.num_drafted == 0
     check_state(scheduler)
+
+
+class ObservingDrafts(FixedDrafts, DraftObserver):
+    def __init__(self, *drafts: int) -> None:
+        super().__init__(*drafts)
+        self.noted: list[tuple[str, int, int]] = []
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.noted.append((request.request_id, num_drafts, num_accepted))
+
+
+@pytest.mark.parametrize(
+    ("samples", "num_accepted"),
+    [((5, 6, 7), 2), ((5, 1, 7), 1), ((1, 6, 7), 0), ((5, STOP, 7), 1)],
+)
+def test_an_observer_receives_the_counts_of_each_row(
+    samples: tuple[int, ...], num_accepted: int
+) -> None:
+    drafter = ObservingDrafts(5, 6)
+    scheduler = scheduler_with(drafter)
+    request = added(scheduler)
+    scheduler.commit(planned(scheduler), samples)
+    assert drafter.noted == [("a", 2, num_accepted)]
+    assert (request.num_drafted, request.num_accepted) == (2, num_accepted)
+    counts = scheduler.draft_counts
+    assert (counts.num_drafts, counts.num_draft_tokens) == (1, 2)
+    assert counts.num_accepted_tokens == sum(counts.accepted_per_position) == num_accepted
 
 
 def test_what_cannot_compute_drafts_refuses_them_by_name() -> None:

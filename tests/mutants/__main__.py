@@ -22,7 +22,7 @@ from tests.mutants.syntax import PatchError, patch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
-PACKAGES = ("engine", "runner")
+PACKAGES = ("engine", "runner", "structured")
 
 
 def read_sources(package: Path) -> dict[Path, str]:

@@ -24,7 +24,10 @@ UNIT_TESTS = (
     *("block_manager", "drafters", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
     *("segments", "siblings", "speculation", "state_slots"),
 )
-RUNNER_TESTS = ("tests/runner/test_pinned.py",)
+OTHER_TESTS = (
+    "tests/runner/test_pinned.py",
+    *(f"tests/structured/test_{name}.py" for name in ("forced", "matchers", "reasoning")),
+)
 
 
 def main() -> int:
@@ -56,7 +59,7 @@ class FirstFailure:
 
 def run_unit_tests() -> int:
     first = FirstFailure()
-    names = [*(f"tests/engine/test_{name}.py" for name in UNIT_TESTS), *RUNNER_TESTS]
+    names = [*(f"tests/engine/test_{name}.py" for name in UNIT_TESTS), *OTHER_TESTS]
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[first])
     if status != pytest.ExitCode.OK:
         print(f"KILLED unit: {first.name or status}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pagespec import SamplingParams, StructuredOutputs
 from pagespec.engine.plan import StepPlan
@@ -233,3 +234,76 @@ def test_of_a_fork_that_fails_only_the_sample_behind_it_fails() -> None:
     matchers.masks(rows)
     rows.aheads[0].num_made, rows.aheads[0].failure = 1, "too many items"
     assert matchers.settle(rows, [X, END, X, X]) == ({}, {}), "a draft token before it is wrong"
+
+
+def test_rows_with_and_without_draft_tokens_share_a_step() -> None:
+    """Places count each sample, also of rows without a constraint."""
+    matchers = Matchers(GRAMMARS)
+    requests = info("free", None), info("a", "xyz"), info("free too", None), info("b", "zyx")
+    tokens = [[7, 7, 5, 5], [7, 7, X, Z, Y], [7], [7, 7, Z]]
+    given = plan(requests, [0] * 4, tokens, admitted=dict.fromkeys(range(4), ()))
+    rows = matchers.take(replace(given, num_samples=(3, 4, 1, 2), is_decode_only=False))
+    assert rows is not None
+    assert allowed(matchers, rows) == {3: [X], 4: [Y], 8: [Z], 9: [Y]}
+    assert matchers.masks(rows).rows == [1, 1, 3, 3]
+    # The first accepts one draft token, the last accepts its own.
+    assert matchers.settle(rows, [5, 5, 5, X, Y, 0, 0, 5, Z, Y]) == ({}, {})
+    assert len(matchers._free) == len(matchers._bits) - 2
+    going_on = requests[1], requests[3]
+    again = matchers.take(plan(going_on, [3, 3], [[Y], [Y]]))
+    assert allowed(matchers, again) == {0: [Z], 1: [X]}
+
+
+def test_a_request_that_was_released_keeps_no_mask_behind_draft_tokens() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = info("own", "xyz")
+    rows = drafted(matchers, own, 0, [7, 7, X, Y], 2)
+    # It was aborted; its masks are kept until its step is settled.
+    new = matchers.take(
+        plan((info("new", "y"),), [0], [[7, 7]], admitted={0: ()}, released=("own",))
+    )
+    assert allowed(matchers, rows) == {0: [X], 1: [Y], 2: [Z]}
+    assert allowed(matchers, new) == {0: [Y]}
+    assert matchers.settle(rows, [X, Y, Z]) == ({}, {})
+    last = matchers.take(plan((info("last", "z"),), [0], [[7, 7]], admitted={0: ()}))
+    assert allowed(matchers, last) == {0: [Z]}
+    assert len(matchers._free) == len(matchers._bits) - 2
+
+
+def test_a_text_with_its_own_end_tokens_ends_behind_draft_tokens() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = replace(info("own", "xy?"), end_token_ids=frozenset({300}))
+    rows = drafted(matchers, own, 0, [7, 7, X, Y, 300], 3)
+    found = allowed(matchers, rows)
+    assert found == {0: [X], 1: [END, Y, 300], 2: [END, 300], 3: found[3]}
+    assert matchers.settle(rows, [X, 300, 0, 0]) == ({}, {})
+
+
+def test_a_text_that_failed_before_has_no_masks_behind_draft_tokens() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = info("own", "xy")
+    # Its outputs do not fit the constraint.
+    given = plan((own,), [0], [[7, 7, Z, Z, X]], admitted={0: ()})
+    rows = matchers.take(replace(given, num_samples=(2,), is_decode_only=False))
+    assert allowed(matchers, rows) == {}
+    assert rows is not None
+    failures, failed_samples = matchers.settle(rows, [X, X])
+    assert list(failures) == ["own"]
+    assert failed_samples == {}
+
+
+def test_a_constraint_that_cannot_be_compiled_takes_no_masks_behind_draft_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise ValueError("too many items")
+
+    monkeypatch.setattr(Grammars, "matcher", failing)
+    matchers = Matchers(GRAMMARS)
+    rows = drafted(matchers, info("own", "xy"), 0, [7, 7, X, Y], 2)
+    assert allowed(matchers, rows) == {}
+    assert len(matchers._free) == len(matchers._bits) - 1
+    assert matchers.settle(rows, [X, Y, Z]) == (
+        {"own": "structured_outputs: too many items"},
+        {},
+    )

@@ -11,7 +11,7 @@ from pagespec import SamplingParams, StructuredOutputs
 from pagespec.engine.request import RequestInfo
 from pagespec.engine.text.reasoning import Reasoning
 from pagespec.structured.grammars import Grammars
-from pagespec.structured.matchers import Matchers
+from pagespec.structured.matchers import ConstrainedRows, Matchers
 from tests.structured.test_matchers import allowed, plan
 from tests.support.chat_families import FAMILIES
 from tests.support.chat_models import chat_tokenizer
@@ -121,6 +121,75 @@ def test_outputs_that_come_back_lead_to_the_same_masks(is_open: bool, num_known:
         whole.push(token_id)
         again.push(token_id)
     assert whole.allowed() == again.allowed() == {Z}
+
+
+def drafted(
+    matchers: Matchers, request: RequestInfo, known: tuple[int, ...], drafts: tuple[int, ...]
+) -> ConstrainedRows:
+    """An admission of a request with these outputs, whose row carries draft tokens."""
+    tokens = [[(9, 9, *known)[-1], *drafts]]
+    before = {0: (9, 9, *known)[:-1]}
+    given = plan((request,), [1 + len(known)], tokens, admitted=before)
+    samples = (len(drafts) + 1,)
+    rows = matchers.take(replace(given, num_samples=samples, is_decode_only=False))
+    assert rows is not None
+    return rows
+
+
+DRAFTED = [
+    (SPELLED, (LESS, A, Y, A, B, X, Y, Z, END)),
+    (replace(SPELLED, is_open=True), (7, A, A, B, X, Z, END)),
+    (SPELLED, (X, Y, Z, END)),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "outputs"), DRAFTED)
+def test_masks_behind_draft_tokens_are_those_of_one_token_per_step(
+    reasoning: Reasoning, outputs: tuple[int, ...]
+) -> None:
+    """vLLM 44297, 36138: if the reasoning ended among draft tokens, masks behind it allowed all.
+    Draft tokens open and close it here, at each place."""
+    request = info(reasoning)
+    alone = [Answer(reasoning, outputs=outputs[:i]).allowed() for i in range(len(outputs))]
+    for start in range(len(outputs) - 1):
+        for end in range(start + 1, len(outputs)):
+            drafts = outputs[start:end]
+            for num_right in range(len(drafts) + 1):
+                matchers = Matchers(GRAMMARS)
+                rows = drafted(matchers, request, outputs[:start], drafts)
+                masks = allowed(matchers, rows)
+                assert [set(masks[i]) for i in sorted(masks)] == alone[start : end + 1]
+                # Another token at the place behind the right ones, unless only one is allowed.
+                place = start + num_right
+                others = alone[place] - {outputs[place]}
+                last = min(others) if others else outputs[place]
+                samples = [*outputs[start:place], last, *[0] * len(drafts)][: len(drafts) + 1]
+                num_sampled = num_right + 1
+                if last == outputs[place]:  # the draft tokens go on to be right
+                    samples, num_sampled = list(outputs[start : end + 1]), end + 1 - start
+                assert matchers.settle(rows, samples) == ({}, {})
+                known = (*outputs[:start], *samples[:num_sampled])
+                if END in known:
+                    continue
+                tokens = [[known[-1]]]
+                again = matchers.take(plan((request,), [1 + len(known)], tokens))
+                assert (
+                    set(allowed(matchers, again)[0]) == Answer(reasoning, outputs=known).allowed()
+                )
+
+
+def test_a_wrong_draft_token_of_the_reasoning_leaves_the_row_as_it_was() -> None:
+    """The copy that reads draft tokens has its own tracker of the reasoning."""
+    matchers, request = Matchers(GRAMMARS), info(replace(SPELLED, is_open=True))
+    rows = drafted(matchers, request, (), (A, B, X, Z))
+    assert [set(ids) for ids in allowed(matchers, rows).values()] == [ALL, ALL, {X}, {Y, Z}, {END}]
+    assert matchers.settle(rows, [Y, B, X, Z, END]) == ({}, {})
+    again = matchers.take(plan((request,), [2], [[Y]]))
+    assert set(allowed(matchers, again)[0]) == ALL
+    assert again is not None
+    matchers.settle(again, [A])
+    again = matchers.take(plan((request,), [3], [[A]]))
+    assert set(allowed(matchers, again)[0]) == ALL
 
 
 def test_no_token_closes_the_reasoning_with_content_behind() -> None:
