@@ -137,7 +137,7 @@ def write_text(
         ]
 
     free = ["free"] * min(_NUM_PASSAGES, num_per_round)
-    training = answer(free, draw(free, False), [rng.random() for _ in free])
+    training = answer(free, draw(free, False), [round(rng.random(), 2) for _ in free])
     keep_passages(training, False)
     free = ["free"] * num_test_per_kind
     keep_passages(answer(free, draw(free, True), [0.8] * len(free)), True)
@@ -149,7 +149,7 @@ def write_text(
     while time.perf_counter() - begin + last_s < seconds:
         round_begin = time.perf_counter()
         kinds = [KINDS[i % len(KINDS)] for i in range(num_per_round)]
-        training += answer(kinds, draw(kinds, False), [rng.random() for _ in kinds])
+        training += answer(kinds, draw(kinds, False), [round(rng.random(), 2) for _ in kinds])
         last_s = time.perf_counter() - round_begin
     return Text(training, test)
 
@@ -160,7 +160,7 @@ def write_text(
 class _Layer(nn.Module):
     """A Llama layer whose q, k and v read an embedding beside a hidden state: ``[2H]``."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, eps, size = config.hidden_size, config.rms_norm_eps, config.head_dim
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -214,7 +214,7 @@ class Eagle3Head(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: LlamaConfig, draft_ids: Tensor) -> None:
+    def __init__(self, config: Any, draft_ids: Tensor) -> None:
         super().__init__()
         hidden, num_draft_ids = config.hidden_size, config.draft_vocab_size
         self.fc = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
@@ -254,7 +254,8 @@ class Eagle3Head(nn.Module):
         length, device = embeds.shape[1], embeds.device
         own = torch.eye(length, dtype=torch.bool, device=device)
         mask = torch.ones_like(own).tril()
-        rope, earlier = self._rope[0].to(device), []
+        rope = self._rope[0].to(device)
+        earlier: list[Any] = []
         hidden = self.fc(aux)
         for j in range(num_drafts):
             positions = torch.arange(j, j + length, device=device)[None]
@@ -282,23 +283,25 @@ def new_head(target: Any, draft_ids: Tensor) -> Eagle3Head:
     """An untrained head. Its norm and its output layer start as the target's, if these fit."""
     config = target.config
     num_layers = config.num_hidden_layers
-    own = LlamaConfig(
-        **{
-            name: getattr(config, name)
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-                "max_position_embeddings",
-                "rms_norm_eps",
-                "rope_parameters",
-                "bos_token_id",
-                "eos_token_id",
-            )
-        },
+    taken = {
+        name: getattr(config, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "bos_token_id",
+            "eos_token_id",
+        )
+    }
+    made: Any = LlamaConfig  # its signature lacks names that it keeps
+    own = made(
+        **taken,
         num_hidden_layers=1,
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLMEagle3"],
@@ -417,7 +420,7 @@ class Trainer:
         aux = torch.cat([out.hidden_states[layer] for layer in self._layers], -1)
         return embeds, aux[:, :-1], out.logits[:, :-1]
 
-    def step(self, batch: Batch, time_share: float) -> list[float] | Any:
+    def step(self, batch: Batch, time_share: float) -> Tensor:
         """One step of the optimizer.
 
         Args:
@@ -615,7 +618,8 @@ def main(
         flush=True,
     )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    target.to(device).eval()
     target.requires_grad_(False)
     ends = target.config.eos_token_id
     always = [e for e in (ends if isinstance(ends, list) else [ends]) if e is not None]

@@ -147,6 +147,14 @@ def test_accepted_draft_tokens_are_those_before_the_first_difference() -> None:
         assert num_accepted(trainer, batch) == [[number]]
 
 
+def test_steps_lower_the_cross_entropy_of_each_draft() -> None:
+    answers = tiny_answers(6)
+    trainer = trainer_of(tiny_target(), answers)
+    losses = [trainer.step(Batch.of(answers, "cpu"), 0.0) for _ in range(60)]
+    assert losses[0].shape == (3,)
+    assert (losses[-1] < 0.8 * losses[0]).all()
+
+
 def test_acceptance_counts_only_draft_tokens_after_accepted_ones() -> None:
     counts = [[2, 0, 1, 1, 0], [0]]  # the last start of an answer has one place
     assert acceptance(counts, 3) == [3 / 6, 1 / 3, 0 / 1]
