@@ -50,108 +50,15 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from benchmarks.draft_prompts import KINDS, Prompts
+from benchmarks.draft_text import KINDS, TEST_TEMPERATURES, Answer, Text, write_text
 
-TEST_TEMPERATURES = (0.0, 0.8)
 _SEED = 5
-_NUM_PASSAGES = 1024
 _ALIGNMENT = 8  # of row lengths, for the mask of memory-efficient attention
 _LOG_S = 10.0
 _SHARE_FOR_TEST = 0.05  # of the time, at its end
 _STEP_DECAY = 0.8  # weight of a draft token's loss, per position
 
 app = typer.Typer(pretty_exceptions_enable=False, help=(__doc__ or "").splitlines()[0])
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A prompt and its answer.
-
-    Attributes:
-        kind: one of :data:`.draft_prompts.KINDS`.
-        temperature: of the sampled tokens.
-        token_ids: of the prompt and of the answer.
-    """
-
-    kind: str
-    temperature: float
-    num_prompt_tokens: int
-    token_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Text:
-    training: list[Answer]
-    test: list[Answer]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the training answers, without their prompts."""
-        return sum(len(a.token_ids) - a.num_prompt_tokens for a in self.training)
-
-
-# Text ------------------------------------------------------------------------------------------
-
-
-def write_text(
-    llm: Any, seconds: float, num_per_round: int, num_test_per_kind: int, max_tokens: int
-) -> Text:
-    """Answers of the model. The test is written whole; training rounds until the time is over.
-
-    Args:
-        llm: a :class:`pagespec.LLM`, with or without a chat template.
-        seconds: for all; a round that would exceed them by the last round's time is not begun.
-        num_per_round: prompts per round.
-        max_tokens: of an answer.
-    """
-    from pagespec import SamplingParams
-
-    begin, rng, prompts = time.perf_counter(), random.Random(_SEED), Prompts(_SEED)
-    has_chat = bool(getattr(llm.tokenizer, "chat_template", None))
-
-    def answer(kinds: Sequence[str], texts: list[str], temperatures: list[float]) -> list[Answer]:
-        params = [
-            SamplingParams(
-                temperature=t, max_tokens=max_tokens, seed=rng.getrandbits(31), detokenize=False
-            )
-            for t in temperatures
-        ]
-        if has_chat:
-            messages = [[{"role": "user", "content": text}] for text in texts]
-            outputs = llm.chat(messages, params, use_tqdm=False)
-        else:
-            outputs = llm.generate(texts, params, use_tqdm=False)
-        return [
-            Answer(kind, t, len(prompt), [*prompt, *output.outputs[0].token_ids])
-            for kind, t, output in zip(kinds, temperatures, outputs, strict=True)
-            for prompt in [list(output.prompt_token_ids)]
-        ]
-
-    def draw(kinds: Sequence[str], is_held_out: bool) -> list[str]:
-        return [prompts.draw(kind, is_held_out) for kind in kinds]
-
-    def keep_passages(answers: list[Answer], is_held_out: bool) -> None:
-        prompts.passages[is_held_out] += [
-            llm.tokenizer.decode(a.token_ids[a.num_prompt_tokens :], skip_special_tokens=True)
-            for a in answers
-        ]
-
-    free = ["free"] * min(_NUM_PASSAGES, num_per_round)
-    training = answer(free, draw(free, False), [round(rng.random(), 2) for _ in free])
-    keep_passages(training, False)
-    free = ["free"] * num_test_per_kind
-    keep_passages(answer(free, draw(free, True), [0.8] * len(free)), True)
-    kinds = list(KINDS) * num_test_per_kind
-    texts, test = draw(kinds, True), []
-    for temperature in TEST_TEMPERATURES:
-        test += answer(kinds, texts, [temperature] * len(kinds))
-    last_s = 0.0
-    while time.perf_counter() - begin + last_s < seconds:
-        round_begin = time.perf_counter()
-        kinds = [KINDS[i % len(KINDS)] for i in range(num_per_round)]
-        training += answer(kinds, draw(kinds, False), [round(rng.random(), 2) for _ in kinds])
-        last_s = time.perf_counter() - round_begin
-    return Text(training, test)
 
 
 # The head --------------------------------------------------------------------------------------

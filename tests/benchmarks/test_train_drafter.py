@@ -19,9 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks import train_drafter
-from benchmarks.draft_prompts import KINDS, Prompts, templates, topics
+from benchmarks.draft_text import KINDS, Answer, Prompts, templates, topics, write_text
 from benchmarks.train_drafter import (
-    Answer,
     Batch,
     Trainer,
     acceptance,
@@ -207,7 +206,7 @@ class FakeLlm:
 
 def test_text_is_of_all_kinds_and_ends_with_its_time() -> None:
     llm = FakeLlm()
-    text = train_drafter.write_text(llm, 0.05, 8, 2, 5)
+    text = write_text(llm, 0.05, 8, 2, 5)
     assert {a.kind for a in text.training} == set(KINDS)
     assert [(a.kind, a.temperature) for a in text.test] == [
         (kind, t) for t in (0.0, 0.8) for kind in KINDS * 2

@@ -1,4 +1,4 @@
-"""Prompts of four kinds, for a drafter's training text and for its test.
+"""Text that a model wrote, for its drafter's training and test: answers to prompts of four kinds.
 
 A prompt is a template with a topic and details. Some templates and some topics are held out:
 prompts of the test have a held-out template and a held-out topic, prompts of the training text have
@@ -9,9 +9,16 @@ topics are held out likewise.
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 KINDS = ("summarise", "edit", "code", "free")
+TEST_TEMPERATURES = (0.0, 0.8)
 
+_SEED = 5
+_NUM_PASSAGES = 1024
 _PASSAGE_CHARACTERS = 700
 _NUM_TEMPLATES_HELD_OUT = 2  # the last ones of each kind
 _TOPIC_HELD_OUT = 7  # each seventh
@@ -161,3 +168,91 @@ class Prompts:
         return choose(templates(kind, is_held_out)).format(
             topic=topic, task=topic, passage=passage[:_PASSAGE_CHARACTERS].strip(), **details
         )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and its answer.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        temperature: of the sampled tokens.
+        token_ids: of the prompt and of the answer.
+    """
+
+    kind: str
+    temperature: float
+    num_prompt_tokens: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Text:
+    training: list[Answer]
+    test: list[Answer]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the training answers, without their prompts."""
+        return sum(len(a.token_ids) - a.num_prompt_tokens for a in self.training)
+
+
+def write_text(
+    llm: Any, seconds: float, num_per_round: int, num_test_per_kind: int, max_tokens: int
+) -> Text:
+    """Answers of the model. The test is written whole; training rounds until the time is over.
+
+    Args:
+        llm: a :class:`pagespec.LLM`, with or without a chat template.
+        seconds: for all; a round that would exceed them by the last round's time is not begun.
+        num_per_round: prompts per round.
+        max_tokens: of an answer.
+    """
+    from pagespec import SamplingParams
+
+    begin, rng, prompts = time.perf_counter(), random.Random(_SEED), Prompts(_SEED)
+    has_chat = bool(getattr(llm.tokenizer, "chat_template", None))
+
+    def answer(kinds: Sequence[str], texts: list[str], temperatures: list[float]) -> list[Answer]:
+        params = [
+            SamplingParams(
+                temperature=t, max_tokens=max_tokens, seed=rng.getrandbits(31), detokenize=False
+            )
+            for t in temperatures
+        ]
+        if has_chat:
+            messages = [[{"role": "user", "content": text}] for text in texts]
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        else:
+            outputs = llm.generate(texts, params, use_tqdm=False)
+        return [
+            Answer(kind, t, len(prompt), [*prompt, *output.outputs[0].token_ids])
+            for kind, t, output in zip(kinds, temperatures, outputs, strict=True)
+            for prompt in [list(output.prompt_token_ids)]
+        ]
+
+    def draw(kinds: Sequence[str], is_held_out: bool) -> list[str]:
+        return [prompts.draw(kind, is_held_out) for kind in kinds]
+
+    def keep_passages(answers: list[Answer], is_held_out: bool) -> None:
+        prompts.passages[is_held_out] += [
+            llm.tokenizer.decode(a.token_ids[a.num_prompt_tokens :], skip_special_tokens=True)
+            for a in answers
+        ]
+
+    free = ["free"] * min(_NUM_PASSAGES, num_per_round)
+    training = answer(free, draw(free, False), [round(rng.random(), 2) for _ in free])
+    keep_passages(training, False)
+    free = ["free"] * num_test_per_kind
+    keep_passages(answer(free, draw(free, True), [0.8] * len(free)), True)
+    kinds = list(KINDS) * num_test_per_kind
+    texts, test = draw(kinds, True), []
+    for temperature in TEST_TEMPERATURES:
+        test += answer(kinds, texts, [temperature] * len(kinds))
+    last_s = 0.0
+    while time.perf_counter() - begin + last_s < seconds:
+        round_begin = time.perf_counter()
+        kinds = [KINDS[i % len(KINDS)] for i in range(num_per_round)]
+        training += answer(kinds, draw(kinds, False), [round(rng.random(), 2) for _ in kinds])
+        last_s = time.perf_counter() - round_begin
+    return Text(training, test)
