@@ -14,6 +14,7 @@ from torch import Tensor
 from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
+from ..engine.runner import MAX_DRAFT_TOKENS
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.matchers import ConstrainedRows, Masks
