@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from .compile.captured_model import CapturedModel, capture_model
+from .compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from .compile.load.generation_config import chosen_sampling, read_generation_config
 from .compile.load.source import find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
@@ -27,7 +27,7 @@ from .engine.outputs import EngineStats
 from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_recurrent
 from .errors import InvalidInputError
 from .kernels.attention.attention_spec import AttentionSpec
-from .kernels.attention.backend import AttentionBackend, select_backend
+from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .runner.bases import TimedRunner
 from .runner.platform import find_platform
@@ -105,7 +105,8 @@ def build(
         if isinstance(model, (str, os.PathLike)):
             source = find_source(model, check_conversion=_check_conversion_fits)
         with gc_paused():
-            record = platform.start_record(source)
+            # A restored model has no module, of which these drafters use parts.
+            record = None if _reads_target(config) else platform.start_record(source)
             restored = record.restore() if record is not None and may_restore() else None
         if restored is not None:
             loaded = restored.loaded
@@ -126,6 +127,11 @@ def build(
                 shard=shard,
             )
     _check_length(loaded, config)
+    if config.speculation is not None and _reads_target(config):
+        from .compile.load.drafters import target_aux_layers
+
+        method, of_drafter = config.speculation.method, config.speculation.model
+        loaded = replace(loaded, aux_layers=target_aux_layers(method, of_drafter, loaded))
     # Probe and capture run on each rank without communication.
     alone = LoneRank(shard.rank, shard.num_ranks)
     with stats.timed("probe"), gc_paused(), communicator_scope(alone):
@@ -206,6 +212,10 @@ def build(
     )
 
 
+def _reads_target(config: EngineConfig) -> bool:
+    return config.speculation is not None and config.speculation.reads_target
+
+
 def make_drafter_model(
     config: EngineConfig,
     platform: Platform,
@@ -237,8 +247,8 @@ def make_drafter_model(
         max_model_len=config.max_model_len,
     )
 
-    def select(specs: Sequence[AttentionSpec]) -> AttentionBackend:
-        return select_backend(
+    def options(specs: Sequence[AttentionSpec]) -> CaptureOptions:
+        attention = select_backend(
             config.attention,
             device=platform.device,
             dtype=drafter.loaded.dtype,
@@ -246,11 +256,11 @@ def make_drafter_model(
             block_size=config.block_size,
             kv_cache_dtype=config.kv_cache_dtype,
         )
+        return platform.capture_options(attention, is_own=True)
 
     return capture_drafter(
         drafter,
-        select=select,
-        options=lambda attention: platform.capture_options(attention, is_own=True),
+        options=options,
         kv_cache_dtype=config.kv_cache_dtype,
         graph_cache=GraphCache(cache_root() / "graphs", before_trace),
     )

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..kernels.attention.attention_spec import AttentionSpec
-from ..kernels.attention.backend import AttentionBackend
 from .captured_model import CapturedModel, CaptureOptions, capture_model
 from .kv_cache import allocate_kv_caches, kv_bytes_per_block, kv_dtype
-from .load.drafters import MODEL_KEY, Kind, LoadedDrafter
+from .load.drafters import MODEL_KEY
+from .model.loaded import Kind, LoadedDrafter
 from .step_inputs import HIDDEN_STATES, NO_STATES, KVCaches, StepInputs
 
 if TYPE_CHECKING:
@@ -125,15 +125,14 @@ def on_target_ids(logits: Tensor, token_ids: Tensor | None, vocab_size: int) -> 
 def capture_drafter(
     drafter: LoadedDrafter,
     *,
-    select: Callable[[Sequence[AttentionSpec]], AttentionBackend | None],
-    options: Callable[[AttentionBackend | None], CaptureOptions],
+    options: Callable[[Sequence[AttentionSpec]], CaptureOptions],
     kv_cache_dtype: str = "auto",
     graph_cache: GraphCache | None = None,
 ) -> CapturedDrafter:
     """Probe and capture a drafter.
 
     Args:
-        select: the attention backend for its calls. options: of its capture, with that backend.
+        options: of its capture, for these attention calls.
 
     Raises:
         InvalidInputError: it has recurrent layers, or a weight contains NaN or infinity.
@@ -146,5 +145,5 @@ def capture_drafter(
     if loaded.recurrent:
         limit = "must have attention only: a drafter's recurrent states are not supported"
         raise InvalidInputError(MODEL_KEY, loaded.architecture, limit)
-    captured = capture_model(loaded, specs, options(select(specs)), graph_cache=graph_cache)
+    captured = capture_model(loaded, specs, options(specs), graph_cache=graph_cache)
     return CapturedDrafter(drafter, captured, kv_cache_dtype)

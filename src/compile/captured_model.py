@@ -117,7 +117,7 @@ class CapturedModel:
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
             step = ModelStep(inputs, kv_caches, states, self.specs, {})
-            logits, *aux = forward(PackedForward(module), step)
+            logits, *aux = forward(PackedForward(module), step, self.loaded.aux_layers)
         hidden = head.hidden[0] if isinstance(head, EagerHead) else None
         return StepOutputs(logits[0], hidden, aux[0][0] if aux else None)
 

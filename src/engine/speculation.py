@@ -52,6 +52,11 @@ class SpeculativeConfig:
         """Whether the drafter is a model."""
         return self.method in MODEL_METHODS
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the drafter reads hidden states of the target, and uses parts of its module."""
+        return self.method in ("mtp", "eagle3")
+
     def serves(self, prediction: Sequence[int]) -> bool:
         """Whether a request with this prediction may have draft tokens."""
         return self.method != "prediction" or len(prediction) > 0

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pagespec import InvalidInputError
 from pagespec.compile.captured_drafter import on_target_ids
-from pagespec.compile.load.drafters import LoadedDrafter, load_drafter
+from pagespec.compile.load.drafters import load_drafter
 from pagespec.compile.load.load import load_model
-from pagespec.compile.model.loaded import LoadedModel, Shard
+from pagespec.compile.model.loaded import LoadedDrafter, LoadedModel, Shard
 from tests.support.drafting import BLOCK_SIZE, NUM_BLOCKS, Drafting
 from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from pagespec.compile.captured_drafter import CapturedDrafter, DraftOutputs, capture_drafter
 from pagespec.compile.captured_model import CapturedModel, CaptureOptions, capture_model
 from pagespec.compile.kv_cache import allocate_kv_caches, allocate_states
-from pagespec.compile.load.drafters import LoadedDrafter
-from pagespec.compile.model.loaded import LoadedModel
+from pagespec.compile.model.loaded import LoadedDrafter, LoadedModel
 from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.step_inputs import StepInputs, StepOutputs
 from tests.support.captures import graph_cache
@@ -77,7 +76,6 @@ class Drafting:
     def __init__(self, drafter: LoadedDrafter, **settings: Any) -> None:
         self.captured: CapturedDrafter = capture_drafter(
             drafter,
-            select=lambda _: None,
             options=lambda _: CaptureOptions(),
             graph_cache=graph_cache(),
             **settings,

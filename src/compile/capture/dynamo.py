@@ -86,7 +86,7 @@ def trace(
     def step(
         inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
     ) -> tuple[Tensor, ...]:
-        return forward(packed, ModelStep(inputs, kv_caches, states, specs, {}))
+        return forward(packed, ModelStep(inputs, kv_caches, states, specs, {}), loaded.aux_layers)
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         # A copy, because Dynamo clears its own graph when it returns.
@@ -134,18 +134,23 @@ def _plain_buffers(module: nn.Module) -> Iterator[None]:
             buffer._is_buffer = True
 
 
-def forward(packed: PackedForward, step: ModelStep) -> tuple[Tensor, ...]:
+def forward(
+    packed: PackedForward, step: ModelStep, aux_layers: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
     """Logits ``[1, S, V]`` of a step, from the unmodified module. Writes its KV into the caches,
-    and its states. With :func:`.aux_states_recorded`, also the recorded hidden states
-    ``[1, T, n * H]``."""
+    and its states. With ``aux_layers``, which :func:`.aux_states_recorded` must record, also their
+    hidden states ``[1, T, n * H]``."""
     current.step, inputs = step, step.inputs
     current.num_recurrent_calls = 0
-    current.aux = aux = []
+    aux: dict[int, Tensor] = {}
+    current.aux = aux
     try:
         logits = packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
     finally:
         current.step = current.aux = None
-    return (logits, torch.cat(aux, -1)) if aux else (logits,)
+    if not aux_layers:
+        return (logits,)
+    return logits, torch.cat([aux[number] for number in aux_layers], -1)
 
 
 def _described(

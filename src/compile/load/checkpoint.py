@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ class Checkpoint:
         disk."""
         with ThreadPoolExecutor(_NUM_READERS) as readers:
             return list(readers.map(lambda of: self.read(of[0], of[1], device), names))
+
+
+class CheckpointPart(Checkpoint):
+    """Some tensors of a checkpoint under other names.
+
+    Args:
+        whole: the checkpoint. names: its name of each tensor, by the new name.
+    """
+
+    def __init__(self, whole: Checkpoint, names: Mapping[str, str]) -> None:
+        self._get = {name: partial(_renamed, whole, old) for name, old in names.items()}
+
+
+def _renamed(whole: Checkpoint, old: str, _name: str) -> Tensor:
+    return whole.get(old)
 
 
 def check_float(name: str, tensor: Tensor, shape: tuple[int, ...] = ()) -> None:

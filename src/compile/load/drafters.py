@@ -4,47 +4,18 @@ layer of the target's own checkpoint, or an EAGLE-3 head."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor, nn
+from typing import Any
 
 from ...errors import InvalidInputError
-from ..model.loaded import LoadedModel
+from ..model.loaded import LoadedDrafter, LoadedModel
 from .load import load_model
 from .source import find_source
 
-Kind = Literal["draft_model", "mtp", "eagle3"]
 MODEL_KEY = "speculative_config.model"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedDrafter:
-    """A drafter before its capture.
-
-    Attributes:
-        token_ids: int64 ``[V_draft]``, the target's id of each row of the drafter's head; None if
-            the heads have the same rows.
-        target_vocab_size: rows of the target's head.
-        target_layers: ``aux_layers`` of the target, whose hidden states the drafter reads; empty
-            for the states before the target's head.
-        combine: from the target's hidden states of several layers, ``[T, n * H_target]``, to the
-            input ``[T, H]`` of a step; None if these are the same.
-        recycles_aux: whether the drafter is applied again to :attr:`.StepOutputs.aux`, instead of
-            the states before its own head.
-    """
-
-    kind: Kind
-    loaded: LoadedModel
-    target_vocab_size: int
-    token_ids: Tensor | None = None
-    target_layers: tuple[int, ...] = ()
-    combine: nn.Linear | None = None
-    recycles_aux: bool = False
-
-
 def load_drafter(
-    kind: str,  # noqa: ARG001
+    kind: str,
     model: str | os.PathLike[str] | None,
     target: LoadedModel,
     *,
@@ -56,20 +27,34 @@ def load_drafter(
 
     Args:
         model: the folder or hub id of a "draft_model" or "eagle3".
-        dtype, load_format: as in :func:`.load_model`.
+        dtype: as in :func:`.load_model`, of a "draft_model"; other drafters have the target's.
+        load_format: as in :func:`.load_model`.
         max_model_len: the longest request; None for the target's own limit.
 
     Raises:
         InvalidInputError: as :func:`.load_model`, or the drafter does not fit the target.
         UnsupportedModelError: as :func:`.load_model`.
     """
-    options: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "device": target.device}
     if target.shard.num_ranks > 1:
         limit = "must be 1: a model drafts on one rank only"
         raise InvalidInputError("tensor_parallel_size", target.shard.num_ranks, limit)
-    assert model is not None
+    if kind == "mtp":
+        from .mtp import load_mtp
+
+        return load_mtp(target, load_format)
+    assert model is not None  # parse_speculative has checked it
     source = find_source(model)
-    loaded = load_model(source, max_model_len=max_model_len, **options)
+    if kind == "eagle3":
+        from .eagle3 import load_eagle3
+
+        return load_eagle3(source, target, load_format)
+    loaded = load_model(
+        source,
+        dtype=dtype,
+        device=target.device,
+        load_format=load_format,
+        max_model_len=max_model_len,
+    )
     longest = max_model_len or target.max_position_embeddings
     if loaded.max_position_embeddings < longest:
         limit = (
@@ -77,6 +62,19 @@ def load_drafter(
         )
         raise InvalidInputError(MODEL_KEY, source.name, limit)
     return check_draft_model(source.name, loaded, target)
+
+
+def target_aux_layers(kind: str, model: str | None, target: LoadedModel) -> tuple[int, ...]:
+    """The ``aux_layers`` with which the target must be captured for this drafter.
+
+    Raises:
+        InvalidInputError: the drafter's config is missing or damaged, or does not fit the target.
+    """
+    if kind != "eagle3" or model is None:
+        return ()
+    from .eagle3 import read_eagle3_config, target_layers
+
+    return target_layers(read_eagle3_config(find_source(model)), target)
 
 
 def check_draft_model(name: str, loaded: LoadedModel, target: LoadedModel) -> LoadedDrafter:

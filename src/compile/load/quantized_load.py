@@ -131,27 +131,60 @@ def load_quantized(
     """
     plain, skeleton, scheme = described(name, config, "fp8", AutoModelForCausalLM, dtype=dtype)
     assert scheme is not None  # fp8 has one in any case
-    linears, is_made = linears_of(skeleton), quantization_of(config) is None
+    folder = files_of(source, allow_patterns=["*.json", "*.safetensors"])
+    module, weights = read_quantized(
+        Checkpoint(folder),
+        name,
+        skeleton,
+        scheme,
+        device,
+        is_made=quantization_of(config) is None,
+        config=plain,
+        dtype=dtype,
+    )
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    return module, weights, scheme.name
+
+
+def read_quantized(
+    checkpoint: Checkpoint,
+    name: str,
+    skeleton: PreTrainedModel,
+    scheme: Scheme,
+    device: torch.device,
+    *,
+    is_made: bool,
+    dtype: torch.dtype,
+    more: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, dict[str, QuantizedWeight]]:
+    """A module of the class of ``skeleton`` with stand-ins, and the weights by parameter name.
+
+    Args:
+        is_made: whether the layers are quantised here.
+        more: tensors besides those of the checkpoint.
+        options: of the class's ``from_pretrained``.
+
+    Raises: as :func:`load_quantized`.
+    """
+    linears = linears_of(skeleton)
     if is_made:
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
-    folder = files_of(source, allow_patterns=["*.json", "*.safetensors"])
-    checkpoint = Checkpoint(folder)
     names = CheckpointNames(skeleton)
     files = _layers(checkpoint, scheme, linears, name, names, is_made=is_made)
     if not is_made:
         check_readers(skeleton, files, is_made=False)
-    state = _plain_tensors(checkpoint, scheme, set(files.values()), name)
+    state = _plain_tensors(checkpoint, scheme, set(files.values()), name) | dict(more or {})
     shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in files}
     for layer, file in files.items():
         bias = state.get(f"{file}.bias")
         if bias is not None and linears[layer].bias is None and bool(bias.any()):
             raise UnsupportedModelError(f"{name}: {layer} has a bias, which it cannot use")
         state[f"{file}.weight"] = stand_in(shapes[layer], dtype)
-    options: dict[str, Any] = {"config": plain, "state_dict": state, "dtype": dtype}
+    options |= {"state_dict": state, "dtype": dtype}
     module = read_weights(type(skeleton), None, name, **options)
-    if (folder / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(folder)
     for layer in files:
         parameter = module.get_submodule(layer).weight
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
@@ -164,7 +197,7 @@ def load_quantized(
         weights |= _quantize(module, scheme)
         if not weights:
             raise UnsupportedModelError(f"{name}: has no linear layer except its head")
-    return module, weights, scheme.name
+    return module, weights
 
 
 def quantize_module(

@@ -192,13 +192,13 @@ class _Current(threading.local):
     Attributes:
         num_recurrent_calls: number of calls so far in the pass.
         position_ids: ``[1, T]``.
-        aux: receives the hidden states ``[1, T, H]`` of a model's ``aux_layers``.
+        aux: receives the hidden states ``[1, T, H]`` of a model's ``aux_layers``, by number.
     """
 
     step: ModelStep | None = None
     num_recurrent_calls: int = 0
     position_ids: Tensor | None = None
-    aux: list[Tensor] | None = None
+    aux: dict[int, Tensor] | None = None
     functions: Functions = ON_CACHES
 
 

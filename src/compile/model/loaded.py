@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class Shard:
 
 
 WHOLE = Shard()
+Kind = Literal["draft_model", "mtp", "eagle3"]
+"""Kinds of drafters, see :mod:`..captured_drafter`."""
 # The first of these that a config has is the number of positions that the model supports: by
 # transformers' name, of the decoder of a model that also has an encoder, of MPT and of BLOOM.
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length")
@@ -109,6 +111,31 @@ class LoadedModel:
         """``quantized`` by the ``id`` of the parameter."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(p): self.quantized[name] for name, p in named if name in self.quantized}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedDrafter:
+    """A drafter before its capture.
+
+    Attributes:
+        token_ids: int64 ``[V_draft]``, the target's id of each row of the drafter's head; None if
+            the heads have the same rows.
+        target_vocab_size: rows of the target's head.
+        target_layers: ``aux_layers`` of the target, whose hidden states the drafter reads; empty
+            for the states before the target's head.
+        combine: a module with ``in_features``: from the target's hidden states of several layers,
+            ``[T, n * H_target]``, to the input ``[T, H]`` of a step; None if these are the same.
+        recycles_aux: whether the drafter is applied again to :attr:`.StepOutputs.aux`, instead of
+            the states before its own head.
+    """
+
+    kind: Kind
+    loaded: LoadedModel
+    target_vocab_size: int
+    token_ids: Tensor | None = None
+    target_layers: tuple[int, ...] = ()
+    combine: Any | None = None
+    recycles_aux: bool = False
 
 
 class TensorTree(nn.Module):
