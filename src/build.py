@@ -180,7 +180,11 @@ def build(
             if record is not None and graph_cache is not None:
                 record.write(described, graph_cache.key)
         _report_capture(stats, captured, config.quantization)
-        runner, max_model_len = platform.make_runner(captured, stats, on_logits)
+        drafter = None
+        if config.speculation is not None and config.speculation.has_model:
+            with stats.timed("drafter"):
+                drafter = make_drafter_model(config, platform, captured, before_trace)
+        runner, max_model_len = platform.make_runner(captured, stats, on_logits, drafter)
         step_costs = platform.step_costs(runner, max_model_len)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens%s, at most %d tokens per request",

@@ -23,7 +23,7 @@ from ..params.checks import (
 )
 from ..params.declare import check_fields, declared, param
 from .policy import MAX_OVERTAKES
-from .speculation import SpeculativeConfig, speculative
+from .speculation import SpeculativeConfig, refuse_ranks, speculative
 
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096
@@ -266,9 +266,9 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = param(  # noqa: RUF009
         None,
         'On a CPU: draft tokens, a dict or JSON text such as {"method": "ngram"}. Keys: method '
-        "(ngram, suffix or prediction), num_speculative_tokens (1 to 16, default 8), "
-        "prompt_lookup_max (4) and prompt_lookup_min (2). Answers do not depend on it "
-        "(docs/speculation.md).",
+        "(ngram, suffix, prediction or draft_model), num_speculative_tokens (1 to 16, default 8, "
+        "5 with a draft model), model (the draft model), prompt_lookup_max (4) and "
+        "prompt_lookup_min (2). Answers do not depend on it (docs/speculation.md).",
         speculative,
         absent="no draft tokens",
         metavar="JSON",
@@ -322,6 +322,7 @@ class EngineConfig:
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
+        refuse_ranks(self.speculation, self.tensor_parallel_size)
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 

@@ -17,8 +17,8 @@ from .runner import MAX_DRAFT_TOKENS
 METHODS = ("ngram", "suffix", "prediction")
 MODEL_METHODS = ("draft_model", "mtp", "eagle3")
 """Methods whose drafter is a model."""
-SERVED_METHODS = METHODS
-"""Methods that :func:`speculative` accepts; the runners do not draft with a model yet."""
+SERVED_METHODS = (*METHODS, "draft_model")
+"""Methods that :func:`speculative` accepts."""
 _NUM_TOKENS = 8
 _NUM_TOKENS_OF = {"draft_model": 5, "mtp": 3, "eagle3": 5}
 _LOOKUP_MAX, _LOOKUP_MIN = 4, 2
@@ -149,6 +149,13 @@ def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | No
 # What draft tokens do not support yet -------------------------------------------------------------
 
 
+def refuse_ranks(config: SpeculativeConfig | None, num_ranks: int) -> None:
+    """Raises InvalidInputError if a model should draft for a target over several ranks."""
+    if config is not None and config.has_model and num_ranks > 1:
+        limit = f"must be 1 with method {config.method}: a model drafts on one rank only"
+        raise InvalidInputError("tensor_parallel_size", num_ranks, limit)
+
+
 def refuse_recurrent(
     config: SpeculativeConfig | None, is_recurrent: bool, device_type: str
 ) -> None:
@@ -169,14 +176,26 @@ class StepCosts:
         measured: at least two pairs (number of tokens, seconds), ascending. Between them the cost
             is interpolated. Above the last it grows like its last part, or in proportion if that
             is more.
+        drafting: pairs (number of rows, seconds) of one pass of a second model, which drafts one
+            token per row; at least two, or empty for a drafter without a model.
     """
 
-    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+    def __init__(
+        self,
+        measured: Sequence[tuple[int, float]],
+        *,
+        drafting: Sequence[tuple[int, float]] = (),
+    ) -> None:
         self.measured = tuple(measured)
+        self._drafting = StepCosts(drafting) if drafting else None
         self._tokens = [num_tokens for num_tokens, _ in measured]
         self._seconds: list[float] = []
         for _, seconds in measured:  # a longer step is never cheaper: such a measurement is noise
             self._seconds.append(max([seconds, *self._seconds[-1:]]))
+
+    def draft_s(self, num_rows: int) -> float:
+        """The cost of one draft token per row."""
+        return 0.0 if self._drafting is None else self._drafting.of(num_rows)
 
     def of(self, num_tokens: int) -> float:
         """The cost of a step."""
@@ -205,7 +224,8 @@ class StepCosts:
         for k in range(1, most + 1):
             chance *= rate
             num_expected += chance
-            speed = num_rows * num_expected / self.of(num_rows * (k + 1) + num_others)
+            cost = self.of(num_rows * (k + 1) + num_others) + k * self.draft_s(num_rows)
+            speed = num_rows * num_expected / cost
             if speed > best_speed:
                 best, best_speed = k, speed
         return best

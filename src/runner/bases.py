@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from ..structured.grammars import Grammars
 from .constrained import LateMatchers
 from .kv_budget import CacheSize
 from .layout import layout_of
+
+if TYPE_CHECKING:
+    from ..compile.captured_drafter import CapturedDrafter
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -200,9 +203,16 @@ class Platform(ABC):
 
     @abstractmethod
     def make_runner(
-        self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
+        self,
+        captured: CapturedModel,
+        stats: EngineStats,
+        on_logits: OnLogits | None,
+        drafter: CapturedDrafter | None = None,
     ) -> tuple[LocalRunner, int]:
         """The runner with its KV cache, and the most tokens that a request may have.
+
+        Args:
+            drafter: drafts behind the rows of plans, with caches for the same blocks.
 
         Raises:
             InvalidInputError: they do not fit into memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from .cpu_threads import StepThreads, step_threads
 from .host_memory import available_bytes
 from .kv_budget import size_cpu_cache
 from .step_costs import measure_costs
+
+if TYPE_CHECKING:
+    from ..compile.captured_drafter import CapturedDrafter
 
 _PACKING_PART = 4  # 1 / 4 of the available memory may hold packed weights
 _ROWS_OF_STEP = (1, 2, 5)
@@ -76,12 +80,17 @@ class CpuPlatform(Platform):
         )
 
     def make_runner(
-        self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
+        self,
+        captured: CapturedModel,
+        stats: EngineStats,
+        on_logits: OnLogits | None,
+        drafter: CapturedDrafter | None = None,
     ) -> tuple[LocalRunner, int]:
         """The KV cache uses its part of the available memory."""
         config, threads = self.config, self._threads
         with stats.timed("kv_cache"):
-            size = size_cpu_cache(config, captured)
+            draft_bytes = 0 if drafter is None else drafter.bytes_per_block(config.block_size)
+            size = size_cpu_cache(config, captured, draft_bytes)
             if len(threads.numbers) > 1 and config.transparent:
                 threads = steady(threads, captured)
             runner = ModelRunner(
@@ -90,6 +99,7 @@ class CpuPlatform(Platform):
                 overlap=bool(config.overlap),
                 on_logits=on_logits,
                 threads=threads,
+                draft_model=drafter,
             )
         return runner, size.max_model_len
 

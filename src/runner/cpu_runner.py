@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -121,6 +122,21 @@ class ModelRunner(LocalRunner):
             begin = time.process_time()
             self._compute(packed, None)
             return time.process_time() - begin
+        finally:
+            self.reset()
+            self.pack_s = 0.0
+
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """CPU time of a drafter's passes behind a step. See :meth:`seconds_of`."""
+        assert self.drafting is not None
+        try:
+            packed = self._pack(plan)
+            with torch.inference_mode():
+                _, hidden, aux = self._forward(packed.inputs)
+                tokens = np.zeros(packed.num_sampled, np.int64)
+                begin = time.process_time()
+                self.drafting.draft(plan, packed, tokens, hidden if aux is None else aux)
+                return time.process_time() - begin
         finally:
             self.reset()
             self.pack_s = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
 from ..kernels.matmul.cublas import forbid_split_k, without_split_k
 from .bases import LocalRunner, OnLogits, Platform
+
+if TYPE_CHECKING:
+    from ..compile.captured_drafter import CapturedDrafter
 
 
 class GpuPlatform(Platform):
@@ -62,8 +66,13 @@ class GpuPlatform(Platform):
         )
 
     def make_runner(
-        self, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
+        self,
+        captured: CapturedModel,
+        stats: EngineStats,
+        on_logits: OnLogits | None,
+        drafter: CapturedDrafter | None = None,
     ) -> tuple[LocalRunner, int]:
+        assert drafter is None, "refuse_device comes first"
         self._reading.join()
         from .gpu_startup import make_gpu_runner
 

@@ -46,11 +46,17 @@ class CacheSize(NamedTuple):
 
 
 def size_cache(
-    config: EngineConfig, captured: CapturedModel, usual_bytes: int, most_bytes: int, place: str
+    config: EngineConfig,
+    captured: CapturedModel,
+    usual_bytes: int,
+    most_bytes: int,
+    place: str,
+    draft_bytes: int = 0,
 ) -> CacheSize:
     """The KV cache and the state slots of a rank.
 
     Args:
+        draft_bytes: bytes per block in the caches of a drafter's model.
         usual_bytes: their size if ``num_blocks`` is not set. most_bytes: their largest size if it
             is set.
         place: name of the memory of ``most_bytes``, for errors.
@@ -63,9 +69,11 @@ def size_cache(
     num_bytes = most_bytes if config.num_blocks else usual_bytes
     num_state_slots = state_slots_in(num_bytes, config, captured)
     state_bytes = (num_state_slots + 1) * bytes_per_slot(recurrent, device)
-    num_blocks = config.num_blocks or blocks_in(usual_bytes - state_bytes, config, captured, limit)
+    num_blocks = config.num_blocks or blocks_in(
+        usual_bytes - state_bytes, config, captured, limit, draft_bytes
+    )
     num_blocks = captured.communicator.least(num_blocks)
-    kv_bytes = (num_blocks + 1) * _bytes_per_block(config, captured)
+    kv_bytes = (num_blocks + 1) * (_bytes_per_block(config, captured) + draft_bytes)
     left_bytes = most_bytes - state_bytes
     if kv_bytes > left_bytes:
         sizes = f"{kv_bytes / GIB:.1f} GiB do not fit the {max(0, left_bytes) / GIB:.1f} GiB"
@@ -75,14 +83,16 @@ def size_cache(
     return CacheSize(num_blocks, num_state_slots, max_model_len, kv_bytes, state_bytes)
 
 
-def size_cpu_cache(config: EngineConfig, captured: CapturedModel) -> CacheSize:
+def size_cpu_cache(
+    config: EngineConfig, captured: CapturedModel, draft_bytes: int = 0
+) -> CacheSize:
     """:func:`size_cache` in a share of the available memory: ``memory_utilization``, or half of it
     and at most 4 GiB."""
     num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
     share = config.memory_utilization
     default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
     num_bytes = default if share is None else int(share * num_available)
-    return size_cache(config, captured, num_bytes, num_available, "available")
+    return size_cache(config, captured, num_bytes, num_available, "available", draft_bytes)
 
 
 def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel) -> int:
@@ -114,7 +124,11 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
 
 
 def blocks_in(
-    num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
+    num_bytes: int,
+    config: EngineConfig,
+    captured: CapturedModel,
+    max_model_len: int,
+    draft_bytes: int = 0,
 ) -> int:
     """Blocks that fit into ``num_bytes``, at most as many as all running requests could fill.
 
@@ -122,7 +136,7 @@ def blocks_in(
         InvalidInputError: not even one block fits.
     """
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    block_bytes = _bytes_per_block(config, captured)
+    block_bytes = _bytes_per_block(config, captured) + draft_bytes
     if not block_bytes:  # without attention, blocks only count tokens
         return num_useful
     num_blocks = num_bytes // block_bytes - 1  # one is the null block

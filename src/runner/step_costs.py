@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from ..engine.config import EngineConfig
 from ..engine.plan import StepPlan
@@ -15,6 +16,7 @@ from .cpu_runner import ModelRunner
 logger = logging.getLogger("pagespec")
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_NUM_ROWS = (1, 4, 16)
 _NUM_REPEATS = 3
 _MAX_DURATION_S = 3.0
 _PARAMS = SamplingParams(temperature=0.0)
@@ -36,16 +38,41 @@ def measure_costs(
         if size > most or is_long:
             break
         plan = _plan(size, width, has_states=bool(runner.captured.loaded.recurrent))
-        measured.append((size, min(runner.seconds_of(plan) for _ in range(_NUM_REPEATS))))
+        seconds = min(runner.seconds_of(plan) for _ in range(_NUM_REPEATS))
+        if runner.drafting is not None:  # computes the positions of every step
+            seconds += min(runner.draft_seconds_of(plan) for _ in range(_NUM_REPEATS))
+        measured.append((size, seconds))
     if len(measured) < 2:
         return DEFAULT_COSTS
-    shown = ", ".join(f"{num_tokens}: {1000 * s:.1f}" for num_tokens, s in measured)
-    logger.info("draft tokens: milliseconds of CPU time of a step by its tokens: %s", shown)
-    return StepCosts(measured)
+    logger.info("draft tokens: CPU milliseconds of a step by its tokens: %s", _shown(measured))
+    passes: list[tuple[int, float]] = []
+    if runner.drafting is not None and config.block_size > 2:
+        passes = [(n, _pass_seconds(runner, n)) for n in _NUM_ROWS if n <= num_rows]
+        logger.info("draft tokens: CPU milliseconds of a drafter's pass: %s", _shown(passes))
+    return StepCosts(measured, drafting=passes if len(passes) > 1 else ())
 
 
-def _plan(num_tokens: int, width: int, *, has_states: bool) -> StepPlan:
-    """A step of rows with ``width`` tokens that samples from each of its positions."""
+def _pass_seconds(runner: ModelRunner, num_rows: int) -> float:
+    """The time of a drafter's pass over one position per row."""
+    once, twice = (
+        min(
+            runner.draft_seconds_of(_plan(num_rows, 1, num_wanted=num_wanted))
+            for _ in range(_NUM_REPEATS)
+        )
+        for num_wanted in (1, 2)
+    )
+    return max(1e-6, twice - once)
+
+
+def _shown(pairs: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(f"{number}: {1000 * seconds:.1f}" for number, seconds in pairs)
+
+
+def _plan(
+    num_tokens: int, width: int, *, has_states: bool = False, num_wanted: int = 0
+) -> StepPlan:
+    """A step of rows with ``width`` tokens that samples from each of its positions, and whose
+    runner drafts ``num_wanted`` tokens behind each row."""
     lengths = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
     infos = tuple(RequestInfo(f"cost-{i}", n, _PARAMS, 0, b"") for i, n in enumerate(lengths))
     return StepPlan(
@@ -57,4 +84,5 @@ def _plan(num_tokens: int, width: int, *, has_states: bool) -> StepPlan:
         token_ids=(0,) * num_tokens,
         tables={row: (row,) for row in range(len(lengths))},
         state_tables={row: (row,) for row in range(len(lengths))} if has_states else {},
+        wanted_drafts={row: num_wanted for row in range(len(lengths)) if num_wanted},
     )

@@ -67,7 +67,6 @@ def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int
         ({"num_speculative_tokens": 2}, "speculative_config.method = None: must be one of ngram"),
         ({"method": "eagle3", "model": "m"}, "= 'eagle3': must be .*; eagle3 is not supported yet"),
         ({"method": "mtp"}, "mtp is not supported yet"),
-        ({"method": "draft_model", "model": "m"}, "draft_model is not supported"),
         ({"method": "eagle"}, "eagle is not supported yet"),
         ({"method": "draft_model"}, r"speculative_config.model = None: must be the folder or hub"),
         ({"method": "eagle3", "model": 3}, "model = 3: must be the folder or hub id"),

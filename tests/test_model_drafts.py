@@ -1,0 +1,126 @@
+"""``speculative_config`` with a draft model, in whole engines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagespec import LLM, InvalidInputError, SamplingParams
+from pagespec.engine.speculation import StepCosts
+from pagespec.runner import cpu_platform
+from tests.support.models import save_word_model, tiny_model
+
+SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 90, "max_num_seqs": 4}
+SETTINGS |= {"max_model_len": 64, "threads": 1, "check_invariants": True}
+PROMPTS = ["word1 word2 word3", "word9 word8 word7 word1 word2 word3 word4 word5", "word5"]
+
+
+@pytest.fixture
+def _free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of draft tokens would follow the load of this machine."""
+    monkeypatch.setattr(cpu_platform, "_packing_bytes", lambda **_: 0)
+    monkeypatch.setattr(cpu_platform, "measure_costs", lambda *_: StepCosts([(1, 1.0), (99, 1.0)]))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_word_model(tmp_path_factory.mktemp("target"))
+
+
+def drafts_of(model: str, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": 3, **more}
+
+
+def answers(llm: LLM) -> list[Any]:
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.0, logprobs=2),
+        SamplingParams(max_tokens=20, temperature=0.8, seed=3, n=2, top_p=0.95),
+        SamplingParams(max_tokens=20, temperature=1.2, seed=4, prompt_logprobs=1, stop=["word77"]),
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [
+        (answer.token_ids, answer.text, answer.finish_reason, answer.cumulative_logprob)
+        for output in outputs
+        for answer in output.outputs
+    ]
+
+
+@pytest.mark.usefixtures("_free")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_are_equal_and_a_model_is_always_right_about_itself(
+    target: str, overlap: bool
+) -> None:
+    plain = answers(LLM(target, overlap=overlap, **SETTINGS))
+    llm = LLM(target, overlap=overlap, speculative_config=drafts_of(target), **SETTINGS)
+    assert answers(llm) == plain
+    stats = llm.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
+    assert stats.accepted_per_position[0] == stats.num_drafts
+
+
+@pytest.mark.usefixtures("_free")
+def test_another_model_changes_no_answer(target: str, tmp_path: Path) -> None:
+    tiny_model("llama", seed=1, num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(
+        tmp_path
+    )
+    plain = answers(LLM(target, **SETTINGS))
+    config = json.dumps(drafts_of(str(tmp_path)))
+    llm = LLM(target, speculative_config=config, kv_cache_dtype="auto", **SETTINGS)
+    assert answers(llm) == plain
+    stats = llm.stats()
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.usefixtures("_free")
+def test_a_reset_of_the_cache_and_predictions_change_nothing(target: str) -> None:
+    plain = answers(LLM(target, **SETTINGS))
+    llm = LLM(target, speculative_config=drafts_of(target), **SETTINGS)
+    for _ in range(2):
+        assert answers(llm) == plain
+        llm.reset_prefix_cache()
+    (token_ids, *_), *_ = plain
+    prediction = {"prompt": PROMPTS[0], "prediction": token_ids}
+    (output,) = llm.generate([prediction], SamplingParams(max_tokens=20, temperature=0.0))
+    assert output.outputs[0].token_ids == token_ids
+
+
+def test_costs_of_the_drafter_are_measured(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pagespec"):
+        llm = LLM(target, speculative_config=drafts_of(target), **SETTINGS)
+    assert "CPU milliseconds of a drafter's pass: 1: " in caplog.text
+    assert answers(llm) == answers(LLM(target, **SETTINGS))
+
+
+@pytest.mark.usefixtures("_free")
+def test_the_kv_cache_has_space_for_both_models(target: str) -> None:
+    settings = {k: v for k, v in SETTINGS.items() if k != "num_blocks"}
+    settings |= {"memory_utilization": 1e-5, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
+    alone = LLM(target, **settings).num_blocks
+    both = LLM(target, speculative_config=drafts_of(target), **settings).num_blocks
+    assert 0.3 * alone < both < 0.7 * alone
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ({"model": "nowhere/at-all"}, {}, "nowhere/at-all"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: must be 1 with method draft"),
+        ({}, {"device": "cuda"}, "is supported on device cpu only"),
+        ({"num_speculative_tokens": 17}, {}, "num_speculative_tokens = 17: must be at most 16"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    target: str, config: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        LLM(target, speculative_config=drafts_of(target) | config, **SETTINGS | more)
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(target: str, tmp_path: Path) -> None:
+    tiny_model("mamba", max_position_embeddings=2048).save_pretrained(tmp_path)
+    with pytest.raises(InvalidInputError, match="must have attention only"):
+        LLM(target, speculative_config=drafts_of(str(tmp_path)), **SETTINGS)
