@@ -176,6 +176,8 @@ class StepCosts:
         measured: at least two pairs (number of tokens, seconds), ascending. Between them the cost
             is interpolated. Above the last it grows like its last part, or in proportion if that
             is more.
+        exposed_s: seconds that a step with draft tokens takes longer than one of as many tokens
+            without: host time that no step in flight overlaps, and other kernels.
         drafting: pairs (number of rows, seconds) of one pass of a second model, which drafts one
             token per row; at least two, or empty for a drafter without a model.
     """
@@ -184,9 +186,10 @@ class StepCosts:
         self,
         measured: Sequence[tuple[int, float]],
         *,
+        exposed_s: float = 0.0,
         drafting: Sequence[tuple[int, float]] = (),
     ) -> None:
-        self.measured = tuple(measured)
+        self.measured, self.exposed_s = tuple(measured), exposed_s
         self._drafting = StepCosts(drafting) if drafting else None
         self._tokens = [num_tokens for num_tokens, _ in measured]
         self._seconds: list[float] = []
@@ -224,8 +227,11 @@ class StepCosts:
         for k in range(1, most + 1):
             chance *= rate
             num_expected += chance
-            cost = self.of(num_rows * (k + 1) + num_others) + k * self.draft_s(num_rows)
-            speed = num_rows * num_expected / cost
+            speed = (
+                num_rows
+                * num_expected
+                / (self.of(num_rows * (k + 1) + num_others) + self.exposed_s)
+            )
             if speed > best_speed:
                 best, best_speed = k, speed
         return best

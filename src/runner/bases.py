@@ -133,6 +133,12 @@ class LocalRunner(ABC):
     def reset(self) -> None:
         """Wait for the queued steps, and invalidate everything cached about device state."""
 
+    @abstractmethod
+    def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
+        """Seconds of a step, and of host time that no step in flight overlaps if the next step is
+        planned after this one is collected. Called without steps in flight; the runner is reset
+        afterwards."""
+
     # With several ranks, rank 0 stages a step and all ranks launch it.
 
     @property

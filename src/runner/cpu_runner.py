@@ -114,14 +114,14 @@ class ModelRunner(LocalRunner):
         self._threads.add(time.perf_counter() - begin)
         return handle
 
-    def seconds_of(self, plan: StepPlan) -> float:
+    def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
         """CPU time of a step without its packing: the load of other processes hardly changes it, as
-        it changes the duration. Called without steps in flight; the runner is reset afterwards."""
+        it changes the duration. No host time is overlapped here, with or without draft tokens."""
         try:
             packed = self._pack(plan)
             begin = time.process_time()
             self._compute(packed, None)
-            return time.process_time() - begin
+            return time.process_time() - begin, 0.0
         finally:
             self.reset()
             self.pack_s = 0.0

@@ -13,6 +13,7 @@ from ..compile.captured_model import CapturedModel, CaptureOptions
 from ..disk_cache import cache_root
 from ..engine.config import EngineConfig
 from ..engine.outputs import EngineStats
+from ..engine.speculation import DEFAULT_COSTS, StepCosts
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.jit.cache_keys import read_triton_early
 from ..kernels.matmul.cublas import forbid_split_k, without_split_k
@@ -77,3 +78,12 @@ class GpuPlatform(Platform):
         from .gpu_startup import make_gpu_runner
 
         return make_gpu_runner(self.config, captured, stats, on_logits)
+
+    def step_costs(self, runner: LocalRunner, max_model_len: int) -> StepCosts:
+        """Measured, except by one of several ranks."""
+        drafts = self.config.speculation
+        if drafts is None or runner.captured.communicator.num_ranks > 1:
+            return DEFAULT_COSTS
+        from .step_costs import measure_costs
+
+        return measure_costs(runner, self.config, drafts, max_model_len)

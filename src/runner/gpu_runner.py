@@ -31,6 +31,8 @@ from .layout import StepShape
 from .pinned import IntArray, PinnedRing
 from .unpack_kernels import unpack, update_tables
 
+_NUM_REPLAYS = 4  # of a step whose duration is measured
+
 
 class GpuRunner(LocalRunner):
     """The runner on a GPU, with CUDA graphs once captured.
@@ -111,6 +113,32 @@ class GpuRunner(LocalRunner):
         self.pack_s += time.perf_counter() - begin
         return handle
 
+    def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
+        """The mean duration of replays of a step, and how much longer the host takes to pack,
+        launch and collect it. Scheduling and settling it are not included."""
+        try:
+            with self.step_context():
+                begin = time.perf_counter()
+                index, _, array = self._staging.take()
+                staged, array = self._pack(plan, array)
+                handle = self._launch(staged, index, array, None)
+                self._synchronize()
+                self._sampler.results(handle)
+                host_s = time.perf_counter() - begin
+                begin = time.perf_counter()
+                for _ in range(_NUM_REPLAYS):
+                    self._run(staged)
+                self._synchronize()
+                seconds = (time.perf_counter() - begin) / _NUM_REPLAYS
+            return seconds, max(0.0, host_s - seconds)
+        finally:
+            self.reset()
+            self.pack_s = 0.0
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _pack(self, plan: StepPlan, array: IntArray) -> tuple[StagedStep, IntArray]:
         shape = None
         if self._graphs is not None:
@@ -126,12 +154,15 @@ class GpuRunner(LocalRunner):
     ) -> GpuStepHandle:
         truncated, copies = send(self.buffers, staged, self._staging, index, array)
         self._copier.copy(copies)
-        if staged.is_captured and self._graphs is not None:
-            outputs = self._graphs.replay(staged.shape)
-        else:
-            outputs = self.run_staged(staged.shape)
+        outputs = self._run(staged)
         step = GpuStep(plan, staged, outputs, truncated, self._packer.store_rows)
         return self._sampler.sample_behind(step)
+
+    def _run(self, staged: StagedStep) -> StepOutputs:
+        """Queue the step that was sent last."""
+        if staged.is_captured and self._graphs is not None:
+            return self._graphs.replay(staged.shape)
+        return self.run_staged(staged.shape)
 
     def run_staged(self, shape: StepShape) -> StepOutputs:
         """Queue the step that is staged in this shape (initially zeros), and return its results for
@@ -162,8 +193,7 @@ class GpuRunner(LocalRunner):
         return self._sampler.results(handle)
 
     def reset(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._packer.reset()
         self._matchers.reset()
 
