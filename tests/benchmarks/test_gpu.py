@@ -11,7 +11,17 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _ON_CPU = (
-    *("bad_clients", "cpu", "crowd", "flood", "perplexity", "pictures", "policies", "scheduler"),
+    *(
+        "acceptance",
+        "bad_clients",
+        "cpu",
+        "crowd",
+        "flood",
+        "perplexity",
+        "pictures",
+        "policies",
+        "scheduler",
+    ),
     *("serve_streams", "shots", "tracing", "worker"),
 )
 """Scripts that need no GPU."""

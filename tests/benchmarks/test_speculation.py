@@ -15,20 +15,17 @@ from benchmarks.speculation import FreeDrafts, HostGaps, OracleDrafter, lines
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
+from pagespec.runner import cpu_platform
 
 CONFIG = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
 FREE_STEPS = StepCosts([(1, 1.0), (1000, 1.0)])
 
 
-def oracle(acceptance: float, fixed: int = 0) -> tuple[OracleDrafter, Request]:
-    answer = list(range(100, 2100))
-    drafter = OracleDrafter({(1, 2, 3): answer}, acceptance, 10_000, CONFIG, FREE_STEPS, fixed)
-    return drafter, Request("a", [1, 2, 3], SamplingParams(), max_num_tokens=9999, seed=0)
-
-
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.8, 1.0])
 def test_the_oracle_proposes_right_tokens_with_the_given_probability(acceptance: float) -> None:
-    drafter, request = oracle(acceptance, fixed=4)
+    answer = list(range(100, 2100))
+    drafter = OracleDrafter({(1, 2, 3): answer}, acceptance, 10_000, CONFIG, FREE_STEPS, fixed=4)
+    request = Request("a", [1, 2, 3], SamplingParams(), max_num_tokens=9999, seed=0)
     num_right = 0
     for token in range(100, 2100):
         drafts = drafter.propose(request)
@@ -36,18 +33,6 @@ def test_the_oracle_proposes_right_tokens_with_the_given_probability(acceptance:
         num_right += drafts[0] == token
         request.token_ids.append(token)
     assert num_right == pytest.approx(2000 * acceptance, abs=70)
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 1.0])
-def test_the_number_of_tokens_of_the_oracle_follows_acceptance(acceptance: float) -> None:
-    drafter, request = oracle(acceptance)
-    num_proposed = []
-    for token in range(100, 164):
-        drafter.begin(1, 1)
-        num_proposed.append(len(drafter.propose(request)))
-        drafter.note(request, num_proposed[-1], num_proposed[-1] if acceptance else 0)
-        request.token_ids.append(token)
-    assert sum(num_proposed[32:]) == (8 * 32 if acceptance else pytest.approx(1, abs=1))
 
 
 def test_gaps_are_the_time_without_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +47,20 @@ def test_gaps_are_the_time_without_a_step_in_flight(monkeypatch: pytest.MonkeyPa
     gaps.restart()
     runner.collect(None)
     assert gaps.seconds == 0
+
+
+def test_the_engine_chooses_the_number_of_draft_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_platform, "measure_costs", lambda *_: FREE_STEPS)
+    file = tmp_path / "ours.json"
+    sizes = {"prompt_tokens": 12, "output_tokens": 64, "repeat": 1}
+    speculation.pagespec("tiny", file, rows=[2], acceptance=[0.0, 1.0], k=0, **sizes)
+    _, wrong, right = json.loads(file.read_text())["cells"]
+    assert wrong["num_different"] == right["num_different"] == [0]
+    assert right["num_accepted_tokens"] == right["num_draft_tokens"] >= [2 * 48]
+    assert right["num_steps"][0] <= 16
+    assert wrong["num_accepted_tokens"] == [0]
 
 
 def test_a_tiny_model_is_measured_on_a_cpu(
