@@ -19,6 +19,7 @@ from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
 from .bases import LocalRunner
+from .cpu_runner import ModelRunner
 
 logger = logging.getLogger("pagespec")
 
