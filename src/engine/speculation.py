@@ -227,11 +227,7 @@ class StepCosts:
         for k in range(1, most + 1):
             chance *= rate
             num_expected += chance
-            speed = (
-                num_rows
-                * num_expected
-                / (self.of(num_rows * (k + 1) + num_others) + self.exposed_s)
-            )
+            speed = num_rows * num_expected / self.of(num_rows * (k + 1) + num_others)
             if speed > best_speed:
                 best, best_speed = k, speed
         return best

@@ -73,12 +73,6 @@ def test_one_size_gives_default_costs() -> None:
     assert measured(TimedRunner(1), max_num_seqs=8) is DEFAULT_COSTS
 
 
-def test_a_step_with_draft_tokens_must_make_up_for_what_it_exposes() -> None:
-    flat = [(1, 1.0), (100, 1.0)]
-    assert StepCosts(flat, exposed_s=0.5).best(4, 0, 0.8, 3) == 3  # 2.95 tokens in 1.5
-    assert StepCosts(flat, exposed_s=2.0).best(4, 0, 0.8, 3) == 0  # 2.95 tokens in 3
-
-
 @pytest.mark.usefixtures("passed_events")
 @pytest.mark.parametrize("kind", RUNNERS)
 def test_measuring_leaves_no_trace_in_the_runner(kind: str) -> None:
