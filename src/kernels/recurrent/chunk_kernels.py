@@ -401,9 +401,10 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
         if num_drafts is not None:  # chunks of draft tokens only have no entries
             has_own = own_left > 0
             is_first = token == begin
-        slot = tl.load(table + (position + (last - first - 1)) // interval, mask=has_own)
-        source = tl.load(table + tl.maximum(position - 1, 0) // interval, mask=is_first)
-        slot, source = slot.to(tl.int64), source.to(tl.int64)
+        slot = table + (position + (last - first - 1)) // interval
+        slot = tl.load(slot, mask=has_own).to(tl.int64)
+        source = table + tl.maximum(position - 1, 0) // interval
+        source = tl.load(source, mask=is_first).to(tl.int64)
         record = states + source * SLOT
         # All loads are issued before the first is waited for.
         tokens = (token - first).to(tl.int64) + index
