@@ -180,6 +180,8 @@ class StepCosts:
             without: host time that no step in flight overlaps, and other kernels.
         drafting: pairs (number of rows, seconds) of one pass of a second model, which drafts one
             token per row; at least two, or empty for a drafter without a model.
+        computes_again: whether accepted draft tokens are computed twice, as in a model with
+            recurrent layers.
     """
 
     def __init__(
@@ -188,9 +190,11 @@ class StepCosts:
         *,
         exposed_s: float = 0.0,
         drafting: Sequence[tuple[int, float]] = (),
+        computes_again: bool = False,
     ) -> None:
         self.measured, self.exposed_s = tuple(measured), exposed_s
         self._drafting = StepCosts(drafting) if drafting else None
+        self._computes_again = computes_again
         self._tokens = [num_tokens for num_tokens, _ in measured]
         self._seconds: list[float] = []
         for _, seconds in measured:  # a longer step is never cheaper: such a measurement is noise
@@ -227,7 +231,10 @@ class StepCosts:
         for k in range(1, most + 1):
             chance *= rate
             num_expected += chance
-            speed = num_rows * num_expected / self.of(num_rows * (k + 1) + num_others)
+            num_own = num_expected if self._computes_again else 1
+            num_tokens = round(num_rows * (num_own + k)) + num_others
+            cost = self.of(num_tokens) + self.exposed_s + k * self.draft_s(num_rows)
+            speed = num_rows * num_expected / cost
             if speed > best_speed:
                 best, best_speed = k, speed
         return best

@@ -74,7 +74,12 @@ def measure_costs(
         passes = [(n, _pass_seconds(runner, n)) for n in _NUM_ROWS if n <= num_rows]
         logger.info("draft tokens: milliseconds of a drafter's pass: %s", _shown(passes))
     drafting = passes if len(passes) > 1 else ()
-    return StepCosts(measured, exposed_s=exposed_s, drafting=drafting)
+    return StepCosts(
+        measured,
+        exposed_s=exposed_s,
+        drafting=drafting,
+        computes_again=bool(runner.captured.loaded.recurrent),
+    )
 
 
 def _measure(runner: LocalRunner, num_tokens: int, width: int) -> tuple[float, float]:

@@ -138,6 +138,14 @@ def test_recurrent_layers_are_refused() -> None:
 # Costs --------------------------------------------------------------------------------------------
 
 
+def test_draft_tokens_that_are_computed_twice_cost_more() -> None:
+    measured = [(1, 1.0), (101, 101.0)]  # in proportion to the tokens
+    flat = [(1, 1.0), (3, 1.0), (101, 99.0)]
+    for given, once, twice in ((measured, 0, 0), (flat, 2, 1)):
+        assert StepCosts(given).best(1, 0, 0.9, 4) == once
+        assert StepCosts(given, computes_again=True).best(1, 0, 0.9, 4) == twice
+
+
 def test_costs_are_interpolated_and_grow_beyond_the_last() -> None:
     costs = StepCosts([(1, 1.0), (3, 2.0), (5, 1.5), (9, 10.0)])
     assert [costs.of(n) for n in (1, 2, 3)] == [1.0, 1.5, 2.0]
