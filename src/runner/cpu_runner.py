@@ -72,7 +72,7 @@ class ModelRunner(LocalRunner):
         **settings: Any,
     ) -> None:
         super().__init__(captured, **settings)
-        # Recurrent layers must be told where draft tokens begin.
+        # Recurrent layers need the place where draft tokens begin.
         takes_drafts = not captured.loaded.recurrent or "num_drafts" in self._layout.input_names(
             "host"
         )

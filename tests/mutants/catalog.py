@@ -446,10 +446,8 @@ MUTANTS = [
         0,
         "the budget reserves a token for a request that must settle first",
         "Planner._budget_behind",
-        "other is not request and other.num_total - other.num_dispatched == 1 and "
-        "(other.num_total != other.max_num_tokens) and (not other.must_settle)",
-        "other is not request and other.num_total - other.num_dispatched == 1 and "
-        "(other.num_total != other.max_num_tokens)",
+        "not other.must_settle",
+        "True",
     ),
     Mutant(
         0,
@@ -717,8 +715,29 @@ MUTANTS = [
         0,
         "an accepted draft token is computed again",
         "Scheduler._take_more",
-        "request.num_computed += 1",
+        "request.num_computed += num_computed",
         "",
+    ),
+    Mutant(
+        0,
+        "an accepted draft token counts as computed although its state was not kept",
+        "Scheduler._take_more",
+        "1 if self.blocks.states is None else 0",
+        "1",
+    ),
+    Mutant(
+        0,
+        "no token is reserved for a decode with accepted draft tokens to compute again",
+        "Planner._budget_behind",
+        "self._drafter is not None and self._computes_again(other)",
+        "False",
+    ),
+    Mutant(
+        0,
+        "an interval that begins in the blocks of rejected draft tokens has no state slot",
+        "Planner._serve",
+        "self._drafter is not None and self._blocks.states is not None",
+        "False",
     ),
     Mutant(
         0,
