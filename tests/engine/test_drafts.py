@@ -47,9 +47,10 @@ def scheduler_with(
     block_size: int = 4,
     budget: int = 16,
     depth: int = 0,
+    **states: int,
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(num_blocks, block_size),
+        BlockManager(num_blocks, block_size, **states),
         max_num_seqs=4,
         max_num_batched_tokens=budget,
         pipeline_depth=depth,
@@ -108,6 +109,60 @@ def test_settling_takes_the_samples_up_to_the_first_wrong_draft(
     assert scheduler.last_accepted == [("a", len(taken) - 1)]
     check_state(scheduler)
     assert rows(planned(scheduler))[0][:2] == ("a", counters)  # from the last accepted on
+
+
+STATES = {"num_state_slots": 5, "state_interval": 4}
+
+
+def test_with_recurrent_layers_accepted_drafts_are_computed_again() -> None:
+    drafter = FixedDrafts(5, 6, 7)
+    scheduler = scheduler_with(drafter, **STATES)
+    request = added(scheduler)
+    plan = planned(scheduler)
+    assert plan.state_tables == {0: (0,)}  # the last draft token would begin an interval
+    scheduler.commit(plan, (5, 6, 8, 8))
+    assert request.output_token_ids == [5, 6, 8]
+    assert (request.num_computed, request.num_dispatched, request.num_total) == (2, 2, 5)
+    check_state(scheduler)
+    drafter.drafts = (3,)
+    plan = planned(scheduler)
+    assert rows(plan) == [("a", 2, 4, 2)]
+    assert tuple(plan.token_ids) == (5, 6, 8, 3)
+    assert plan.new_state_slots == {0: (1,)}
+    assert scheduler.commit(plan, (4, 4)) == []
+    assert (request.num_computed, request.num_dispatched, request.num_total) == (5, 5, 6)
+    check_state(scheduler)
+    assert rows(planned(scheduler)) == [("a", 5, 2, 2)]
+
+
+def test_an_interval_may_begin_in_a_block_of_rejected_drafts() -> None:
+    drafter = FixedDrafts(5, 6, 7)
+    scheduler = scheduler_with(drafter, block_size=2, **STATES)
+    request = added(scheduler, prompt=[1, 2, 3])
+    scheduler.commit(planned(scheduler), (9 - 1, 0, 0, 0))
+    assert (len(request.block_table), request.num_computed) == (3, 3)
+    drafter.drafts = ()
+    scheduler.commit(planned(scheduler), (1,))
+    plan = planned(scheduler)  # position 4, for which the table has a block
+    assert (rows(plan), plan.new_blocks) == ([("a", 4, 1, 1)], {})
+    assert plan.new_state_slots == {0: (1,)}
+
+
+def test_an_older_prompt_does_not_delay_accepted_drafts() -> None:
+    drafter = FixedDrafts(5, 6)
+    scheduler = scheduler_with(drafter, budget=6, **STATES)
+    older = added(scheduler, "older", prompt=[1] * 20, max_num_tokens=22)
+    scheduler.pause("older")
+    request = added(scheduler)
+    scheduler.commit(planned(scheduler), (5, 6, 7))
+    assert request.num_total - request.num_computed == 3
+    scheduler.resume("older")
+    drafter.drafts = ()
+    for end in (3, 4):  # one of the tokens in each step
+        plan = planned(scheduler)
+        assert rows(plan) == [("older", older.num_computed, 5, 0), ("a", end - 1, 1, 0)]
+        scheduler.commit(plan, ())
+        assert request.num_computed == end
 
 
 @pytest.mark.parametrize("stop", ["token", "string", "length"])
