@@ -16,7 +16,7 @@ from ..engine.runner import DraftObserver
 from ..engine.structured_outputs import StructuredOutputs
 from ..engine.text.reasoning import Phase, ReasoningTracker
 from .grammars import Grammars
-from .matchers import consume_all
+from .matchers import MAX_DRAFT_MASKS, consume_all
 
 
 @dataclass(slots=True)
@@ -50,18 +50,23 @@ class ForcedDrafter(DraftObserver):
     Args:
         grammars: the runner's compiled constraints.
         other: the other drafter. Its limits hold for forced tokens too.
+        max_draft_masks: most draft tokens of constrained requests per step, oldest requests first.
     """
 
-    def __init__(self, grammars: Grammars, other: PredictionDrafter) -> None:
+    def __init__(
+        self, grammars: Grammars, other: PredictionDrafter, max_draft_masks: int = MAX_DRAFT_MASKS
+    ) -> None:
         self.max_draft_tokens = other.max_draft_tokens
         self.max_wanted_drafts = other.max_wanted_drafts
         self._grammars, self.other = grammars, other
+        self._max_draft_masks = self._num_left = max_draft_masks
         self._followed: dict[str, _Followed] = {}
 
     def wants_drafts(self, running: Sequence[Request], num_others: int) -> bool:
         return self.other.wants_drafts(running, num_others)
 
     def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
+        self._num_left = self._max_draft_masks
         self.other.begin(requests, num_tokens)
 
     def propose(self, request: Request) -> Sequence[int]:
@@ -69,16 +74,19 @@ class ForcedDrafter(DraftObserver):
         outputs = request.sampling_params.structured_outputs
         if outputs is None:
             return guesses
-        most = self.other.num_if_right
+        most = min(self.other.num_if_right, self._num_left)
+        guesses = guesses[: self._num_left]
         if not (guesses or most):
             return guesses
+        found: Sequence[int] = guesses
         try:
-            return self._with_forced(request, outputs, list(guesses), most)
+            found = self._with_forced(request, outputs, list(guesses), most)
         except BaseException as error:  # a drafter must not end a request
             if not (isinstance(error, Exception) or _is_panic(error)):
                 raise
             self._followed[request.request_id] = _Followed(None, None)
-            return guesses
+        self._num_left -= len(found)
+        return found
 
     def wanted(self, request: Request) -> int:
         return self.other.wanted(request)

@@ -37,7 +37,9 @@ IntArray = NDArray[np.int32]
 # A mask takes some 30 us. Waking a thread on each of many cores took longer than 64 masks.
 _MAX_THREADS = 8
 _FEW_MASKS = 64
-
+MAX_DRAFT_MASKS = 512
+"""Most draft tokens of constrained requests per step: each needs a mask, of one bit per id. With
+two steps in flight and two masks per running request, masks take some tens of megabytes."""
 
 _MADE: Future[None] = Future()
 _MADE.set_result(None)

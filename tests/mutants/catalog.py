@@ -1194,4 +1194,18 @@ MUTANTS = [
         "isinstance(self.drafter, DraftObserver)",
         "False",
     ),
+    Mutant(
+        0,
+        "masks behind draft tokens are not bounded",
+        "ForcedDrafter.propose",
+        "self._num_left -= len(found)",
+        "pass",
+    ),
+    Mutant(
+        0,
+        "the bound of masks holds for one step only",
+        "ForcedDrafter.begin",
+        "self._num_left = self._max_draft_masks",
+        "pass",
+    ),
 ]

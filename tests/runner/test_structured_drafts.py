@@ -17,7 +17,9 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
+from pagespec.structured import matchers
 from pagespec.structured.forced import ForcedDrafter
+from pagespec.structured.matchers import MAX_DRAFT_MASKS
 from tests.runner.test_structured import (
     BLOCK_SIZE,
     MAX_NUM_SEQS,
@@ -63,10 +65,11 @@ def serve(
     overlap: bool = True,
     num_blocks: int = 200,
     budget: int = 24,
+    max_draft_masks: int = MAX_DRAFT_MASKS,
 ) -> Engine:
     runner = make_runner("cpu", num_blocks, overlap)
     if isinstance(drafter, PredictionDrafter):
-        drafter = ForcedDrafter(runner.grammars, drafter)
+        drafter = ForcedDrafter(runner.grammars, drafter, max_draft_masks)
     scheduler = Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE),
         max_num_seqs=MAX_NUM_SEQS,
@@ -160,10 +163,25 @@ def test_masks_behind_draft_tokens_are_given_back() -> None:
     answers = {name: tokens for name, (tokens, *_) in plain.items()}
     requests, _ = mixed_requests(2, 30, 30, share=1.0)
     engine = serve(requests, Guesses(answers, 0.8))
-    matchers = engine.runner._matchers  # type: ignore[attr-defined]
-    kept = [text.mask for text in matchers._texts.values()]
-    assert sorted([*matchers._free, *matchers._leaving, *kept]) == list(range(len(matchers._bits)))
-    assert len(matchers._bits) <= max(64, 2 * 2 * MAX_NUM_SEQS * 6)
+    found = engine.runner._matchers  # type: ignore[attr-defined]
+    kept = [text.mask for text in found._texts.values()]
+    assert sorted([*found._free, *found._leaving, *kept]) == list(range(len(found._bits)))
+    assert len(found._bits) <= max(64, 2 * 2 * MAX_NUM_SEQS * 6)
+
+
+def test_memory_of_masks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two masks per running request, and those behind draft tokens of two steps."""
+    monkeypatch.setattr(matchers, "_FEW_MASKS", 1)
+    bound = 12
+    requests, _ = mixed_requests(2, 30, 30, share=1.0)
+    plain = seen(serve(requests), requests)
+    requests, _ = mixed_requests(2, 30, 30, share=1.0)
+    engine = serve(requests, ngram(), max_draft_masks=bound)
+    assert seen(engine, requests) == plain
+    assert engine.scheduler.draft_counts.num_accepted_tokens > 20
+    num_masks = len(engine.runner._matchers._bits)  # type: ignore[attr-defined]
+    most = 2 * MAX_NUM_SEQS + 2 * bound
+    assert num_masks < 2 * most, "the memory doubles when it is full"
 
 
 def test_forced_tokens_are_accepted_without_another_drafter() -> None:

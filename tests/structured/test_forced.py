@@ -194,3 +194,31 @@ def test_no_forced_token_is_proposed_where_none_pays() -> None:
     drafter = ForcedDrafter(GRAMMARS, other)
     assert proposed(drafter, make("xyzb")) == []
     assert not drafter._followed, "no matcher is made"
+
+
+def test_draft_tokens_of_constrained_requests_are_bounded_per_step() -> None:
+    """Each needs a mask, so they would be gigabytes for many requests and a large vocabulary."""
+    drafter = ForcedDrafter(GRAMMARS, Scripted([X]), max_draft_masks=10)
+    requests = [make("xyzb") for _ in range(4)]
+    for i, request in enumerate(requests):
+        request.info = replace(request.info, request_id=str(i))
+    for _ in range(2):  # the bound is per step
+        drafter.begin(4, 4)
+        found = [list(drafter.propose(request)) for request in requests]
+        assert found == [[X, Y, Z, B], [X, Y, Z, B], [X, Y], []]
+    drafter.other.guesses = [X, Y, Z]  # type: ignore[attr-defined]
+    drafter.begin(4, 4)
+    assert [len(drafter.propose(request)) for request in requests] == [4, 4, 2, 0]
+    assert len(drafter.propose(make(None))) == 3, "others are not"
+
+
+def test_an_error_of_the_grammar_does_not_exceed_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise ValueError("too many items")
+
+    monkeypatch.setattr(Grammars, "matcher", failing)
+    drafter = ForcedDrafter(GRAMMARS, Scripted([X, Y, Z]), max_draft_masks=4)
+    drafter.begin(2, 2)
+    assert [len(drafter.propose(make("xyzb"))) for _ in range(3)] == [3, 1, 0]
