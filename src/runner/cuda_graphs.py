@@ -3,7 +3,8 @@ memory pool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from ..compile.step_inputs import MIN_SIZE, StepOutputs
 from .layout import StepShape
 
+_Key = TypeVar("_Key")
 _FEW_ROWS = 8
 _MAX_TOKENS_OF_FEW_ROWS = 2048
 _MANY_ROWS = 256  # from here on a matmul's time grows with the number of tokens
@@ -78,6 +80,9 @@ class StepGraphs:
     Args:
         run: queues one step of that shape and returns its results, contiguous. It must access
             tensors only at fixed addresses, and must not wait.
+
+    Attributes:
+        pool: the memory of the graphs.
     """
 
     def __init__(
@@ -92,13 +97,13 @@ class StepGraphs:
             key=lambda shape: (shape.num_rows, shape.num_tokens),
         )
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = torch.cuda.graph_pool_handle()
         bar = tqdm(sorted(set(shapes), reverse=True), desc="capture CUDA graphs", disable=None)
         for shape in bar:
             # Kernels that are compiled or loaded at their first call must exist before the capture.
             run(shape)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 results = run(shape)
             # If owned, the results of all shapes would stay allocated at the same time. The pool
             # lives as long as its graphs, so a non-owning view suffices to read the results of a
@@ -127,3 +132,18 @@ class StepGraphs:
         graph, results = self._graphs[shape]
         graph.replay()
         return results
+
+
+def capture_calls(
+    calls: Mapping[_Key, Callable[[], None]], pool: Any
+) -> dict[_Key, torch.cuda.CUDAGraph]:
+    """A graph of each call, in order. The calls return nothing: their results are at addresses
+    outside of the pool, which they share with other graphs."""
+    graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+    for key, run in tqdm(calls.items(), desc="capture CUDA graphs of drafting", disable=None):
+        run()
+        graphs[key] = graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+    torch.cuda.synchronize()
+    return graphs

@@ -23,11 +23,13 @@ from ..engine.plan import StepPlan, StepResult
 from ..kernels.matmul.cublas import fp32_accumulation
 from .bases import LocalRunner
 from .block_copies import BlockCopier
+from .cpu_drafting import DraftModel
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
+from .gpu_drafting import DRAFT_FIELDS, GpuDrafting
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStep, GpuStepHandle, GpuStepSampler
-from .layout import StepShape
+from .layout import Layout, StepShape
 from .pinned import IntArray, PinnedRing
 from .unpack_kernels import unpack, update_tables
 
@@ -39,6 +41,7 @@ class GpuRunner(LocalRunner):
 
     Args:
         transparent: whether matmuls keep float32 accumulators.
+        draft_model: drafts tokens behind the rows of plans that want some; None: no plan does.
         settings: see :class:`.LocalRunner`, all sizes. With recurrent layers, requests have at most
             ``max_num_blocks * block_size`` tokens.
 
@@ -53,12 +56,14 @@ class GpuRunner(LocalRunner):
         *,
         overlap: bool = True,
         transparent: bool = True,
+        draft_model: DraftModel | None = None,
         **settings: Any,
     ) -> None:
         check_interval(captured.loaded.recurrent, settings.get("state_interval", 0))
         super().__init__(captured, overlap=overlap, **settings)
         self.max_num_samples = self._max_num_rows
-        self._copier = BlockCopier(self.kv_caches)
+        if draft_model is not None:
+            self._layout = Layout((*captured.fields, *DRAFT_FIELDS))
         self._device, self._transparent = captured.loaded.device, transparent
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
         num_staged = StepBuffers.elements_to_stage(num_tokens, num_rows, self._layout)
@@ -81,6 +86,17 @@ class GpuRunner(LocalRunner):
         num_steps = self.pipeline_depth + 2
         self._staging = PinnedRing(num_steps, num_staged, torch.int32)
         self._graphs: StepGraphs | None = None
+        self.drafting: GpuDrafting | None = None
+        if draft_model is not None:
+            self.drafting = GpuDrafting(
+                draft_model,
+                b,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                num_results=num_steps,
+            )
+        own_caches = () if self.drafting is None else self.drafting.kv_caches
+        self._copier = BlockCopier([*self.kv_caches, *own_caches])
         self._sampler = GpuStepSampler(
             captured,
             b,
@@ -89,6 +105,7 @@ class GpuRunner(LocalRunner):
             max_model_len=b.width * self.block_size,
             processed_logprobs=self._has_processed_logprobs,
             on_logits=self._on_logits,
+            drafting=self.drafting,
         )
         self._matchers = self._sampler.matchers
 
@@ -170,8 +187,10 @@ class GpuRunner(LocalRunner):
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
-            logits, hidden, _ = self._forward(inputs)
+            logits, hidden, _ = outputs = self._forward(inputs)
             self._sampler.sample(logits)
+            if self.drafting is not None:
+                self.drafting.keep_states(outputs)
         return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 
     def _sample_constrained(self, handle: GpuStepHandle | None = None) -> None:
@@ -227,6 +246,8 @@ class GpuRunner(LocalRunner):
     def close(self) -> None:
         """NCCL's communicator does not end before the graphs that call it."""
         self._graphs = None
+        if self.drafting is not None:
+            self.drafting.close()
 
     # Warm-up ----------------------------------------------------------------------------------
 
@@ -240,15 +261,21 @@ class GpuRunner(LocalRunner):
             if name != "logits_to_keep":
                 tensor.zero_()
         self.run_staged(shape)
+        if self.drafting is not None:
+            with torch.inference_mode():
+                self.drafting.run_blank(shape)
 
     def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
         """Capture steps of these shapes. Steps that fit none of them run uncaptured."""
         with self.step_context():
             self._graphs = StepGraphs(self.run_staged, shapes)
+            if self.drafting is not None:
+                self.drafting.capture(shapes, self._graphs.pool)
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs) if self._graphs is not None else 0
+        num_drafting = 0 if self.drafting is None else self.drafting.num_graphs
+        return num_drafting + (len(self._graphs) if self._graphs is not None else 0)
 
     def run_worst_case(self) -> None:
         """Compute a step with the most tokens and rows, all padding, and sample."""
@@ -272,6 +299,9 @@ class GpuRunner(LocalRunner):
             if b.state_store is not None:
                 b.state_store.fill_(self.num_state_slots)
             outputs = self._forward(inputs)
+            if self.drafting is not None:
+                self.drafting.keep_states(outputs)
+                self.drafting.run_worst_case(shape)
             b.staged.zero_()
             self._sampler.run_worst_case(outputs, shape)
             torch.cuda.synchronize()

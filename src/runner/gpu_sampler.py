@@ -8,7 +8,7 @@ and log-probabilities. Only constrained rows wait, for bitmasks that the host co
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ..structured.matchers import ConstrainedRows, Masks
 from .bases import OnLogits
 from .constrained import LateMatchers
 from .device_buffers import StepBuffers
+from .gpu_drafting import GpuDrafting, QueuedDrafts
 from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import StagedStep
@@ -44,6 +45,7 @@ class GpuStepHandle:
         constrained: rows that are sampled once their bitmasks are computed. Until then there is no
             ``event`` and no ``logprobs``.
         failures, failed_samples: see :class:`.StepResult`.
+        drafts: draft tokens that the plan wants.
     """
 
     token_ids: Tensor
@@ -53,6 +55,7 @@ class GpuStepHandle:
     num_logprobs: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     failed_samples: dict[str, int] = field(default_factory=dict)
+    drafts: QueuedDrafts | None = None
 
     def is_computed(self, wait_s: float) -> bool:
         """Whether the step has been computed, after at most ``wait_s`` seconds."""
@@ -92,6 +95,7 @@ class GpuStepSampler:
             flight.
         max_model_len: most tokens per request, or slightly more.
         processed_logprobs, on_logits: see :class:`.LocalRunner`.
+        drafting: drafts behind each step; None: no plan wants draft tokens.
 
     Attributes:
         edits: for edited rows. matchers: for constrained rows.
@@ -107,9 +111,11 @@ class GpuStepSampler:
         max_model_len: int,
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
+        drafting: GpuDrafting | None = None,
     ) -> None:
         num_tokens, num_rows = buffers.num_tokens, buffers.num_rows
         self._captured, self._buffers, self._on_logits = captured, buffers, on_logits
+        self._drafting = drafting
         self._ring = PinnedRing(num_results, num_rows, torch.int64)
         self._results = Results(self._ring.tensor, buffers.result_row)
         self._logprobs = GpuLogprobs(
@@ -156,16 +162,17 @@ class GpuStepSampler:
             self._ring.tensor[staged.result_row, : staged.num_sampled], constrained
         )
         step = step._replace(outputs=StepOutputs(logits, hidden), handle=handle)
-        self.matchers.begin(step, self.finish)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
+        self.matchers.begin(step, self.finish)
         return handle
 
     def results(self, handle: GpuStepHandle) -> StepResult:
         """The results of a computed step."""
         found = handle.logprobs
         logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
-        return self.matchers.result(handle, logprobs)
+        result = self.matchers.result(handle, logprobs)
+        return result if handle.drafts is None else replace(result, drafts=handle.drafts.read())
 
     # Its parts --------------------------------------------------------------------------------
 
@@ -192,6 +199,8 @@ class GpuStepSampler:
                 *(logits, b.sampled, truncated, *fields, hidden),
             )
             handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
+        if self._drafting is not None and plan is not None:
+            handle.drafts = self._drafting.queue(plan, staged.shape, staged.result_row)
         handle.event = self._ring.release(staged.result_row)
 
     def _take_rank_0_tokens(self, num_rows: int) -> None:
