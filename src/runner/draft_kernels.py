@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -127,7 +126,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     if sample_bounds is None:
         first_sample = row
         num_samples = tl.minimum(end - begin, 1)
-        following = tl.full((), 0, tl.int64)
+        following = (row * 0).to(tl.int64)
     else:
         first_sample = tl.load(sample_bounds + row)
         num_samples = tl.load(sample_bounds + row + 1) - first_sample
@@ -135,7 +134,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
 
     num_accepted = num_samples * 0
     is_right = num_samples > 1
-    for i in range(0, num_samples - 1):
+    for i in range(num_samples - 1):
         draft = tl.load(input_ids + end - num_samples + 1 + i)
         is_right = is_right & (draft == tl.load(sampled + first_sample + i))
         num_accepted += is_right.to(tl.int32)
@@ -162,16 +161,10 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(table_rows + row, tl.load(packed_table_rows + row))
 
 
-def accept(
-    d: DraftBuffers, b: StepBuffers, shape: StepShape, packed: Mapping[str, Tensor], is_shifted: bool
-) -> None:
-    """Begin drafting behind a step that was sampled: which draft tokens are accepted, and where
-    each row goes on. ``is_shifted``: also write ``d.next_ids``.
-
-    Args:
-        packed: the fields that the host sent for the step.
-    """
-    inputs = b.inputs(shape)
+def accept(d: DraftBuffers, b: StepBuffers, shape: StepShape, *, is_shifted: bool) -> None:
+    """Begin drafting behind a step of this shape that was sampled: which draft tokens are accepted,
+    and where each row goes on. ``is_shifted``: also write ``d.next_ids``."""
+    packed, inputs = b.packed(shape), b.inputs(shape)
     _accept_kernel[(shape.num_rows,)](
         inputs.query_starts, packed["table_rows"], packed["num_wanted"],
         packed.get("sample_bounds"), packed.get("next_token_ids"),

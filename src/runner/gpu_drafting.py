@@ -34,6 +34,8 @@ from .draft_kernels import DraftBuffers, accept, keep, place
 from .layout import PlanArrays, StepShape
 from .pinned import IntArray
 
+MOST_CALLS_PER_SHAPE: Final = 3
+"""Most calls, and graphs, of the drafter behind steps of one shape."""
 _NUM_TIMED = 5
 
 
@@ -164,7 +166,9 @@ class GpuDrafting:
         found = self._results[result_row, :num_rows]
         found.copy_(self._own.tokens[:num_rows], non_blocking=True)
         ids = plan.requests
-        return QueuedDrafts(found, tuple((row, ids[row].request_id, n) for row, n in wanted.items()))
+        return QueuedDrafts(
+            found, tuple((row, ids[row].request_id, n) for row, n in wanted.items())
+        )
 
     def _call(self, call: DraftCall) -> None:
         graph = self._graphs.get(call)
@@ -185,7 +189,7 @@ class GpuDrafting:
 
     def _run_step(self, shape: StepShape, *, has_logits: bool) -> None:
         b, own, states = self._step, self._own, None
-        accept(own, b, shape, b.packed(shape), self._is_shifted)
+        accept(own, b, shape, is_shifted=self._is_shifted)
         num_kept = shape.num_rows if has_logits else MIN_SIZE
         kept = own.last_tokens[:num_kept]
         inputs = replace(b.inputs(shape), logits_to_keep=kept)
@@ -244,7 +248,7 @@ class GpuDrafting:
             self.run(call)
 
     def capture(self, shapes: Sequence[StepShape], pool: object) -> None:
-        """Capture the calls behind steps of these shapes, into the memory of the target's graphs."""
+        """Capture the calls behind steps of these shapes, in the memory of the target's graphs."""
         calls = sorted(self.calls(shapes), reverse=True)
         self._graphs = capture_calls({call: partial(self.run, call) for call in calls}, pool)
         self._buckets = tuple(sorted(shape.num_rows for shape in shapes if shape.is_decode))

@@ -123,9 +123,7 @@ class GpuStepPacker:
         )
         # Blocks for draft tokens are behind the row's position: they are written like those of a
         # mixed step.
-        is_growing = (
-            packed_shape.is_decode and bool(plan.new_blocks) and not plan.wanted_drafts
-        )
+        is_growing = packed_shape.is_decode and bool(plan.new_blocks) and not plan.wanted_drafts
         new_blocks = np.full(num_rows, -1, np.int32) if is_growing else None
         where, ids = self._tables.pending_writes(plan, new_blocks)
         step = PlanArrays(

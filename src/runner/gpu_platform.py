@@ -73,11 +73,10 @@ class GpuPlatform(Platform):
         on_logits: OnLogits | None,
         drafter: CapturedDrafter | None = None,
     ) -> tuple[LocalRunner, int]:
-        assert drafter is None, "refuse_device comes first"
         self._reading.join()
         from .gpu_startup import make_gpu_runner
 
-        return make_gpu_runner(self.config, captured, stats, on_logits)
+        return make_gpu_runner(self.config, captured, stats, on_logits, drafter)
 
     def step_costs(self, runner: LocalRunner, max_model_len: int) -> StepCosts:
         """Measured, except by one of several ranks."""

@@ -277,6 +277,14 @@ class GpuRunner(LocalRunner):
         num_drafting = 0 if self.drafting is None else self.drafting.num_graphs
         return num_drafting + (len(self._graphs) if self._graphs is not None else 0)
 
+    def seconds_of_drafting(self, num_rows: int) -> float:
+        """The seconds by which each draft token of a second model delays a step of ``num_rows``
+        rows, behind which it drafts; 0 without one."""
+        if self.drafting is None:
+            return 0.0
+        with self.step_context():
+            return self.drafting.seconds_of_drafting(num_rows)
+
     def run_worst_case(self) -> None:
         """Compute a step with the most tokens and rows, all padding, and sample."""
         b = self.buffers

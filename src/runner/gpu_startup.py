@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..compile.captured_drafter import CapturedDrafter
 from ..compile.captured_model import CapturedModel
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
@@ -17,6 +18,7 @@ from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused
 from .bases import OnLogits, runner_settings
 from .cuda_graphs import default_buckets, mixed_shapes
+from .gpu_drafting import MOST_CALLS_PER_SHAPE
 from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
 from .kv_budget import GIB, CacheSize, size_cache
@@ -27,9 +29,16 @@ logger = logging.getLogger("pagespec")
 
 
 def make_gpu_runner(
-    config: EngineConfig, captured: CapturedModel, stats: EngineStats, on_logits: OnLogits | None
+    config: EngineConfig,
+    captured: CapturedModel,
+    stats: EngineStats,
+    on_logits: OnLogits | None,
+    drafter: CapturedDrafter | None = None,
 ) -> tuple[GpuRunner, int]:
     """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
+
+    Args:
+        drafter: drafts behind the rows of plans, with caches for the same blocks.
 
     Returns:
         The runner, and the most tokens per request.
@@ -38,7 +47,12 @@ def make_gpu_runner(
         InvalidInputError: the allowed memory is too small.
     """
     device = captured.loaded.device
-    shapes = _shapes(config, captured)
+    shapes, draft_bytes, graphs_per_step = _shapes(config, captured), 0, 1
+    if drafter is not None:
+        draft_bytes = drafter.bytes_per_block(config.block_size)
+        graphs_per_step += MOST_CALLS_PER_SHAPE
+        if not _can_capture(drafter.captured):
+            shapes = ()
     has_states = bool(captured.loaded.recurrent)
 
     def make(size: CacheSize) -> GpuRunner:
@@ -48,6 +62,7 @@ def make_gpu_runner(
             overlap=config.overlap is not False,
             transparent=config.transparent,
             on_logits=on_logits,
+            draft_model=drafter,
         )
 
     with stats.timed("kv_cache"), oom_as_input_error(config), gc_paused():
@@ -57,13 +72,14 @@ def make_gpu_runner(
         longest = config.max_model_len or captured.loaded.max_position_embeddings
         trial = make(CacheSize(MIN_SIZE, int(has_states), longest, 0, 0))
         _build_kernels(trial, device, shapes)
+        num_graphs = graphs_per_step * len(shapes)
         profile = profile_memory(
-            config, device, trial.run_worst_case, trial.run_prompt_chunk, len(shapes)
+            config, device, trial.run_worst_case, trial.run_prompt_chunk, num_graphs
         )
         del trial
         torch.cuda.empty_cache()
         left = profile.left_for_kv, profile.left_on_device
-        size = size_cache(config, captured, *left, "left on the GPU")
+        size = size_cache(config, captured, *left, "left on the GPU", draft_bytes)
         runner = make(size)
     with stats.timed("graphs"), oom_as_input_error(config), gc_paused():
         before = torch.cuda.mem_get_info(device)[0]
@@ -130,11 +146,15 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     return calls
 
 
+def _can_capture(captured: CapturedModel) -> bool:
+    """The reference of attention waits for the device, and the module itself may wait."""
+    attention = captured.attention
+    return captured.compile != "eager" and attention is not None and attention.capturable
+
+
 def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, ...]:
     """The shapes of steps to capture."""
-    attention = captured.attention
-    # The reference waits for the device, and the module itself may wait: neither can be captured.
-    if captured.compile == "eager" or attention is None or not attention.capturable:
+    if not _can_capture(captured):
         return ()
     sizes = config.graph_batch_sizes
     if sizes is None:
