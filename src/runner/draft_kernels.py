@@ -148,9 +148,10 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
 
     if next_ids is not None:
         for at in range(begin, end, CHUNK):
-            i = at + tl.arange(0, CHUNK)
-            behind = tl.load(input_ids + i + 1, mask=i + 1 < end, other=0)
-            tl.store(next_ids + i, tl.where(i == last, following, behind), mask=i < end)
+            token = at + tl.arange(0, CHUNK)
+            behind = tl.load(input_ids + token + 1, mask=token + 1 < end, other=0)
+            behind = tl.where(token == last, following, behind)
+            tl.store(next_ids + token, behind, mask=token < end)
     position = tl.load(position_ids + last)
     tl.store(last_tokens + row, last.to(tl.int64))
     tl.store(ids + row, following)
