@@ -86,24 +86,44 @@ class CapturedDrafter:
         a draft model. Which of the two is known by their width.
         """
         run, own = self.captured.bind(kv_caches, NO_STATES), self.drafter
-        vocab_size, combine = own.loaded.vocab_size, own.combine
-        is_smaller = own.kind == "draft_model" and vocab_size < own.target_vocab_size
+        complete = self._completed()
 
         def forward(inputs: StepInputs, hidden: Tensor | None) -> DraftOutputs:
-            if is_smaller:
-                ids = inputs.input_ids.clamp(max=vocab_size - 1)
-                inputs = replace(inputs, input_ids=ids)
-            if hidden is not None:
-                if combine is not None and hidden.shape[1] == combine.in_features:
-                    hidden = combine(hidden)
-                inputs = replace(inputs, more={**inputs.more, HIDDEN_STATES: hidden})
-            logits, before_head, aux = run(inputs)
+            logits, before_head, aux = run(complete(inputs, hidden))
             logits = on_target_ids(logits, own.token_ids, own.target_vocab_size)
             if not self.needs_hidden:
                 return DraftOutputs(logits, None)
             return DraftOutputs(logits, aux if own.recycles_aux else before_head)
 
         return forward
+
+    def bind_fill(self, kv_caches: KVCaches) -> Callable[[StepInputs, Tensor | None], None]:
+        """Like :meth:`bind`, for steps of which only the KV is wanted."""
+        run = self.captured.bind_without_head(kv_caches, NO_STATES)
+        complete = self._completed()
+
+        def fill(inputs: StepInputs, hidden: Tensor | None) -> None:
+            run(complete(inputs, hidden))
+
+        return fill
+
+    def _completed(self) -> Callable[[StepInputs, Tensor | None], StepInputs]:
+        """The inputs of the graph, from the arguments of a call."""
+        own = self.drafter
+        vocab_size, combine = own.loaded.vocab_size, own.combine
+        is_smaller = own.kind == "draft_model" and vocab_size < own.target_vocab_size
+
+        def complete(inputs: StepInputs, hidden: Tensor | None) -> StepInputs:
+            if is_smaller:
+                ids = inputs.input_ids.clamp(max=vocab_size - 1)
+                inputs = replace(inputs, input_ids=ids)
+            if hidden is None:
+                return inputs
+            if combine is not None and hidden.shape[1] == combine.in_features:
+                hidden = combine(hidden)
+            return replace(inputs, more={**inputs.more, HIDDEN_STATES: hidden})
+
+        return complete
 
 
 def on_target_ids(logits: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:

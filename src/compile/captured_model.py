@@ -32,7 +32,7 @@ from .fx.products import library_matmuls
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
-from .passes.split_head import expose_hidden, extract_head
+from .passes.split_head import expose_hidden, extract_head, without_head
 from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 from .weights import ModuleNames, WeightMap, WeightRecord
@@ -99,6 +99,16 @@ class CapturedModel:
             return lambda inputs: self._run_eagerly(inputs, kv_caches, states)
         has_aux = bool(self.loaded.aux_layers)
         return BoundGraph(self.graph.forward, self.sources, kv_caches, states, has_aux=has_aux)
+
+    def bind_without_head(
+        self, kv_caches: KVCaches, states: RecurrentStates
+    ) -> Callable[[StepInputs], object]:
+        """Like :meth:`bind`, for steps of which only KV and states are wanted: no logits are
+        computed, if the graph could be cut. The result is not defined."""
+        if self.graph is None or self.head is None:
+            return self.bind(kv_caches, states)
+        function, has_aux = without_head(self.graph), bool(self.loaded.aux_layers)
+        return BoundGraph(function, self.sources, kv_caches, states, has_aux=has_aux)
 
     def _run_eagerly(
         self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates

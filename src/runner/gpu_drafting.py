@@ -14,17 +14,17 @@ top_p and min_p.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..compile.step_fields import GPU, LAST, Field
-from ..compile.step_inputs import MIN_SIZE, StepOutputs
+from ..compile.step_inputs import MIN_SIZE, KVCaches, StepInputs, StepOutputs
 from ..engine.plan import StepPlan
 from ..kernels.sampling.gumbel import sample_simple
 from .cpu_drafting import DraftModel
@@ -70,6 +70,12 @@ DRAFT_FIELDS: Final = (
 """Fields of a step that only drafting reads."""
 
 
+class GpuDraftModel(DraftModel, Protocol):
+    """A captured drafter that computes KV without logits, too."""
+
+    def bind_fill(self, kv_caches: KVCaches) -> Callable[[StepInputs, Tensor | None], None]: ...
+
+
 class DraftCall(NamedTuple):
     """A call of the drafter.
 
@@ -113,7 +119,7 @@ class GpuDrafting:
 
     def __init__(
         self,
-        model: DraftModel,
+        model: GpuDraftModel,
         buffers: StepBuffers,
         *,
         num_blocks: int,
@@ -122,6 +128,7 @@ class GpuDrafting:
     ) -> None:
         self.kv_caches = model.allocate_kv(num_blocks, block_size)
         self._forward = model.bind(self.kv_caches)
+        self._fill = model.bind_fill(self.kv_caches)
         self._is_shifted = model.needs_hidden
         self._block_size, self._null_slot = block_size, num_blocks * block_size
         self._step, self._own = buffers, DraftBuffers.of(buffers)
@@ -190,20 +197,19 @@ class GpuDrafting:
     def _run_step(self, shape: StepShape, *, has_logits: bool) -> None:
         b, own, states = self._step, self._own, None
         accept(own, b, shape, is_shifted=self._is_shifted)
-        num_kept = shape.num_rows if has_logits else MIN_SIZE
-        kept = own.last_tokens[:num_kept]
+        kept = own.last_tokens[: shape.num_rows]
         inputs = replace(b.inputs(shape), logits_to_keep=kept)
         if self._is_shifted:
             assert self._target_states is not None, "keep_states was called"
             states = self._target_states[: shape.num_tokens]
             inputs = replace(inputs, input_ids=own.next_ids[: shape.num_tokens].unsqueeze(0))
+        if not has_logits:
+            self._fill(inputs, states)
+            return
         logits, states = self._forward(inputs, states)
-        if states is not None:
-            own_states = self._own_states(states)
-            if has_logits:
-                torch.index_select(states, 0, kept, out=own_states[:num_kept])
-        if has_logits:
-            self._sample(logits, is_first=True)
+        assert states is not None, "a drafter that reads hidden states returns some"
+        torch.index_select(states, 0, kept, out=self._own_states(states)[: len(kept)])
+        self._sample(logits, is_first=True)
 
     def _run_next(self, num_rows: int) -> None:
         inputs = place(self._own, self._step, num_rows, self._block_size, self._null_slot)
@@ -249,7 +255,10 @@ class GpuDrafting:
 
     def capture(self, shapes: Sequence[StepShape], pool: object) -> None:
         """Capture the calls behind steps of these shapes, in the memory of the target's graphs."""
-        calls = sorted(self.calls(shapes), reverse=True)
+        # Largest first; "next" reads hidden states that "first" allocates.
+        calls = sorted(
+            self.calls(shapes), key=lambda call: (call.shape, call.kind == "first"), reverse=True
+        )
         self._graphs = capture_calls({call: partial(self.run, call) for call in calls}, pool)
         self._buckets = tuple(sorted(shape.num_rows for shape in shapes if shape.is_decode))
 

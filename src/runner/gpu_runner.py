@@ -23,10 +23,9 @@ from ..engine.plan import StepPlan, StepResult
 from ..kernels.matmul.cublas import fp32_accumulation
 from .bases import LocalRunner
 from .block_copies import BlockCopier
-from .cpu_drafting import DraftModel
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
-from .gpu_drafting import DRAFT_FIELDS, GpuDrafting
+from .gpu_drafting import DRAFT_FIELDS, GpuDrafting, GpuDraftModel
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .gpu_sampler import GpuStep, GpuStepHandle, GpuStepSampler
 from .layout import Layout, StepShape
@@ -56,7 +55,7 @@ class GpuRunner(LocalRunner):
         *,
         overlap: bool = True,
         transparent: bool = True,
-        draft_model: DraftModel | None = None,
+        draft_model: GpuDraftModel | None = None,
         **settings: Any,
     ) -> None:
         check_interval(captured.loaded.recurrent, settings.get("state_interval", 0))

@@ -81,6 +81,10 @@ class DraftModel:
         run = self._captured.bind(kv_caches, NO_STATES)
         return lambda inputs, _: (run(inputs)[0], None)
 
+    def bind_fill(self, kv_caches: KVCaches) -> Any:
+        run = self._captured.bind_without_head(kv_caches, NO_STATES)
+        return lambda inputs, _: run(inputs)
+
 
 class ShiftedOracle:
     """A drafter that reads the token at p + 1 and the target's hidden state at p, and looks up what
@@ -139,6 +143,9 @@ class ShiftedOracle:
             return logits, own
 
         return forward
+
+    def bind_fill(self, kv_caches: KVCaches) -> Any:
+        return self.bind(kv_caches)
 
 
 def make_requests(temperature: float, *, has_edits: bool = False) -> list[Request]:

@@ -7,10 +7,10 @@ function.
            └─► a second result of the graph             └──── the head ────┘
 
 So the head can run over any rows later, with exactly the calls of the graph. The result for a row
-is the same to the bit if those calls are batch-invariant.
+is the same to the bit if those calls are batch-invariant. The rest can run alone, for its KV.
 
 ``expose_hidden`` runs after all passes and before regions are compiled, and inserts a call that no
-region includes. ``extract_head`` runs last.
+region includes. ``extract_head`` and ``without_head`` run last.
 """
 
 from __future__ import annotations
@@ -112,3 +112,19 @@ def extract_head(gm: GraphModule, sources: Sequence[tuple[Any, ...]]) -> Head | 
     graph.output((copies[logits],))
     graph.lint()
     return Head(GraphModule(gm, graph).forward, [None, *(places[node] for node in read)])
+
+
+def without_head(gm: GraphModule) -> Callable[..., Any]:
+    """The function of a graph with exposed hidden states without its head: it takes the same
+    arguments, and returns (hidden states, ...)."""
+    graph = Graph()
+    results: Any = graph.graph_copy(gm.graph, {})
+    graph.output(tuple(results[1:]))
+    pending: list[Node] = [results[0]]
+    while pending:
+        node = pending.pop()
+        if not node.users and node.op != "placeholder" and not node._erased:
+            pending += node.all_input_nodes
+            graph.erase_node(node)
+    graph.lint()
+    return GraphModule(gm, graph).forward
