@@ -16,7 +16,8 @@ from pagespec.compile.captured_drafter import on_target_ids
 from pagespec.compile.load.drafters import load_drafter
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedDrafter, LoadedModel, Shard
-from tests.support.drafting import BLOCK_SIZE, NUM_BLOCKS, Drafting
+from pagespec.compile.passes.split_head import keep_rows, without_head
+from tests.support.drafting import BLOCK_SIZE, NUM_BLOCKS, Drafting, step
 from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model
 
 IDS = [(7 * i + 3) % VOCAB_SIZE for i in range(40)]
@@ -58,6 +59,28 @@ def test_its_kv_has_a_tensor_per_attention_call(tmp_path: Path, target: LoadedMo
     fp8 = replace(captured, kv_cache_dtype="fp8")
     assert fp8.allocate_kv(1, BLOCK_SIZE)[0][0].dtype == torch.uint8
     assert fp8.bytes_per_block(BLOCK_SIZE) < num_bytes
+
+
+@pytest.mark.parametrize("compile", ["graph", "eager"])
+def test_kv_is_also_computed_without_logits(
+    tmp_path: Path, target: LoadedModel, compile: str
+) -> None:
+    saved(tmp_path, num_hidden_layers=2)
+    captured = Drafting(draft_model(tmp_path, target), compile).captured
+    whole, filled = (captured.allocate_kv(NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
+    with torch.inference_mode():
+        captured.bind(whole)(step(IDS, 0), None)
+        captured.bind_fill(filled)(step(IDS, 0), None)
+    for caches in zip(whole, filled, strict=True):
+        for a, b in zip(*caches, strict=True):
+            assert torch.equal(a[:NUM_BLOCKS], b[:NUM_BLOCKS])
+            assert a.any()
+    if compile == "graph":
+        graph = captured.captured.graph
+        assert graph is not None
+        kept = [n.target for n in without_head(graph).__self__.graph.nodes]  # type: ignore[attr-defined]
+        assert keep_rows not in kept
+        assert keep_rows in [n.target for n in graph.graph.nodes]
 
 
 def test_logits_have_the_ids_of_the_target() -> None:

@@ -73,11 +73,11 @@ class Target:
 class Drafting:
     """A captured drafter that computes the slots of one request."""
 
-    def __init__(self, drafter: LoadedDrafter, **settings: Any) -> None:
+    def __init__(self, drafter: LoadedDrafter, compile: str = "graph", **settings: Any) -> None:
         self.captured: CapturedDrafter = capture_drafter(
             drafter,
-            options=lambda _: CaptureOptions(),
-            graph_cache=graph_cache(),
+            options=lambda _: CaptureOptions(compile),
+            graph_cache=None if compile == "eager" else graph_cache(),
             **settings,
         )
         self._run = self.captured.bind(self.captured.allocate_kv(NUM_BLOCKS, BLOCK_SIZE))
