@@ -86,12 +86,13 @@ class DraftBuffers:
         )
 
     def clear(self) -> None:
-        """Zero what kernels write, so that none reads values of another shape where a kernel that
+        """Reset what kernels write, so that none reads values of another shape where a kernel that
         is still compiled was skipped."""
         for tensor in (self.next_ids, self.last_tokens, self.input_ids, self.position_ids):
             tensor.zero_()
         for tensor in (self.num_wanted, self.num_drafted, self.table_rows, self.slot_mapping):
             tensor.zero_()
+        self.context_lens.fill_(1)
 
     def inputs(self, num_rows: int, block_tables: Tensor) -> StepInputs:
         """The inputs of a call with a token per row."""

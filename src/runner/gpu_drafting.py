@@ -4,8 +4,8 @@ It computes what :mod:`.cpu_drafting` computes, without waiting for the device. 
 samples, one call computes the positions of the step, so that the drafter's KV is complete, whether
 or not the plan wants draft tokens. Rejected draft tokens are computed as well: their positions are
 written again before anything reads them. Then each call adds a draft token to every row that wants
-one more. Kernels follow the accepted draft tokens (:mod:`.draft_kernels`); the host knows their
-number only when it reads the results.
+one more. Kernels count the accepted draft tokens (:mod:`.draft_kernels`); the host gets their
+number with the results.
 
 Draft tokens are sampled with the request's temperature, seed and positions, and without its top_k,
 top_p and min_p.
