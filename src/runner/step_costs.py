@@ -78,7 +78,7 @@ def measure_costs(
         measured,
         exposed_s=exposed_s,
         drafting=drafting,
-        computes_again=bool(runner.captured.loaded.recurrent),
+        computes_again=runner.num_state_slots > 0,
     )
 
 
