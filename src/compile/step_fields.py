@@ -98,7 +98,8 @@ class Field:
 
     def num_bytes(self, counts: Counts) -> int:
         """Bytes of its entries in a step of these sizes."""
-        return self.width * counts[self.per] * np.dtype(self.dtype).itemsize
+        num_entries = 0 if self.is_empty else self.width * counts[self.per]
+        return num_entries * np.dtype(self.dtype).itemsize
 
 
 FIELDS: Final = (

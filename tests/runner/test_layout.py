@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagespec.compile.step_fields import FIELDS, GPU, LAST, Field
+from pagespec.compile.step_fields import FIELDS, GPU, LAST, Field, step_fields
 from pagespec.compile.step_inputs import BoundGraph, StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
-from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, StepShape
+from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, StepShape, layout_of
 from tests.support.packers import PassedEvent
 
 pytest.importorskip("triton")
@@ -393,3 +393,18 @@ def test_more_samples_than_a_step_has_room_for_are_refused_by_name(shape: StepSh
     packer.reset()
     with pytest.raises(ValueError, match=r"9 tokens.* 8$"):
         packer.pack(three_samples(num_rows=3), StepShape.mixed(8, 3), 0, array)
+
+
+def test_recurrent_layers_receive_the_number_of_draft_tokens_of_each_row() -> None:
+    layout = layout_of(step_fields(has_drafts=True, is_recurrent=True))
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "device": torch.device("cpu")}
+    for plan, expected in ((three_samples(), [2, 2]), (two_rows(is_decode=False), [0, 0])):
+        packed = CpuStepPacker(layout=layout, **sizes).pack(plan)
+        assert packed.inputs.more["num_drafts"].tolist() == expected
+    mixed = Staging(layout).inputs(two_rows(is_decode=False), StepShape.mixed(6, 4))
+    assert mixed.more["num_drafts"].tolist() == [0] * 4
+    # No entries: the kernels without draft tokens are launched.
+    decode = Staging(layout).inputs(two_rows(is_decode=True), StepShape.decode(4))
+    assert decode.more["num_drafts"].tolist() == []
+    for has_drafts, is_recurrent in ((True, False), (False, True)):
+        assert step_fields(has_drafts=has_drafts, is_recurrent=is_recurrent) is FIELDS
