@@ -14,7 +14,7 @@ NUM_REQUESTS = 60
 
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
-def test_every_request_is_served_after_it_came(policy: str) -> None:
+def test_no_request_is_served_before_its_arrival(policy: str) -> None:
     arrivals = policies.bursts(random.Random(0), NUM_REQUESTS, 40.0)
     served, _ = policies.serve(arrivals, policy)
     assert len(served) == NUM_REQUESTS
@@ -22,7 +22,7 @@ def test_every_request_is_served_after_it_came(policy: str) -> None:
         assert one.arrival.second < one.first_token <= one.end
 
 
-def test_the_urgent_wait_less_where_somebody_says_who_they_are() -> None:
+def test_urgent_requests_wait_less_under_the_priority_policy() -> None:
     arrivals = policies.bursts(random.Random(0), 96, 80.0)
     waits = {}
     for policy in policies.POLICIES:
@@ -31,7 +31,7 @@ def test_the_urgent_wait_less_where_somebody_says_who_they_are() -> None:
     assert waits["priority"] < waits["shortest_first"] < waits["fcfs"]
 
 
-def test_both_arrivals_have_the_rate_they_are_asked_for() -> None:
+def test_both_arrival_processes_have_the_given_rate() -> None:
     for arrive in (policies.poisson, policies.bursts):
         arrivals = arrive(random.Random(1), 4000, 40.0)
         assert 4000 / arrivals[-1].second == pytest.approx(40.0, rel=0.15)

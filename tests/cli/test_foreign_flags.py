@@ -33,7 +33,7 @@ from tests.support.cli_fakes import Desk, call
         (["--dtype", "half"], {"dtype": "float16"}),
     ],
 )
-def test_a_flag_of_the_same_meaning_is_taken(
+def test_flags_of_equal_meaning_are_accepted(
     desk: Desk, flags: list[str], expected: dict[str, Any]
 ) -> None:
     result = desk.run("-p", "a", *flags)
@@ -59,7 +59,9 @@ def test_a_flag_of_the_same_meaning_is_taken(
         (["--on-logits", "x"], ["on_logits = 'x'", "function"]),
     ],
 )
-def test_any_other_is_refused_in_one_line(desk: Desk, flags: list[str], words: list[str]) -> None:
+def test_other_flags_are_refused_in_one_line(
+    desk: Desk, flags: list[str], words: list[str]
+) -> None:
     result = desk.run("-p", "a", *flags)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
@@ -68,7 +70,7 @@ def test_any_other_is_refused_in_one_line(desk: Desk, flags: list[str], words: l
     assert not desk.started
 
 
-def test_an_unknown_flag_is_refused_as_ever(desk: Desk) -> None:
+def test_an_unknown_flag_is_refused(desk: Desk) -> None:
     result = desk.run("-p", "a", "--max-num-seq", "3")
     assert result.exit_code == 2
     assert "No such option" in result.stderr
@@ -93,7 +95,7 @@ def test_a_prompt_may_look_like_a_flag(desk: Desk) -> None:
         (["m", "--served-model-name", "x", "--port", "9"], {"served_model_names": ("x",)}),
     ],
 )
-def test_a_server_takes_flags_of_vllm_serve(
+def test_a_server_accepts_flags_of_vllm_serve(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], expected: dict[str, Any]
 ) -> None:
     found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ def explained(scheduler: Scheduler) -> PlanAccount:
     return account
 
 
-def test_the_waiting_are_refused_for_the_cap_and_only_the_eldest_is_named() -> None:
+def test_only_the_oldest_waiting_request_is_listed_as_refused_for_max_num_seqs() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     account = explained(scheduler)
     for name in "abc":
@@ -35,7 +35,7 @@ def test_a_prompt_that_uses_the_budget_refuses_the_next() -> None:
     assert account.refused == []
 
 
-def test_one_resumed_at_once_drains_first() -> None:
+def test_a_request_that_is_resumed_at_once_drains_first() -> None:
     scheduler = make_scheduler(pipeline_depth=1)
     account = explained(scheduler)
     add(scheduler, "a", 2)
@@ -63,7 +63,7 @@ def test_a_settled_only_request_has_every_second_step_with_overlap_and_others_ha
     assert [tuple(plan.token_ids) for plan in plans[1:]] == [(-2,), (7, -1), (-2,), (7, -1)]
 
 
-def test_chunks_of_a_settled_only_prompt_wait_for_nothing() -> None:
+def test_chunks_of_a_settled_only_prompt_do_not_wait_for_settling() -> None:
     scheduler = make_scheduler(pipeline_depth=1, budget=4)
     add(scheduler, "a", 7, settled_only=True)
     assert rows(scheduler.schedule()) == [("a", 0, 4, False)]
@@ -75,7 +75,7 @@ def test_chunks_of_a_settled_only_prompt_wait_for_nothing() -> None:
     assert rows(scheduler.schedule()) == [("a", 7, 1, True)]
 
 
-def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:
+def test_a_preemption_records_its_beneficiary_and_its_evictions() -> None:
     """The oldest request takes a block that the youngest had published: an eviction."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     account = explained(scheduler)
@@ -90,5 +90,5 @@ def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:
     assert account.refused == [("b", "blocks")]
 
 
-def test_a_scheduler_that_is_not_traced_explains_nothing() -> None:
+def test_without_a_trace_no_reasons_are_recorded() -> None:
     assert make_scheduler().account is None

@@ -29,7 +29,7 @@ def test_decodes_and_prompts_share_a_step_and_decodes_keep_their_token() -> None
     assert rows(step(scheduler)) == [("a", 3, 1, True), ("b", 4, 4, False)]
 
 
-def test_a_resumed_older_does_not_take_the_token_of_a_younger_decode() -> None:
+def test_a_resumed_request_leaves_a_token_of_the_budget_to_each_decode() -> None:
     scheduler = make_scheduler(budget=4, caching=False)
     older = add(scheduler, "a", 9)
     scheduler.pause("a")
@@ -40,7 +40,7 @@ def test_a_resumed_older_does_not_take_the_token_of_a_younger_decode() -> None:
     assert older.state is RequestState.RUNNING
 
 
-def test_the_cap_is_on_the_running_set_not_on_a_step() -> None:
+def test_max_num_seqs_limits_running_requests_not_rows() -> None:
     scheduler = make_scheduler(max_num_seqs=2, budget=2)
     for name in "abc":
         add(scheduler, name, 1)
@@ -78,7 +78,7 @@ def test_a_preempted_request_finds_its_blocks_again_in_the_cache() -> None:
     assert rows(plan)[1] == ("b", 4, 1, True), "both full blocks were hits, one token to compute"
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_request_is_preempted_without_gain() -> None:
     """`b` and `c` share their only block; taking one of them alone would free nothing (S21)."""
     scheduler = make_scheduler(num_blocks=3, block_size=4, budget=32, max_num_seqs=3)
     older = add(scheduler, "a", 7, 6, token=9)
@@ -108,7 +108,7 @@ def test_a_victim_in_flight_is_held_until_it_has_drained() -> None:
     assert plan.preempted == (victim.info,)
 
 
-def test_steps_overlap_and_an_early_stop_drops_what_is_in_flight() -> None:
+def test_an_early_stop_discards_tokens_in_flight() -> None:
     scheduler = make_scheduler(pipeline_depth=1)
     request = add(scheduler, "a", 2, 5, stop_token_ids=frozenset({7}))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -146,7 +146,7 @@ def test_commits_come_in_order_and_with_the_right_count() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "paused", "in flight"])
-def test_abort_from_any_state_gives_all_blocks_back(state: str) -> None:
+def test_an_abort_in_any_state_releases_all_blocks(state: str) -> None:
     scheduler = make_scheduler()
     request = add(scheduler, "a", 5)
     if state in ("running", "paused"):
@@ -174,7 +174,7 @@ def test_a_request_that_can_never_fit_is_refused_and_nothing_changes() -> None:
     assert list(scheduler.requests) == ["fits"]
 
 
-def test_a_blocked_head_lets_nobody_pass() -> None:
+def test_no_request_is_admitted_behind_a_blocked_one() -> None:
     scheduler = make_scheduler(num_blocks=4, caching=False)
     add(scheduler, "a", 4, 4)
     step(scheduler)
@@ -183,7 +183,7 @@ def test_a_blocked_head_lets_nobody_pass() -> None:
     assert [row[0] for row in rows(step(scheduler))] == ["a"]
 
 
-def test_no_younger_takes_blocks_in_a_step_in_which_an_older_wanted_some() -> None:
+def test_no_younger_request_allocates_while_an_older_one_is_short_of_blocks() -> None:
     scheduler = make_scheduler(num_blocks=11, block_size=1, max_num_seqs=3, budget=4, caching=False)
     add(scheduler, "older", 6, 1)
     scheduler.pause("older")
@@ -244,7 +244,7 @@ def test_every_preemption_is_counted() -> None:
     assert older.num_preemptions == 0
 
 
-def test_a_reset_of_the_prefix_cache_sends_who_runs_back_to_its_place() -> None:
+def test_a_reset_of_the_prefix_cache_preempts_running_requests() -> None:
     scheduler = make_scheduler(pipeline_depth=1, max_num_seqs=2)
     older, younger = add(scheduler, "a", 5), add(scheduler, "b", 3)
     waiter, paused = add(scheduler, "c", 3), add(scheduler, "d", 3)
@@ -267,7 +267,7 @@ def test_a_reset_of_the_prefix_cache_sends_who_runs_back_to_its_place() -> None:
     assert sorted(plan.released) == ["a", "b"]
 
 
-def test_the_queues_count_preemptions_and_hits_on() -> None:
+def test_the_queues_count_preemptions_and_hits() -> None:
     scheduler = make_scheduler()
     queues = scheduler.queues
 
@@ -290,7 +290,7 @@ def test_the_queues_count_preemptions_and_hits_on() -> None:
     assert not queues.waiting
 
 
-def test_nothing_is_queried_of_a_cache_that_is_off() -> None:
+def test_a_disabled_cache_counts_no_queries() -> None:
     scheduler = make_scheduler(caching=False)
     add(scheduler, "a", 5)
     step(scheduler)

@@ -51,7 +51,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, cls: Any = LLM, **given: Any) -> 
         ({"num_gpu_blocks_override": 9, "num_blocks": 9}, {"num_blocks": 9}),
     ],
 )
-def test_an_argument_of_the_same_meaning_is_taken(
+def test_arguments_of_equal_meaning_are_accepted(
     monkeypatch: pytest.MonkeyPatch, cls: type, given: Any, expected: dict[str, Any]
 ) -> None:
     config = config_of(monkeypatch, cls, **given)
@@ -86,7 +86,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_a_value_that_says_what_happens_anyway_changes_nothing(
+def test_values_that_equal_the_behaviour_are_accepted(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for value in HARMLESS[name]:
@@ -122,7 +122,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_any_other_value_is_refused_by_name_with_what_to_use(name: str) -> None:
+def test_other_values_are_refused_with_an_alternative(name: str) -> None:
     value, text = REFUSED[name]
     with pytest.raises(InvalidInputError) as caught:
         LLM("m", **{name: value})
@@ -152,7 +152,7 @@ def test_zero_is_not_false_and_one_is_not_true() -> None:
 
 
 @pytest.mark.parametrize("table", [ENGINE, SERVER])
-def test_each_row_says_what_to_use_unless_it_takes_every_value(table: Any) -> None:
+def test_each_row_names_an_alternative_unless_it_accepts_every_value(table: Any) -> None:
     for name, row in table.items():
         takes_all = row.same_as or any(
             one.__name__ == "_any" for one in row.harmless if callable(one)

@@ -114,7 +114,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize(("path", "name", "value"), NOTHING, ids=str)
-def test_a_value_that_asks_for_nothing_is_accepted(
+def test_values_without_effect_are_accepted(
     http: httpx.Client, path: str, name: str, value: Any
 ) -> None:
     body = {**VALID.get(path, {"messages": HELLO}), name: value}
@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "name", "value"), REFUSED, ids=str)
-def test_a_value_that_asks_for_what_is_not_done_is_refused(
+def test_values_of_unsupported_features_are_refused(
     http: httpx.Client, path: str, name: str, value: Any
 ) -> None:
     error = error_of(http.post(path, json={**VALID[path], name: value}))
@@ -254,7 +254,7 @@ FOREIGN = (
 
 
 @pytest.mark.parametrize(("fields", "words"), RAW, ids=str)
-def test_a_constraint_that_cannot_be_kept_is_told_in_words(
+def test_an_unsupported_constraint_is_refused_with_a_reason(
     real: httpx.Client, fields: dict[str, Any], words: str
 ) -> None:
     error = error_of(real.post(COMPLETIONS, json={"prompt": "ab", **fields}))
@@ -266,7 +266,7 @@ def test_a_constraint_that_cannot_be_kept_is_told_in_words(
     assert len(reason) < 200
 
 
-def test_a_text_that_grows_too_complex_is_told_in_words(real: httpx.Client) -> None:
+def test_a_text_that_grows_too_complex_ends_with_a_reason(real: httpx.Client) -> None:
     # The door finds the first to be too complex; of the second that shows as it is sampled.
     for regex, field in (("a{1000000}", "guided_regex"), ("[ab]{20}a{1000000}", "")):
         body = {"prompt": "ab", "max_tokens": 40, "guided_regex": regex}
@@ -289,7 +289,9 @@ def too_long(num_tokens: int, num_output: int, most: int) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_beyond_the_context_is_told_as_vllm_does(http: httpx.Client, stream: bool) -> None:
+def test_a_prompt_longer_than_the_context_gets_vllms_error(
+    http: httpx.Client, stream: bool
+) -> None:
     most = http.get("/v1/models").json()["data"][0]["max_model_len"]
     body: dict[str, Any] = {"prompt": [5] * (most + 3), "stream": stream}
     for path, fields, num_output, param in (
