@@ -21,6 +21,7 @@ SPECULATIVE_CONFIG = {"method": "prediction", "num_speculative_tokens": NUM_DRAF
 _BATCH_SIZES = (1, 3, 12)
 _BUDGETS = (7, 33)  # tokens per step
 _NUM_PAUSES = 3
+_NUM_PRESSED = 2  # draft tokens per row; with more, a right answer ends before its preemption
 _CHANCE = 0.6
 _NUM_TOP = 2
 
@@ -117,7 +118,7 @@ class DraftCases:
 
     def preemptions(self, stepped: SteppedEngine, kind: str) -> Iterator[Case]:
         """An older request, which has no draft tokens, needs a block when none is free."""
-        self._begin(stepped, kind)
+        self._begin(stepped, kind, _NUM_PRESSED)
         for subject in self.subjects:
             for steps in (0, 1):
                 older = stepped.add(self._cases.older(steps))
@@ -128,8 +129,9 @@ class DraftCases:
                 yield f"preempted after {steps} steps", subject, stepped.answer(request)
         self._end(stepped)
 
-    def _begin(self, stepped: SteppedEngine, kind: str) -> None:
-        stepped.use_drafter(OracleDrafter(self.references, kind, self._cases.vocabulary))
+    def _begin(self, stepped: SteppedEngine, kind: str, num_drafts: int = NUM_DRAFT_TOKENS) -> None:
+        drafter = OracleDrafter(self.references, kind, self._cases.vocabulary, num_drafts)
+        stepped.use_drafter(drafter)
 
     def _end(self, stepped: SteppedEngine) -> None:
         counts = stepped.scheduler.draft_counts

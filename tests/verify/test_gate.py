@@ -80,7 +80,13 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     [
         ({}, []),
         ({"enable_prefix_caching": False}, ["prefix hits", "paused and found in the cache"]),
-        ({"num_blocks": 200}, ["preempted for blocks"]),
+        (
+            {"num_blocks": 200},
+            [
+                "preempted for blocks",
+                *(f"draft tokens: {kind}, preempted" for kind in ("right", "wrong", "random")),
+            ],
+        ),
     ],
 )
 def test_groups_without_hits_or_preemptions_show_nothing(
