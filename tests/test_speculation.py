@@ -273,7 +273,7 @@ def test_step_costs_are_measured_without_a_call_of_on_logits() -> None:
         speculative_config={"method": "ngram", "num_speculative_tokens": 7},
     )
     drafter: Any = llm.engine.scheduler.drafter
-    assert [size for size, _ in drafter.other._costs.measured] == [1, 2, 4, 8, 16, 32]
+    assert [size for size, _ in drafter.other.mode.costs.measured] == [1, 2, 4, 8, 16, 32]
     assert calls == []
     params = SamplingParams(temperature=0.0, max_tokens=6)
     (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)

@@ -15,17 +15,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from .draft_mode import Acceptance, DraftMode
 from .request import Request
 from .runner import DraftObserver
 from .speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
 
-_FIRST_RATE = 0.7  # assumed acceptance of a new request's draft tokens
-_DECAY = 0.85  # weight of earlier draft tokens in the acceptance, per token
-_TRIAL_INTERVAL = 32  # tokens
-_NUM_RATES = 32
 _MAX_CANDIDATES = 16  # earlier places of an n-gram that are compared
 _MAX_INDEXED = 8192  # tokens per call: a long prompt must not delay a step
-_MAX_BUCKET = 64  # other tokens of a step are rounded in the table of numbers
 _MAX_MATCH = 32  # tokens of context that "suffix" compares
 _KEY = 2  # tokens in the keys of the indices of "suffix" and of predictions
 _LEAST_SHARE = 0.4  # of the earlier places, which agree with all of the draft
@@ -151,37 +147,30 @@ class _Prediction:
             self._is_lost = False
 
 
-class RequestDrafts:
+class RequestDrafts(Acceptance):
     """The state of one request: its index, its prediction and its acceptance.
 
     Attributes:
         index: of its tokens.
         prediction: None if it has none.
-        rate: acceptance of its draft tokens; recent ones count more.
-        end: its number of tokens at its latest proposal.
         is_predicted: whether its latest proposal was from its prediction.
         offered: its number of tokens when the runner last drafted for it, and these tokens.
     """
 
-    __slots__ = ("end", "index", "is_predicted", "offered", "prediction", "rate")
+    __slots__ = ("index", "is_predicted", "offered", "prediction")
 
-    def __init__(self, request: Request, key_length: int) -> None:
+    def __init__(self, request: Request, key_length: int, rate: float, share: float) -> None:
+        super().__init__(request.num_prompt_tokens, rate, share)
         self.index = TokenIndex(key_length)
         self.prediction = _Prediction(request.prediction) if request.prediction else None
-        self.rate, self.end, self.is_predicted = _FIRST_RATE, request.num_prompt_tokens, False
+        self.is_predicted = False
         self.offered: tuple[int, Sequence[int]] = (-1, ())
-
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Update the acceptance: the accepted draft tokens, then the first wrong one."""
-        rate = 1.0 - (1.0 - self.rate) * _DECAY**num_accepted
-        self.rate = rate if num_accepted == num_drafts else rate * _DECAY
 
 
 class PredictionDrafter(DraftObserver):
     """Drafts from predictions only; the base of the other methods.
 
-    The number of draft tokens per row follows the request's acceptance and the rows of the step:
-    see :meth:`.StepCosts.best`. A request that has had none for a while gets one as a trial.
+    The number of draft tokens per row follows from :class:`.DraftMode`.
 
     Args:
         config: the argument of the engine.
@@ -190,61 +179,64 @@ class PredictionDrafter(DraftObserver):
 
     def __init__(self, config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> None:
         self.max_draft_tokens = config.num_speculative_tokens
-        self._config, self._costs = config, costs
+        self._config = config
         self._key_length = _KEY
-        self._numbers: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._best: tuple[int, ...] = (self.max_draft_tokens,) * (_NUM_RATES + 1)
+        self.mode = DraftMode(self.max_draft_tokens, costs, self._state_of, self._found)
 
     @property
     def num_if_right(self) -> int:
-        """The number of draft tokens per row that pays in this step if all of them are right."""
-        return self._best[_NUM_RATES]
+        """See :attr:`.DraftMode.num_if_right`."""
+        return self.mode.num_if_right
 
     def serves(self, request: Request) -> bool:
+        """Whether a request may have draft tokens."""
         return self._config.serves(request.prediction)
 
-    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
-        num_rows = len(requests)
-        num_others = num_tokens - num_rows
-        if num_others:  # of prompts; few different values
-            num_others = -(-num_others // _MAX_BUCKET) * _MAX_BUCKET
-        best = self._numbers.get((num_rows, num_others))
-        if best is None:
-            most, costs = self.max_draft_tokens, self._costs
-            rates = [i / _NUM_RATES for i in range(_NUM_RATES + 1)]
-            best = tuple(costs.best(num_rows, num_others, rate, most) for rate in rates)
-            if len(self._numbers) >= 4096:
-                self._numbers.clear()
-            self._numbers[num_rows, num_others] = best
-        self._best = best
+    def wants_drafts(self, running: Sequence[Request], num_others: int) -> bool:
+        return self.mode.wants_drafts(running, num_others)
+
+    def begin(self, requests: Sequence[Request], num_tokens: int, is_settled: bool) -> None:
+        self.mode.begin(requests, num_tokens, is_settled)
 
     def propose(self, request: Request) -> Sequence[int]:
-        if not self._config.serves(request.prediction):
+        drafts = self._state_of(request)
+        if drafts is None:
             return ()
-        drafts = self._drafts(request)
-        most = self._best[int(drafts.rate * _NUM_RATES)]
-        end = len(request.token_ids)
+        most = self.mode.number(request, drafts)
         if not most:
-            is_trial = self._best[_NUM_RATES] and end - drafts.end >= _TRIAL_INTERVAL
-            if not is_trial:
-                return ()
-            most = 1
-        found: Sequence[int] = ()
-        if drafts.prediction is not None:
-            found = drafts.prediction.propose(request, most)
-        drafts.is_predicted = bool(found)
-        if not found:
-            found = self._continuation(request, drafts, most)
+            return ()
+        found = self._found(request, most)
+        drafts.note_proposal(len(found) > 0)
         if found:
-            drafts.end = end
+            drafts.end, drafts.watched = len(request.token_ids), ()
         return found
 
-    def _drafts(self, request: Request) -> RequestDrafts:
-        """The state of a request, created at its first use."""
+    def _state_of(self, request: Request) -> RequestDrafts | None:
         drafts = request.drafts
-        if not isinstance(drafts, RequestDrafts):
-            drafts = request.drafts = RequestDrafts(request, self._key_length)
+        if isinstance(drafts, RequestDrafts):
+            return drafts
+        if not self._config.serves(request.prediction):
+            return None
+        share = 1.0 if request.prediction else self.mode.first_share
+        drafts = RequestDrafts(request, self._key_length, self.mode.first_rate, share)
+        request.drafts = drafts
         return drafts
+
+    def _found(self, request: Request, most: int) -> Sequence[int]:
+        """At most ``most`` draft tokens, up to the first one that would end the request: a sample
+        after it would be discarded."""
+        drafts = self._state_of(request)
+        found: Sequence[int] = ()
+        if drafts is not None and drafts.prediction is not None:
+            found = drafts.prediction.propose(request, most)
+        if drafts is not None:
+            drafts.is_predicted = bool(found)
+            if not found:
+                found = self._continuation(request, drafts, most)
+        ends = request.stop_token_ids
+        if not ends.isdisjoint(found):
+            found = found[: next(i for i, token in enumerate(found) if token in ends)]
+        return found
 
     def _continuation(
         self,
@@ -259,9 +251,17 @@ class PredictionDrafter(DraftObserver):
         drafts = request.drafts
         if isinstance(drafts, RequestDrafts):
             drafts.note(num_drafts, num_accepted)
+            self.mode.note(num_drafts, num_accepted)
             if drafts.is_predicted:
                 request.num_predicted += num_drafts
                 request.num_accepted_predicted += num_accepted
+
+    def end(self, request: Request) -> None:
+        if isinstance(request.drafts, RequestDrafts):
+            self.mode.note_end(request.drafts)
+
+    def reset(self) -> None:
+        self.mode.reset()
 
 
 class NgramDrafter(PredictionDrafter):
@@ -381,11 +381,13 @@ class SuffixDrafter(PredictionDrafter):
         return _most_frequent(places, most)
 
     def end(self, request: Request) -> None:
+        super().end(request)
         if request.finish_reason in ("stop", "length"):
             answer = request.output_token_ids[-_MAX_ANSWER_TOKENS:]
             self.corpus.add(request.cache_salt, answer)
 
     def reset(self) -> None:
+        super().reset()
         # An interrupt may have left it half changed.
         self.corpus = _Corpus(self._max_corpus_tokens)
 
@@ -415,29 +417,46 @@ class ModelDrafter(PredictionDrafter):
     """Proposes what the runner drafted with a second model behind the request's previous row.
 
     The number that it lets the runner draft is the number that it would propose in the present
-    step. A request with a prediction that holds needs none.
+    step. A request with a prediction that holds needs none. All that was drafted is proposed.
     """
 
     def __init__(self, config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> None:
         super().__init__(config, costs)
         self.max_wanted_drafts = self.max_draft_tokens
+        self.mode = DraftMode(self.max_draft_tokens, costs, self._state_of, None)
+
+    def _state_of(self, request: Request) -> RequestDrafts | None:
+        drafts = super()._state_of(request)
+        if drafts is not None:
+            drafts.share = 1.0  # a model always has a proposal
+        return drafts
+
+    def propose(self, request: Request) -> Sequence[int]:
+        drafts = self._state_of(request)
+        if drafts is None:
+            return ()
+        end, offered = drafts.offered
+        is_offered = end == len(request.token_ids)
+        most = len(offered) if is_offered else self.mode.number(request, drafts)
+        found = self._found(request, most) if most else ()
+        if found:
+            drafts.end = len(request.token_ids)
+        return found
 
     def _continuation(self, request: Request, drafts: RequestDrafts, most: int) -> Sequence[int]:
         end, offered = drafts.offered
         return offered[:most] if end == len(request.token_ids) else ()
 
     def wanted(self, request: Request) -> int:
-        drafts = self._drafts(request)
-        most = self._best[int(drafts.rate * _NUM_RATES)]
-        if drafts.is_predicted and drafts.end == len(request.token_ids):
+        drafts = self._state_of(request)
+        if drafts is None or (drafts.is_predicted and drafts.end == len(request.token_ids)):
             return 0
-        if not most and self._best[_NUM_RATES]:
-            # The trial of `propose`, which comes at least one token later.
-            return int(len(request.token_ids) + 1 - drafts.end >= _TRIAL_INTERVAL)
-        return most
+        return self.mode.number(request, drafts)
 
     def offer(self, request: Request, token_ids: Sequence[int]) -> None:
-        self._drafts(request).offered = len(request.token_ids), token_ids
+        drafts = self._state_of(request)
+        if drafts is not None:
+            drafts.offered = len(request.token_ids), token_ids
 
 
 def make_drafter(config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> PredictionDrafter:

@@ -171,7 +171,7 @@ class Planner:
         ]  # its last tokens are still unsettled
         if isinstance(drafter, DraftObserver):
             num_tokens = len(self._requests) + self._num_extra_tokens
-            drafter.begin([request for _, request in rows], num_tokens)
+            drafter.begin([r for _, r in rows], num_tokens, not self._in_flight)
         num_left = self._num_drafts_left() if rows else 0
         if num_left <= 0:
             return

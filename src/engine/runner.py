@@ -90,12 +90,14 @@ class DraftObserver:
         """
         return True
 
-    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
+    def begin(self, requests: Sequence[Request], num_tokens: int, is_settled: bool) -> None:
         """The proposals for a step follow.
 
         Args:
             requests: those of the rows that may have draft tokens.
             num_tokens: number of tokens of the step, without draft tokens.
+            is_settled: whether no step is in flight. If one is, only settled-only requests should
+                have draft tokens: those of others would end the pipelining of all.
         """
 
     def wanted(self, request: Request) -> int:  # noqa: ARG002

@@ -65,9 +65,9 @@ class ForcedDrafter(DraftObserver):
     def wants_drafts(self, running: Sequence[Request], num_others: int) -> bool:
         return self.other.wants_drafts(running, num_others)
 
-    def begin(self, requests: Sequence[Request], num_tokens: int) -> None:
+    def begin(self, requests: Sequence[Request], num_tokens: int, is_settled: bool) -> None:
         self._num_left = self._max_draft_masks
-        self.other.begin(requests, num_tokens)
+        self.other.begin(requests, num_tokens, is_settled)
 
     def propose(self, request: Request) -> Sequence[int]:
         guesses = self.other.propose(request)

@@ -34,7 +34,7 @@ def request_of(prompt: list[int], output: tuple[int, ...] = (), **given: Any) ->
 
 
 def proposed(drafter: PredictionDrafter, request: Request) -> list[int]:
-    drafter.begin([request], 1)
+    drafter.begin([request], 1, True)
     return list(drafter.propose(request))
 
 
@@ -204,7 +204,8 @@ def test_a_lost_prediction_leaves_the_request_to_its_method() -> None:
 # How many -----------------------------------------------------------------------------------------
 
 
-def test_rejected_drafts_end_drafting_until_a_trial() -> None:
+def test_rejected_drafts_end_drafting_until_proposals_would_be_right() -> None:
+    """Proposals that are only watched show it: no step is a trial."""
     costs = StepCosts([(1, 1.0), (1000, 300.0)])  # each token costs a third of a step
     drafter = make_drafter(SpeculativeConfig(method="ngram"), costs)
     request = request_of([1, 2, 3] * 4)
@@ -217,27 +218,34 @@ def test_rejected_drafts_end_drafting_until_a_trial() -> None:
     assert lengths[0] > 0
     assert lengths[-1] == 0
     assert lengths == sorted(lengths, reverse=True)
-    num_trials = 0
-    for _ in range(10 * drafters._TRIAL_INTERVAL):
-        request.token_ids.append(request.token_ids[-3])
-        drafts = proposed(drafter, request)
-        assert len(drafts) <= 1
-        if drafts:
-            num_trials += 1
-            drafter.note(request, 1, 0)
-    assert num_trials == 10
-    for _ in range(40):  # trials that are right bring it back
-        drafter.note(request, 1, 1)
-    assert len(proposed(drafter, request)) > 1
+    for i in range(100):  # the text repeats, but each proposal is wrong
+        request.token_ids += [1, 2, 3 + i]
+        assert proposed(drafter, request) == []
+    num_steps = 0
+    while not proposed(drafter, request):
+        request.token_ids.append((5, 6, 7)[num_steps % 3])
+        num_steps += 1
+    assert num_steps < 40
+    assert request.drafts.rate > 0.3
 
 
 def test_no_drafts_where_no_acceptance_could_pay() -> None:
     linear = StepCosts([(1, 1.0), (1000, 1000.0)])
     drafter = make_drafter(SpeculativeConfig(method="ngram"), linear)
     request = request_of([1, 2, 3] * 40)
-    for _ in range(3 * drafters._TRIAL_INTERVAL):
+    for _ in range(100):
         request.token_ids.append(request.token_ids[-3])
         assert proposed(drafter, request) == []
+    assert not request.drafts.is_observed  # nor is anything watched
+
+
+def test_a_proposal_ends_before_a_token_that_ends_the_request() -> None:
+    request = request_of([1, 2, 3, 4, 5, 1], (2,), stop_token_ids=frozenset({4}))
+    assert proposed(drafter_of("ngram"), request) == [3]
+    request = request_of([1, 2, 4, 1, 2], stop_token_ids=frozenset({4}))
+    assert proposed(drafter_of("ngram"), request) == []
+    request = request_of([9], prediction=(1, 2, 4, 7), stop_token_ids=frozenset({4}))
+    assert proposed(drafter_of("prediction"), request) == [1, 2]
 
 
 def test_fewer_drafts_beside_more_rows() -> None:
@@ -245,7 +253,7 @@ def test_fewer_drafts_beside_more_rows() -> None:
     request = request_of([1, 2, 3] * 4)
     lengths = []
     for num_rows in (1, 4, 16, 64):
-        drafter.begin([request] * num_rows, num_rows)
+        drafter.begin([request] * num_rows, num_rows, True)
         lengths.append(len(drafter.propose(request)))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]

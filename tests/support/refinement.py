@@ -125,6 +125,8 @@ class OfferedDrafts(DraftObserver):
 
     def proposals(self, requests: Iterable[RealRequest]) -> list[tuple[int, tuple[int, ...]]]:
         """What the real drafter proposes, by request."""
+        requests = list(requests)
+        self.real.begin(requests, len(requests), is_settled=True)
         return [(int(r.request_id), tuple(self.real.propose(r))) for r in requests]
 
     def note(self, request: RealRequest, num_drafts: int, num_accepted: int) -> None:
