@@ -207,10 +207,10 @@ def engine_with(costs: StepCosts, depth: int, num_requests: int, *, is_right: bo
 
 
 def test_a_pipelined_engine_drafts_if_that_pays_more_than_the_pipeline() -> None:
-    plain, idle, answers = engine_with(StepCosts(COSTS, 100.0), 1, 4, is_right=True)
+    plain, idle, answers = engine_with(StepCosts(COSTS, exposed_s=100.0), 1, 4, is_right=True)
     assert not any(plan.has_drafts for plan in plain)
     assert idle.num_exposed_steps == 0
-    drafted, engine, same = engine_with(StepCosts(COSTS, 0.1), 1, 4, is_right=True)
+    drafted, engine, same = engine_with(StepCosts(COSTS, exposed_s=0.1), 1, 4, is_right=True)
     assert same == answers
     assert len(drafted) < len(plain) / 2
     assert engine.num_exposed_steps == len(drafted) - 1
@@ -219,7 +219,7 @@ def test_a_pipelined_engine_drafts_if_that_pays_more_than_the_pipeline() -> None
 
 
 def test_wrong_drafts_end_and_the_pipeline_is_used_again() -> None:
-    plans, engine, _ = engine_with(StepCosts(COSTS, 0.1), 1, 4, is_right=False)
+    plans, engine, _ = engine_with(StepCosts(COSTS, exposed_s=0.1), 1, 4, is_right=False)
     with_drafts = [plan.step for plan in plans if plan.has_drafts]
     assert with_drafts
     assert max(with_drafts) < 12
