@@ -691,10 +691,10 @@ MUTANTS = [
         "every step has the maximum budget",
         "Scheduler.schedule",
         "Planner(self.queues, self.max_num_seqs, budget, self.num_steps, "
-        "self.in_flight, self.last_steps, self.drafter, self.account)",
+        "self.in_flight, self.last_steps, self.drafter, self.account, self.max_num_samples)",
         "Planner(self.queues, self.max_num_seqs, "
         "self.max_num_batched_tokens, self.num_steps, self.in_flight, self.last_steps, "
-        "self.drafter, self.account)",
+        "self.drafter, self.account, self.max_num_samples)",
     ),
     Mutant(
         0,
@@ -770,7 +770,7 @@ MUTANTS = [
     Mutant(
         0,
         "draft tokens take a block that another request needs",
-        "Planner._draft",
+        "Planner._add_drafts",
         "drafts and num_wanted > 0 and (not (self._is_closed or self._preempted))",
         "drafts and num_wanted > 0",
     ),
@@ -784,7 +784,7 @@ MUTANTS = [
     Mutant(
         19,
         "draft tokens do not count in the budget",
-        "Planner._draft",
+        "Planner._add_drafts",
         "self._num_extra_tokens += len(drafts)",
         "",
     ),
@@ -792,13 +792,13 @@ MUTANTS = [
         0,
         "draft tokens follow an unsettled token",
         "Planner._draft",
-        "end != len(request.token_ids)",
-        "end < len(request.token_ids)",
+        "request.num_dispatched == len(request.token_ids)",
+        "request.num_dispatched >= len(request.token_ids)",
     ),
     Mutant(
         0,
         "a request with draft tokens in flight gets a row",
-        "Planner._draft",
+        "Planner._add_drafts",
         "request.waits_for_samples = True",
         "",
     ),
@@ -811,8 +811,22 @@ MUTANTS = [
     ),
     Mutant(
         0,
-        "blocks for draft tokens are not in the plan",
+        "the limit of samples is not kept",
+        "Planner._num_drafts_left",
+        "min(num_left, self._max_num_samples - (num_rows - num_others))",
+        "num_left",
+    ),
+    Mutant(
+        0,
+        "the oldest row takes the draft tokens of all",
         "Planner._draft",
+        "even_shares([len(drafts) for *_, drafts in proposals], num_left)",
+        "[len(drafts) for *_, drafts in proposals]",
+    ),
+    Mutant(
+        0,
+        "blocks for draft tokens are not in the plan",
+        "Planner._add_drafts",
         "self._new_blocks[row] = self._new_blocks.get(row, ()) + new",
         "del new",
     ),
@@ -926,8 +940,29 @@ MUTANTS = [
     ),
     Mutant(
         0,
+        "exposed time is no cost of draft tokens",
+        "choose_numbers",
+        "costs.of(num_tokens + num_drafts) + exposed_s + longest * draft_s",
+        "costs.of(num_tokens + num_drafts) + longest * draft_s",
+    ),
+    Mutant(
+        0,
+        "a rejected watched proposal is ignored",
+        "Acceptance.note_watched",
+        "self.note(place - self.end + 1, place - self.end)",
+        "pass",
+    ),
+    Mutant(
+        0,
+        "steps are not settled before drafting",
+        "Engine._settle_first",
+        "self.scheduler.should_settle_first()",
+        "False",
+    ),
+    Mutant(
+        0,
         "a rejected draft token does not lower the acceptance",
-        "RequestDrafts.note",
+        "Acceptance.note",
         "rate * _DECAY",
         "rate",
     ),

@@ -21,7 +21,8 @@ from tests.support.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = (
-    *("block_manager", "drafters", "drafts", "pace", "planner", "policy", "scheduler", "shares"),
+    *("block_manager", "draft_mode", "drafters", "drafts", "pace", "planner", "policy"),
+    *("scheduler", "shares"),
     *("segments", "siblings", "speculation", "state_slots"),
 )
 OTHER_TESTS = (
