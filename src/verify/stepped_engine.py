@@ -111,6 +111,7 @@ class SteppedEngine:
         """Let a drafter propose draft tokens from now on. Called without live requests."""
         self.scheduler.drafter = drafter
         self.scheduler.draft_counts = DraftCounts(drafter)
+        self.scheduler.max_num_samples = self.engine.runner.max_num_samples
 
     def add(self, subject: CaseRequest, salt: bytes = b"") -> Request:
         """Add a subject. Only requests with the same ``salt`` share cached blocks."""
