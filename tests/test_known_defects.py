@@ -117,7 +117,7 @@ def compare(
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_ngrams_do_not_change_an_answer(engines: Engines, temperature: float) -> None:
-    """vLLM 41758: n-grams changed 20 of 20 greedy answers. 54506 asks for equal ones."""
+    """vLLM 41758: n-grams changed 20 of 20 greedy answers. 54506 requests equal ones."""
     prompts = [prompt * times for prompt in PROMPTS for times in (1, 2, 3, 4)]
     params = lettered(temperature=temperature)
     ngram = engines.get("ngram", 4, max_num_seqs=20)
@@ -161,8 +161,8 @@ def stops_of(engines: Engines, temperature: float, first: int) -> list[SamplingP
 def test_nothing_is_left_behind_a_stop_string(
     engines: Engines, temperature: float, first: int
 ) -> None:
-    """vLLM 47616: ids and log-probabilities behind it were returned. SGLang 23802: one that lay
-    early among many accepted tokens was missed. ArcticInference 161: suffix ignored it."""
+    """vLLM 47616: ids and log-probabilities behind it were returned. SGLang 23802: one
+    that came early among many accepted tokens was missed. ArcticInference 161: it was ignored."""
     params = stops_of(engines, temperature, first)
     plain = compare(engines, params)
     for output, asked in zip(plain, params, strict=True):

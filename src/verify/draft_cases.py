@@ -113,6 +113,8 @@ class DraftCases:
                     stepped.engine.pause(request.request_id)
                     stepped.engine.resume(request.request_id)
                 stepped.finish()
+                num_cached = request.num_cached_tokens
+                self._report.num_hit_blocks += num_cached // self._cases.block_size
                 yield f"paused after {count} tokens", subject, stepped.answer(request)
         self._end(stepped)
 

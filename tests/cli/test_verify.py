@@ -59,3 +59,21 @@ def test_verify_prints_its_verdict(
     result = call("verify", "-m", "x", "--device", "cpu")
     assert result.exit_code == exit_code, result.output
     assert result.stdout.splitlines()[-1 if exit_code else -2].startswith(verdict)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_verify_runs_only_cases_with_draft_tokens(
+    monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    loaded = SimpleNamespace(module=None, vocab_size=50, dtype="torch.float32", quantization=None)
+    given: dict[str, object] = {}
+
+    def run_gate(*_: object, **arguments: object) -> GateReport:
+        given.update(arguments)
+        return GateReport([CaseGroup("a", num_equal=1)], [CaseGroup("b", num_different=1)])
+
+    monkeypatch.setattr("pagespec.compile.load.load.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("pagespec.verify.run_gate", run_gate)
+    options = ["--only-drafts"] if is_given else []
+    assert call("verify", "-m", "x", "--device", "cpu", *options).exit_code == 0
+    assert given["only_drafts"] is is_given

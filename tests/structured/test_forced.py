@@ -25,7 +25,7 @@ MOST = 6
 
 
 class Scripted(PredictionDrafter):
-    """Proposes what it is told to, and records the counts that it receives."""
+    """Proposes the given tokens, and records the counts that it receives."""
 
     def __init__(self, guesses: Sequence[int] = ()) -> None:
         config = SpeculativeConfig(method="prediction", num_speculative_tokens=MOST)

@@ -64,6 +64,7 @@ def check_equal(report: GateReport) -> None:
     assert report.is_transparent, report.idle
     assert report.num_cases == NUM_CASES
     assert report.num_preemptions > 12
+    assert report.num_hit_blocks > 50
     assert report.num_accepted_drafts > 200
     assert report.num_rejected_drafts > 200
 
