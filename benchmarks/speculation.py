@@ -89,6 +89,9 @@ class OracleDrafter(PredictionDrafter):
     def serves(self, _: Any) -> bool:
         return True
 
+    def wants_drafts(self, running: Any, num_others: int) -> bool:
+        return self._fixed > 0 or super().wants_drafts(running, num_others)
+
     def propose(self, request: Any) -> Sequence[int]:
         if self._fixed:
             return self._continuation(request, None, self._fixed)
@@ -177,7 +180,7 @@ def pagespec(
         )
         start_s = time.perf_counter() - begin
     scheduler, gaps = llm.engine.scheduler, HostGaps(llm.engine.runner)
-    costs = scheduler.drafter.other._costs
+    costs = scheduler.drafter.other.mode.costs
     results = _Results(
         json,
         engine=f"pagespec, torch {torch.__version__}",

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagespec import LLM, InvalidInputError, SamplingParams
+from pagespec.compile.load.drafters import load_drafter, target_aux_layers
+from pagespec.compile.load.load import load_model
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.speculation import StepCosts
 from pagespec.runner import cpu_platform
-from tests.support.models import save_word_model, tiny_model
+from tests.support.draft_files import (
+    eagle3_config,
+    eagle3_tensors,
+    save_eagle3,
+    save_with_mtp,
+)
+from tests.support.drafting import Drafting, Target
+from tests.support.models import VOCAB_SIZE, save_word_model, tiny_model
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 90, "max_num_seqs": 4}
 SETTINGS |= {"max_model_len": 64, "threads": 1, "check_invariants": True}
@@ -86,6 +97,91 @@ def test_a_reset_of_the_cache_and_predictions_change_nothing(target: str) -> Non
     prediction = {"prompt": PROMPTS[0], "prediction": token_ids}
     (output,) = llm.generate([prediction], SamplingParams(max_tokens=20, temperature=0.0))
     assert output.outputs[0].token_ids == token_ids
+
+
+class Drafted:
+    """The draft tokens behind each row of an engine's steps: (request id, number of tokens before
+    them, tokens)."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, int, list[int]]] = []
+        drafting: Any = llm._runner.drafting
+        own = drafting.draft
+
+        def draft(plan: StepPlan, packed: Any, token_ids: Any, hidden: Any) -> Any:
+            drafts = own(plan, packed, token_ids, hidden)
+            for row, samples in enumerate(plan.accepted(token_ids.tolist())):
+                request_id = plan.requests[row].request_id
+                if request_id in drafts:
+                    num_rejected = plan.num_samples[row] - len(samples)
+                    end = plan.starts[row] + plan.num_tokens[row] - num_rejected + 1
+                    self.found.append((request_id, end, drafts[request_id]))
+            return drafts
+
+        monkeypatch.setattr(drafting, "draft", draft)
+
+
+def saved_drafter(method: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """The folder of a target, and the config of its drafter."""
+    config = {"method": method.partition(" ")[0], "num_speculative_tokens": 3}
+    target = folder / "target"
+    if method.startswith("mtp"):
+        save_with_mtp(target, method.partition(" ")[2])
+        return str(target), config
+    main = tiny_model("llama", num_hidden_layers=6)
+    main.save_pretrained(target)
+    save_eagle3(folder / "head", eagle3_config(main, 96), eagle3_tensors(main, 96))
+    return str(target), config | {"model": str(folder / "head")}
+
+
+@pytest.mark.usefixtures("_free")
+@pytest.mark.parametrize("method", ["mtp deepseek_v3", "mtp glm4_moe", "eagle3"])
+def test_drafts_of_a_head_are_those_of_whole_passes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked prompts, prefix hits and rejected tokens in the engine; one pass over all slots in
+    the reference."""
+    model, config = saved_drafter(method, tmp_path)
+    prompts = [[(7 * i * i + j) % VOCAB_SIZE for i in range(30)] for j in range(3)]
+    prompts.append([*prompts[0][:20], 5, 6, 7])
+    params = [
+        SamplingParams(max_tokens=14, temperature=t, seed=1, ignore_eos=True)
+        for t in (0.0, 0.0, 0.9, 0.0)
+    ]
+    settings = SETTINGS | {"max_num_batched_tokens": 16}
+
+    def answered(llm: LLM) -> list[list[int]]:
+        return [
+            output.outputs[0].token_ids
+            for p, q in zip(prompts, params, strict=True)
+            for output in llm.generate([{"prompt_token_ids": p}] * 2, q, use_tqdm=False)
+        ]
+
+    plain = answered(LLM(model, **settings))
+    llm = LLM(model, speculative_config=config, **settings)
+    drafted = Drafted(llm, monkeypatch)
+    assert answered(llm) == plain
+    assert llm.stats().num_draft_tokens > 60
+
+    loaded = load_model(model)
+    layers = target_aux_layers(config["method"], config.get("model"), loaded)
+    loaded = replace(loaded, aux_layers=layers)
+    drafter = Drafting(load_drafter(config["method"], config.get("model"), loaded))
+    run = Target(loaded)
+    num_equal = num_compared = 0
+    for request_id, end, found in drafted.found:
+        index = int(request_id)
+        # The last prompt shares a part of the first one's blocks. Slot p has token p + 1, so the
+        # last shared slot has the first prompt's next token.
+        if params[index // 2].temperature or index > 5:
+            continue
+        ids = (prompts[index // 2] + plain[index])[:end]
+        outputs = run(ids[:-1])
+        hidden = outputs.hidden if outputs.aux is None else outputs.aux
+        assert hidden is not None
+        num_compared += 1
+        num_equal += found == drafter.greedy(ids[1:], hidden, 0, len(found))
+    assert num_equal == num_compared > 40
 
 
 def test_costs_of_the_drafter_are_measured(target: str, caplog: pytest.LogCaptureFixture) -> None:

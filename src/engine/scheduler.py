@@ -216,6 +216,8 @@ class Scheduler:
         if drafter is None:
             return False
         plan, requests = self.in_flight[-1]
+        if plan.wanted_drafts:  # tokens that are drafted there are of use only in the next row
+            return True
         if plan.has_drafts and any(r.waits_for_samples and not r.settled_only for r in requests):
             return True
         if not isinstance(drafter, DraftObserver):

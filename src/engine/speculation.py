@@ -19,7 +19,7 @@ from .runner import MAX_DRAFT_TOKENS
 METHODS = ("ngram", "suffix", "prediction")
 MODEL_METHODS = ("draft_model", "mtp", "eagle3")
 """Methods whose drafter is a model."""
-SERVED_METHODS = (*METHODS, "draft_model")
+SERVED_METHODS = (*METHODS, *MODEL_METHODS)
 """Methods that :func:`speculative` accepts."""
 _NUM_TOKENS = 8
 _NUM_TOKENS_OF = {"draft_model": 5, "mtp": 3, "eagle3": 5}

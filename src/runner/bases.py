@@ -139,6 +139,11 @@ class LocalRunner(ABC):
         planned after this one is collected. Called without steps in flight; the runner is reset
         afterwards."""
 
+    @abstractmethod
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """Seconds of a drafter's passes behind a step; 0 without a drafter. Called like
+        :meth:`seconds_of`."""
+
     # With several ranks, rank 0 stages a step and all ranks launch it.
 
     @property

@@ -143,8 +143,7 @@ class CpuDrafting:
             if not going:
                 break
             if last_states is not None:
-                places = [step.kept[i][1] for i in going]
-                last_states = last_states[torch.tensor(places)]
+                last_states = last_states[torch.tensor([step.kept[i][1] for i in going])]
             rows = [
                 drawn[i]._replace(start=drawn[i].end, token_ids=np.array([tokens[i]], np.int64))
                 for i in going

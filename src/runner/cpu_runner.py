@@ -127,8 +127,9 @@ class ModelRunner(LocalRunner):
             self.pack_s = 0.0
 
     def draft_seconds_of(self, plan: StepPlan) -> float:
-        """CPU time of a drafter's passes behind a step. See :meth:`seconds_of`."""
-        assert self.drafting is not None
+        """CPU time of a drafter's passes behind a step; 0 without a drafter."""
+        if self.drafting is None:
+            return 0.0
         try:
             packed = self._pack(plan)
             with torch.inference_mode():

@@ -13,7 +13,6 @@ top_p and min_p.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,6 @@ from .pinned import IntArray
 
 MOST_CALLS_PER_SHAPE: Final = 3
 """Most calls, and graphs, of the drafter behind steps of one shape."""
-_NUM_TIMED = 5
 
 
 def _num_wanted(step: PlanArrays) -> IntArray | int:
@@ -265,20 +263,6 @@ class GpuDrafting:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
-
-    def seconds_of_drafting(self, num_rows: int) -> float:
-        """The least seconds of a call that adds a draft token to each of ``num_rows`` rows. They
-        have one token each: a long context takes longer."""
-        call = DraftCall(StepShape.decode(self._bucket(num_rows)), "next")
-        own, found = self._own, []
-        own.clear()
-        for _ in range(_NUM_TIMED):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            self._call(call)
-            torch.cuda.synchronize()
-            found.append(time.perf_counter() - begin)
-        return min(found)
 
     def close(self) -> None:
         self._graphs = {}

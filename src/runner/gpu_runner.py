@@ -151,6 +151,25 @@ class GpuRunner(LocalRunner):
             self.reset()
             self.pack_s = 0.0
 
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """The mean duration of a drafter's calls behind a step; 0 without a drafter."""
+        if self.drafting is None:
+            return 0.0
+        try:
+            with self.step_context():
+                index, _, array = self._staging.take()
+                staged, array = self._pack(plan, array)
+                self._launch(staged, index, array, None)
+                self._synchronize()
+                begin = time.perf_counter()
+                for _ in range(_NUM_REPLAYS):
+                    self.drafting.queue(plan, staged.shape, 0)
+                self._synchronize()
+                return (time.perf_counter() - begin) / _NUM_REPLAYS
+        finally:
+            self.reset()
+            self.pack_s = 0.0
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -275,14 +294,6 @@ class GpuRunner(LocalRunner):
     def num_graphs(self) -> int:
         num_drafting = 0 if self.drafting is None else self.drafting.num_graphs
         return num_drafting + (len(self._graphs) if self._graphs is not None else 0)
-
-    def seconds_of_drafting(self, num_rows: int) -> float:
-        """The seconds by which each draft token of a second model delays a step of ``num_rows``
-        rows, behind which it drafts; 0 without one."""
-        if self.drafting is None:
-            return 0.0
-        with self.step_context():
-            return self.drafting.seconds_of_drafting(num_rows)
 
     def run_worst_case(self) -> None:
         """Compute a step with the most tokens and rows, all padding, and sample."""

@@ -19,12 +19,12 @@ from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
 from .bases import LocalRunner
-from .cpu_runner import ModelRunner
 
 logger = logging.getLogger("pagespec")
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-_NUM_ROWS = (1, 4, 16)
+_NUM_ROWS = (1, 4, 16, 64, 256)  # of a drafter's passes
+_MOST_ROWS_ON_CPU = 16
 _MOST_ON_CPU = 128
 _NUM_REPEATS = 3
 _MAX_DURATION_S = 3.0
@@ -72,8 +72,9 @@ def measure_costs(
         1000 * exposed_s,
     )
     passes: list[tuple[int, float]] = []
-    if isinstance(runner, ModelRunner) and runner.drafting is not None and config.block_size > 2:
-        passes = [(n, _pass_seconds(runner, n)) for n in _NUM_ROWS if n <= num_rows]
+    if drafts.has_model and config.block_size > 2:
+        most_rows = min(num_rows, runner.max_num_samples or _MOST_ROWS_ON_CPU)
+        passes = [(n, _pass_seconds(runner, n)) for n in _NUM_ROWS if n <= most_rows]
         logger.info("draft tokens: milliseconds of a drafter's pass: %s", _shown(passes))
     drafting = passes if len(passes) > 1 else ()
     return StepCosts(
@@ -89,13 +90,12 @@ def _measure(runner: LocalRunner, num_tokens: int, width: int) -> tuple[float, f
     plan = _plan(num_tokens, width, runner)
     times = [runner.seconds_of(plan) for _ in range(_NUM_REPEATS)]
     seconds = min(seconds for seconds, _ in times)
-    if isinstance(runner, ModelRunner) and runner.drafting is not None:
-        # The drafter computes the positions of every step.
-        seconds += min(runner.draft_seconds_of(plan) for _ in range(_NUM_REPEATS))
+    # A drafter computes the positions of every step.
+    seconds += min(runner.draft_seconds_of(plan) for _ in range(_NUM_REPEATS))
     return seconds, min(exposed_s for _, exposed_s in times)
 
 
-def _pass_seconds(runner: ModelRunner, num_rows: int) -> float:
+def _pass_seconds(runner: LocalRunner, num_rows: int) -> float:
     """The time of a drafter's pass over one position per row."""
     once, twice = (
         min(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, RequestOutput, SamplingParams
+from pagespec.engine.speculation import StepCosts
 from tests.support.models import tiny_model
 from tests.support.structured import END, tokenizer
 
@@ -48,7 +49,12 @@ def engine(drafter: str | None, **settings: Any) -> LLM:
             "model": drafter,
             "num_speculative_tokens": NUM_DRAFTS,
         }
-    return LLM(folder(), dtype="bfloat16", device="cuda", check_invariants=True, **given)
+    llm = LLM(folder(), dtype="bfloat16", device="cuda", check_invariants=True, **given)
+    if drafter is not None:  # by the measured costs a model as small as this one needs no drafts
+        mode = llm.engine.scheduler.drafter.other.mode
+        mode.costs = StepCosts([(1, 1.0), (1000, 1.0)])
+        mode.reset()
+    return llm
 
 
 def outputs_of(llm: LLM, *, is_plain: bool, num_requests: int = 12) -> list[RequestOutput]:
