@@ -77,7 +77,7 @@ def main(
     drafts = {"method": "ngram", "num_speculative_tokens": 8}
     model = str(embedded_model_path())
     llm = LLM(model, speculative_config=drafts, enable_prefix_caching=False, seed=0)
-    costs = llm.engine.scheduler.drafter.other._costs
+    costs = llm.step_costs
     print(
         f"SmolLM2-135M, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, {output_tokens} tokens; CPU ms of a step by tokens: "

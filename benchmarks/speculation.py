@@ -79,12 +79,12 @@ class OracleDrafter(PredictionDrafter):
     ) -> None:
         super().__init__(config, costs)
         rng = random.Random(_SEED)
-        self._drafts = {
+        self._known = {
             prompt: [t if rng.random() < acceptance else (t + 1) % vocabulary for t in answer]
             for prompt, answer in answers.items()
         }
         self._fixed = fixed
-        self._drafts_of: dict[str, Sequence[int]] = {}  # by request
+        self._known_of: dict[str, Sequence[int]] = {}  # by request
 
     def serves(self, _: Any) -> bool:
         return True
@@ -98,10 +98,10 @@ class OracleDrafter(PredictionDrafter):
         return super().propose(request)
 
     def _continuation(self, request: Any, _: Any, most: int) -> Sequence[int]:
-        drafts = self._drafts_of.get(request.request_id)
+        drafts = self._known_of.get(request.request_id)
         if drafts is None:
-            drafts = self._drafts[tuple(request.token_ids[: request.num_prompt_tokens])]
-            self._drafts_of[request.request_id] = drafts
+            drafts = self._known[tuple(request.token_ids[: request.num_prompt_tokens])]
+            self._known_of[request.request_id] = drafts
         begin = len(request.token_ids) - request.num_prompt_tokens
         return drafts[begin : begin + most]
 
@@ -180,7 +180,7 @@ def pagespec(
         )
         start_s = time.perf_counter() - begin
     scheduler, gaps = llm.engine.scheduler, HostGaps(llm.engine.runner)
-    costs = scheduler.drafter.other.mode.costs
+    costs = llm.step_costs
     results = _Results(
         json,
         engine=f"pagespec, torch {torch.__version__}",

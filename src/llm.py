@@ -144,7 +144,7 @@ class LLM:
         self.num_blocks = built.num_blocks
         self.device = str(built.device)
         self._device = built.device
-        self._runner = built.runner
+        self._runner, self.step_costs = built.runner, built.step_costs
         self.default_sampling = dict(built.default_sampling)
         self.reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         self.chat_reader = ChatReader(
