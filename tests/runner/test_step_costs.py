@@ -90,3 +90,13 @@ def test_measuring_leaves_no_trace_in_the_runner(kind: str) -> None:
     result = runner.collect(runner.dispatch(plan))
     assert len(result.token_ids) == 3
     assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("passed_events")
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_steps_with_draft_tokens_are_measured(kind: str) -> None:
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+    runner = make_runner(captured, kind, 12, max_num_blocks=4)
+    costs = measured(runner, max_num_seqs=2, block_size=4, max_num_batched_tokens=16)
+    assert [size for size, _ in costs.measured] == ([1, 2, 4] if kind == "gpu" else [1, 2, 4, 8])
