@@ -6,7 +6,9 @@
     python -m benchmarks.speculation table ours.json plain.json drafts.json
 
 Both engines have random weights, bfloat16, no prefix cache, greedy requests of one length that all
-arrive at once. Draft tokens are free: the time of a drafter is not in the table.
+arrive at once. Draft tokens are free: the time of a drafter is not in the table. With
+``--drafter-layers`` pagespec also runs a drafter: a model of the same sizes with that many layers.
+One layer costs about as much as an MTP layer. Its tokens are replaced by those of the oracle.
 
 pagespec: a run without draft tokens records the answers. An oracle then proposes them, each token
 right with the given probability, independently of the others. The engine chooses the number of
@@ -38,8 +40,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.loads import Json, Model, Quantization, gpu_name, named, vllm_engine
-from benchmarks.workload import LARGEST_TOKEN_ID, LATENCY, Load, Workload, model_folder
-from pagespec.engine.drafters import PredictionDrafter
+from benchmarks.workload import (
+    LARGEST_TOKEN_ID,
+    LATENCY,
+    Load,
+    Workload,
+    model_config,
+    model_folder,
+)
+from pagespec.engine.drafters import ModelDrafter
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 
 ROWS, ACCEPTANCES = (1, 8, 32, 64, 256), (0.0, 0.6, 0.8, 0.9)
@@ -58,8 +67,9 @@ Run = Callable[[Workload], tuple[float, list[float], list[tuple[int, ...]]]]
 """Serves a workload. Returns its seconds, those until each request finished, and the answers."""
 
 
-class OracleDrafter(PredictionDrafter):
-    """Proposes known answers with wrong tokens in random places.
+class OracleDrafter(ModelDrafter):
+    """Proposes known answers with wrong tokens in random places, and with the method
+    "draft_model" only as many tokens as the model has drafted.
 
     Args:
         answers: the answers, by prompt.
@@ -84,6 +94,8 @@ class OracleDrafter(PredictionDrafter):
             for prompt, answer in answers.items()
         }
         self._fixed = fixed
+        if config.method != "draft_model":
+            self.max_wanted_drafts = 0
         self._known_of: dict[str, Sequence[int]] = {}  # by request
 
     def serves(self, _: Any) -> bool:
@@ -94,16 +106,21 @@ class OracleDrafter(PredictionDrafter):
 
     def propose(self, request: Any) -> Sequence[int]:
         if self._fixed:
-            return self._continuation(request, None, self._fixed)
+            return self._continuation(request, request.drafts, self._fixed)
         return super().propose(request)
 
-    def _continuation(self, request: Any, _: Any, most: int) -> Sequence[int]:
-        drafts = self._known_of.get(request.request_id)
-        if drafts is None:
-            drafts = self._known[tuple(request.token_ids[: request.num_prompt_tokens])]
-            self._known_of[request.request_id] = drafts
+    def wanted(self, request: Any) -> int:
+        return self._fixed or super().wanted(request)
+
+    def _continuation(self, request: Any, drafts: Any, most: int) -> Sequence[int]:
+        if self.max_wanted_drafts:
+            most = len(super()._continuation(request, drafts, most)) if drafts else 0
+        known = self._known_of.get(request.request_id)
+        if known is None:
+            known = self._known[tuple(request.token_ids[: request.num_prompt_tokens])]
+            self._known_of[request.request_id] = known
         begin = len(request.token_ids) - request.num_prompt_tokens
-        return drafts[begin : begin + most]
+        return known[begin : begin + most]
 
 
 class HostGaps:
@@ -158,6 +175,7 @@ def pagespec(
     output_tokens: OutputTokens = 256,
     repeat: Repeat = 3,
     quantization: Quantization = None,
+    drafter_layers: Annotated[int, typer.Option(min=0, help="Of a drafter; 0: none.")] = 0,
 ) -> None:
     """Measure pagespec."""
     import torch
@@ -165,9 +183,13 @@ def pagespec(
     import pagespec as engine
     from pagespec.engine.scheduler import DraftCounts
 
-    asked = {"method": "ngram", "num_speculative_tokens": max(k, num_speculative_tokens)}
+    asked: dict[str, Any] = {"num_speculative_tokens": max(k, num_speculative_tokens)}
     settings = {} if quantization is None else {"quantization": quantization}
     with model_folder(model) as folder:
+        if drafter_layers:
+            asked |= {"method": "draft_model", "model": _drafter(model, folder, drafter_layers)}
+        else:
+            asked |= {"method": "ngram"}
         begin = time.perf_counter()
         llm = engine.LLM(
             str(folder),
@@ -183,7 +205,8 @@ def pagespec(
     costs = llm.step_costs
     results = _Results(
         json,
-        engine=f"pagespec, torch {torch.__version__}",
+        engine=f"pagespec{f'+{drafter_layers}L' if drafter_layers else ''}, "
+        f"torch {torch.__version__}",
         model=named(model, quantization, "auto", 1),
         gpu=gpu_name(),
         start_s=start_s,
@@ -242,6 +265,16 @@ def pagespec(
     if different:
         typer.echo(f"{different} answers differ from those without draft tokens", err=True)
         raise typer.Exit(1)
+
+
+def _drafter(model: str, folder: Path, num_layers: int) -> str:
+    """A folder with the ``config.json`` of a model of the same sizes with fewer layers."""
+    config = model_config(model)
+    config |= {"num_hidden_layers": num_layers, "max_window_layers": num_layers}
+    path = folder / "drafter"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 def _counts(llm: Any) -> dict[str, float]:
@@ -429,7 +462,7 @@ def table(files: Annotated[list[Path], typer.Argument(help="What was measured.")
 
 
 _HEADER = (
-    f"{'rows':>5} {'acceptance':>10} {'engine':>9} {'k':>5} {'ms (min to max)':>26} {'x':>5} "
+    f"{'rows':>5} {'acceptance':>10} {'engine':>11} {'k':>5} {'ms (min to max)':>26} {'x':>5} "
     f"{'x vLLM':>6} {'tok/s':>7} {'x':>5} {'tok/step':>8} {'accepted':>8} {'gap ms':>7}"
 )
 
@@ -455,7 +488,7 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
         spread = f"{cell['ms']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
         found.append(
             f"{cell['rows']:>5} {_text(cell['acceptance'], 'g', 'plain'):>10} "
-            f"{cell['engine']:>9} {cell['drafts']:>5} {spread:>26} "
+            f"{cell['engine']:>11} {cell['drafts']:>5} {spread:>26} "
             f"{_faster(plain.get('ms'), cell['ms']):>5} {_faster(peer.get('ms'), cell['ms']):>6} "
             f"{cell['tokens_per_s']:>7,.0f} "
             f"{_faster(cell['tokens_per_s'], plain.get('tokens_per_s')):>5} "

@@ -12,10 +12,12 @@ import torch
 
 from benchmarks import speculation
 from benchmarks.speculation import FreeDrafts, HostGaps, OracleDrafter, lines
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.runner import cpu_platform
+from pagespec.runner.cpu_drafting import CpuDrafting
 
 CONFIG = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
 FREE_STEPS = StepCosts([(1, 1.0), (1000, 1.0)])
@@ -61,6 +63,27 @@ def test_the_engine_chooses_the_number_of_draft_tokens(
     assert right["num_accepted_tokens"] == right["num_draft_tokens"] >= [2 * 48]
     assert right["num_steps"][0] <= 16
     assert wrong["num_accepted_tokens"] == [0]
+
+
+def test_a_drafter_computes_the_tokens_that_the_oracle_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    draft = CpuDrafting.draft
+
+    def counted(self: CpuDrafting, plan: StepPlan, *given: Any) -> Any:
+        calls.append(sum(plan.wanted_drafts.values()))
+        return draft(self, plan, *given)
+
+    monkeypatch.setattr(CpuDrafting, "draft", counted)
+    file = tmp_path / "ours.json"
+    sizes = {"prompt_tokens": 12, "output_tokens": 16, "repeat": 1}
+    speculation.pagespec("tiny", file, rows=[2], acceptance=[1.0], k=3, drafter_layers=1, **sizes)
+    _, right = json.loads(file.read_text())["cells"]
+    assert right["num_different"] == [0]
+    # The first step has no draft tokens, the others have three of each row.
+    assert right["num_accepted_tokens"] == right["num_draft_tokens"] == [2 * 11]
+    assert sum(calls) >= 2 * 11
 
 
 def test_a_tiny_model_is_measured_on_a_cpu(
