@@ -48,7 +48,7 @@ from benchmarks.workload import (
     model_config,
     model_folder,
 )
-from pagespec.engine.drafters import ModelDrafter
+from pagespec.engine.drafters import ModelDrafter, PredictionDrafter
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 
 ROWS, ACCEPTANCES = (1, 8, 32, 64, 256), (0.0, 0.6, 0.8, 0.9)
@@ -67,36 +67,47 @@ Run = Callable[[Workload], tuple[float, list[float], list[tuple[int, ...]]]]
 """Serves a workload. Returns its seconds, those until each request finished, and the answers."""
 
 
-class OracleDrafter(ModelDrafter):
-    """Proposes known answers with wrong tokens in random places, and with the method
-    "draft_model" only as many tokens as the model has drafted.
+class KnownAnswers:
+    """Known answers with wrong tokens in random places.
 
     Args:
         answers: the answers, by prompt.
         acceptance: the probability that a token is right.
-        vocabulary: proposed ids are below it.
+        vocabulary: wrong ids are below it.
+    """
+
+    def __init__(
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, vocabulary: int
+    ) -> None:
+        rng = random.Random(_SEED)
+        self._answers = {
+            prompt: [t if rng.random() < acceptance else (t + 1) % vocabulary for t in answer]
+            for prompt, answer in answers.items()
+        }
+        self._answer_of: dict[str, Sequence[int]] = {}  # by request
+
+    def after(self, request: Any, most: int) -> Sequence[int]:
+        """At most ``most`` tokens that follow the present ones of a request."""
+        answer = self._answer_of.get(request.request_id)
+        if answer is None:
+            answer = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])]
+            self._answer_of[request.request_id] = answer
+        begin = len(request.token_ids) - request.num_prompt_tokens
+        return answer[begin : begin + most]
+
+
+class OracleDrafter(PredictionDrafter):
+    """Proposes known answers.
+
+    Args:
         fixed: number of draft tokens per row; 0: chosen as for any drafter.
     """
 
     def __init__(
-        self,
-        answers: Mapping[tuple[int, ...], Sequence[int]],
-        acceptance: float,
-        vocabulary: int,
-        config: SpeculativeConfig,
-        costs: StepCosts,
-        fixed: int = 0,
+        self, known: KnownAnswers, config: SpeculativeConfig, costs: StepCosts, fixed: int = 0
     ) -> None:
         super().__init__(config, costs)
-        rng = random.Random(_SEED)
-        self._known = {
-            prompt: [t if rng.random() < acceptance else (t + 1) % vocabulary for t in answer]
-            for prompt, answer in answers.items()
-        }
-        self._fixed = fixed
-        if config.method != "draft_model":
-            self.max_wanted_drafts = 0
-        self._known_of: dict[str, Sequence[int]] = {}  # by request
+        self._known, self._fixed = known, fixed
 
     def serves(self, _: Any) -> bool:
         return True
@@ -105,22 +116,30 @@ class OracleDrafter(ModelDrafter):
         return self._fixed > 0 or super().wants_drafts(running, num_others)
 
     def propose(self, request: Any) -> Sequence[int]:
-        if self._fixed:
-            return self._continuation(request, request.drafts, self._fixed)
-        return super().propose(request)
+        return self._known.after(request, self._fixed) if self._fixed else super().propose(request)
+
+    def _continuation(self, request: Any, _: Any, most: int) -> Sequence[int]:
+        return self._known.after(request, most)
+
+
+class ModelOracleDrafter(ModelDrafter):
+    """Proposes as many tokens of known answers as a model has drafted. Arguments: see
+    :class:`OracleDrafter`."""
+
+    def __init__(
+        self, known: KnownAnswers, config: SpeculativeConfig, costs: StepCosts, fixed: int = 0
+    ) -> None:
+        super().__init__(config, costs)
+        self._known, self._fixed = known, fixed
+
+    def wants_drafts(self, running: Any, num_others: int) -> bool:
+        return self._fixed > 0 or super().wants_drafts(running, num_others)
 
     def wanted(self, request: Any) -> int:
         return self._fixed or super().wanted(request)
 
     def _continuation(self, request: Any, drafts: Any, most: int) -> Sequence[int]:
-        if self.max_wanted_drafts:
-            most = len(super()._continuation(request, drafts, most)) if drafts else 0
-        known = self._known_of.get(request.request_id)
-        if known is None:
-            known = self._known[tuple(request.token_ids[: request.num_prompt_tokens])]
-            self._known_of[request.request_id] = known
-        begin = len(request.token_ids) - request.num_prompt_tokens
-        return known[begin : begin + most]
+        return self._known.after(request, len(super()._continuation(request, drafts, most)))
 
 
 class HostGaps:
@@ -226,7 +245,7 @@ def pagespec(
         answers = [tuple(output.outputs[0].token_ids) for output in outputs]
         return seconds, [output.metrics.total_time_s for output in outputs], answers
 
-    def draft(drafter: OracleDrafter | None) -> None:
+    def draft(drafter: OracleDrafter | ModelOracleDrafter | None) -> None:
         scheduler.drafter, scheduler.draft_counts = drafter, DraftCounts(drafter)
 
     for num_rows in rows:
@@ -235,9 +254,10 @@ def pagespec(
         answers = run(load)[2]
         known = dict(zip(map(tuple, load.prompts), answers, strict=True))
 
-        def oracle(chance: float, known: Any = known) -> OracleDrafter:
-            vocabulary = LARGEST_TOKEN_ID
-            return OracleDrafter(known, chance, vocabulary, llm.config.speculation, costs, k)
+        def oracle(chance: float, known: Any = known) -> OracleDrafter | ModelOracleDrafter:
+            kind = ModelOracleDrafter if drafter_layers else OracleDrafter
+            answers = KnownAnswers(known, chance, LARGEST_TOKEN_ID)
+            return kind(answers, llm.config.speculation, costs, k)
 
         first_s = _first_token_s(run, load)
         for chance in acceptance:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import speculation
-from benchmarks.speculation import FreeDrafts, HostGaps, OracleDrafter, lines
+from benchmarks.speculation import FreeDrafts, HostGaps, KnownAnswers, OracleDrafter, lines
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
@@ -26,7 +26,8 @@ FREE_STEPS = StepCosts([(1, 1.0), (1000, 1.0)])
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.8, 1.0])
 def test_the_oracle_proposes_right_tokens_with_the_given_probability(acceptance: float) -> None:
     answer = list(range(100, 2100))
-    drafter = OracleDrafter({(1, 2, 3): answer}, acceptance, 10_000, CONFIG, FREE_STEPS, fixed=4)
+    known = KnownAnswers({(1, 2, 3): answer}, acceptance, 10_000)
+    drafter = OracleDrafter(known, CONFIG, FREE_STEPS, fixed=4)
     request = Request("a", [1, 2, 3], SamplingParams(), max_num_tokens=9999, seed=0)
     num_right = 0
     for token in range(100, 2100):

@@ -13,6 +13,7 @@ from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
+from pagespec.runner import step_costs
 from pagespec.runner.step_costs import _plan, measure_costs
 from tests.runner.both_runners import RUNNERS, make_runner
 from tests.support.captures import graph_cache
@@ -94,7 +95,8 @@ def test_measuring_leaves_no_trace_in_the_runner(kind: str) -> None:
 
 @pytest.mark.usefixtures("passed_events")
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_steps_with_draft_tokens_are_measured(kind: str) -> None:
+def test_steps_with_draft_tokens_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "_MAX_DURATION_S", 1e9)  # interpreted kernels are slow
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     runner = make_runner(captured, kind, 12, max_num_blocks=4)
