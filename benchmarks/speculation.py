@@ -456,9 +456,9 @@ def table(files: Annotated[list[Path], typer.Argument(help="What was measured.")
     """Print one table per model.
 
     "ms" is the mean time per token of a request after its first one. "tok/s" is over whole runs,
-    prompts included. "x" is their ratio to the engine without draft tokens, above 1 if drafts are
-    faster; "x vLLM" to the fastest cell of vLLM with the same acceptance. "gap" is the time per
-    step during which the device has no step.
+    prompts included. "x" is their ratio to the fastest run of the engine without draft tokens,
+    above 1 if drafts are faster; "x vLLM" to the fastest cell of vLLM with the same acceptance.
+    "gap" is the time per step during which the device has no step.
     """
     results = [json.loads(path.read_text()) for path in files if path.exists()]
     for model in dict.fromkeys(result["model"] for result in results):
@@ -491,8 +491,9 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
     """The lines of a model's table, in the order of rows and acceptance. ``k`` is the mean number
     of draft tokens of the rows that have any."""
     cells = [
-        {"engine": result["engine"].split()[0].rstrip(","), **cell, **figures(result, cell)}
+        {"engine": name, "base": name.split("+")[0], **cell, **figures(result, cell)}
         for result in results
+        for name in [result["engine"].split()[0].rstrip(",")]
         for cell in result["cells"]
     ]
 
@@ -503,7 +504,8 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
     found = []
     for cell in sorted(cells, key=lambda c: (c["rows"], -1 if c["k"] is None else c["acceptance"])):
         key = {"rows": cell["rows"], "acceptance": cell["acceptance"]}
-        plain = fastest(rows=cell["rows"], engine=cell["engine"], k=None)
+        # With a drafter, steps without draft tokens compute its positions too.
+        plain = fastest(rows=cell["rows"], base=cell["base"], k=None)
         peer = fastest(engine="vLLM", **key) if cell["engine"] != "vLLM" else {}
         spread = f"{cell['ms']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
         found.append(

@@ -203,8 +203,10 @@ def test_ratios_are_above_one_if_draft_tokens_are_faster() -> None:
     both = [
         {"engine": "pagespec, torch 1", **about, "cells": [plain, fast]},
         {"engine": "vLLM 1", **about, "cells": [{**fast, "mean_s": [0.75]}]},
+        {"engine": "pagespec+1L, torch 1", **about, "cells": [{**plain, "mean_s": [4.0]}]},
     ]
     shown = [line.split() for line in lines(both)]
-    assert [line[2] for line in shown] == ["pagespec", "pagespec", "vLLM"]
-    assert shown[1][8:10] == ["4.00", "1.50"]  # times plain, times vLLM
-    assert shown[1][11] == "2.00"
+    assert [line[2] for line in shown] == ["pagespec", "pagespec+1L", "pagespec", "vLLM"]
+    assert shown[1][8] == "0.50"
+    assert shown[2][8:10] == ["4.00", "1.50"]  # times plain, times vLLM
+    assert shown[2][11] == "2.00"
