@@ -25,7 +25,10 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.speculation import SpeculativeConfig, StepCosts
+from pagespec.structured.forced import ForcedDrafter
 from tests.runner import both_runners
+from tests.runner.test_structured import captured as structured_captured
+from tests.runner.test_structured import mixed_requests
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -205,17 +208,14 @@ def run(
     engine = Engine(scheduler, runner, check_invariants=True)
     for request in requests:
         engine.add(request, siblings=siblings if request is requests[0] else ())
-    num_steps = 0
     while engine.has_work:
         engine.step()
-        num_steps += 1
-        if num_steps % 3:  # some steps are planned with one in flight: these draft nothing
-            engine._settle()
     return [r.output_token_ids for r in (*requests, *siblings)], scheduler
 
 
 @pytest.mark.parametrize(
-    ("world", "temperature"), [("roomy", 0.0), *((world, 0.8) for world in WORLDS)]
+    ("world", "temperature"),
+    [("roomy", 0.0), ("chunks", 0.8), ("preempting", 0.8), ("overlap", 0.8)],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(
     target: CapturedModel, world: str, temperature: float
@@ -235,6 +235,35 @@ def test_another_model_changes_no_output(target: CapturedModel, other: CapturedM
     assert counts.num_accepted_tokens < counts.num_draft_tokens
 
 
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_model_drafts_behind_constrained_and_edited_rows(overlap: bool) -> None:
+    """Their samples are drawn behind the graph, some in the next dispatch."""
+    model = structured_captured()
+    outputs = []
+    for is_drafted in (False, True):
+        requests, _ = mixed_requests(4, 5, 7, share=0.6)
+        settings = {"draft_model": DraftModel(model)} if is_drafted else {}
+        runner = both_runners.make_runner(
+            model, "gpu", 90, max_num_seqs=24, max_num_blocks=24, overlap=overlap, **settings
+        )
+        drafter = ForcedDrafter(runner.grammars, ModelDrafter(CONFIG, FREE)) if settings else None
+        scheduler = Scheduler(
+            BlockManager(90, BLOCK_SIZE),
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            pipeline_depth=runner.pipeline_depth,
+            drafter=drafter,
+        )
+        engine = Engine(scheduler, runner, check_invariants=True)
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1]
+    assert scheduler.draft_counts.num_accepted_tokens > 3
+
+
 def test_siblings_draft_from_copied_blocks(target: CapturedModel) -> None:
     def with_siblings() -> tuple[list[Request], list[Request]]:
         requests = make_requests(0.8)[:2]
@@ -249,7 +278,7 @@ def test_siblings_draft_from_copied_blocks(target: CapturedModel) -> None:
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("world", ["chunks", "preempting"])
+@pytest.mark.parametrize("world", ["preempting", pytest.param("chunks", marks=pytest.mark.nightly)])
 def test_a_drafter_reads_the_next_tokens_and_the_hidden_states(
     target: CapturedModel, world: str
 ) -> None:
