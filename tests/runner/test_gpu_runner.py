@@ -23,7 +23,6 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
-from pagespec.errors import EngineError
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
 from pagespec.runner.layout import StepShape
 from tests.support.captures import graph_cache
@@ -195,28 +194,6 @@ def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None
     for name, tokens in produced.items():
         assert tokens == expected[name][: len(tokens)]
     assert {shape.is_decode for shape in graphs.replayed} == {True, False}
-
-
-def test_draft_tokens_are_refused_by_name_and_disturb_nothing() -> None:
-    """Dispatched, and staged for several ranks, as many times as the rings have buffers."""
-    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
-    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
-    request = Request("a", [1, 2, 3], SamplingParams(temperature=0.0), max_num_tokens=9).info
-
-    def plan(number: int, *token_ids: int, num_samples: int = 1, tables: Any = None) -> StepPlan:
-        sizes = (len(token_ids),), (num_samples,)
-        return StepPlan(number, (request,), (number,), *sizes, token_ids, tables or {})
-
-    def tokens(*, refuses: bool) -> list[int]:
-        runner = make_runner(captured, 2)
-        first = runner.dispatch(plan(0, 1, tables={0: (1,)}))
-        for send in (runner.dispatch, runner.stage) * 3 if refuses else ():
-            with pytest.raises(EngineError, match=r"runner on a GPU .* draft tokens.* step 1"):
-                send(plan(1, 5, 6, 7, num_samples=3))
-        second = runner.dispatch(plan(1, -1))
-        return [*runner.collect(first).token_ids, *runner.collect(second).token_ids]
-
-    assert tokens(refuses=True) == tokens(refuses=False)
 
 
 def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
