@@ -38,6 +38,10 @@ class TimedRunner:
         seconds = 1e-3 + 1e-4 * plan.total_num_tokens
         return (seconds, 0.0) if plan.is_decode_only else (seconds + 3e-4, 5e-4)
 
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """1 ms per row and token to draft, with a drafter."""
+        return 1e-3 * sum(plan.wanted_drafts.values())
+
 
 def measured(runner: Any, **settings: Any) -> StepCosts:
     return measure_costs(runner, EngineConfig(**settings), DRAFTS, max_model_len=64)
@@ -56,6 +60,15 @@ def test_draft_tokens_cost_what_decode_steps_do_not() -> None:
     assert costs.of(16) == pytest.approx(1e-3 + 16e-4)
     on_cpu = measured(TimedRunner(), max_num_seqs=8, max_num_batched_tokens=512)
     assert on_cpu.of(16) == pytest.approx(1.3e-3 + 16e-4)
+
+
+def test_a_second_model_costs_time_by_the_number_of_rows() -> None:
+    settings = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+    config = EngineConfig(**settings)
+    model = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=4)
+    assert measured(TimedRunner(64), **settings).draft_s(8) == 0
+    costs = measure_costs(TimedRunner(64), config, model, max_model_len=64)
+    assert costs.draft_s(8) == pytest.approx(8e-3)
 
 
 def test_rows_of_a_measured_step_have_draft_tokens_and_tables_of_their_own() -> None:
