@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from pagespec.compile.load.mtp import mtp_config
 from pagespec.compile.model.mtp_head import MtpHead
 from tests.support.models import tiny_model
+from tests.support.quantized_files import FP8_CONFIG, fp8_blocks
 
 # Fields of the hub's configs that transformers' own classes do not have.
 MTP_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
-    "glm4_moe": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "glm4_moe": {},
     "qwen3_next": {"mtp_num_hidden_layers": 1},
     "qwen3_5_text": {"mtp_num_hidden_layers": 1},
 }
@@ -110,6 +111,26 @@ def save_with_mtp(folder: Path, arch: str) -> tuple[PreTrainedModel, MtpHead]:
         tensors |= {f"model.layers.{num_layers}.{n}": torch.ones(2, 2) for n in copies}
     add_tensors(folder, tensors)
     return main, module
+
+
+def quantize_files(folder: Path, excluded: Sequence[str] = ()) -> None:
+    """Store the linear layers of a folder, its drafter's too, in FP8 with blocks of 128 x 128.
+
+    Args:
+        excluded: names of layers to leave as they are. So are heads and experts.
+    """
+    file = folder / "model.safetensors"
+    left = ["lm_head", *excluded]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj") and layer not in left and "experts" not in layer:
+            parts, _ = fp8_blocks(tensor)
+            tensors |= {f"{layer}.{end}": part.contiguous() for end, part in parts.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    edit_config(folder, quantization_config={**FP8_CONFIG, "modules_to_not_convert": left})
 
 
 # EAGLE-3 ------------------------------------------------------------------------------------------

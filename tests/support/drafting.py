@@ -1,4 +1,4 @@
-"""Run captured models and drafters over one request, token by token positions, for tests."""
+"""Run captured models and drafters over one request, for tests."""
 
 from __future__ import annotations
 

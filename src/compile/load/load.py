@@ -126,6 +126,7 @@ def load_model(
         if is_quantised:
             weights, scheme = quantize_module(module)
             options |= {"quantization": scheme, "is_quantized_at_load": True}
+    options["files"] = source
     if load_format == "auto":
         options["names"] = partial(ModelSource(name, source).weight_names, quantization)
     described = replace(

@@ -1,17 +1,11 @@
 """Load the multi-token prediction layer in the checkpoint of a model.
 
-Checkpoints name its tensors in two ways, for N layers of the model::
-
-    model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm, ...}     DeepSeek V3, GLM 4.5 and later
-    mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0...}   Qwen3-Next, Qwen3.5
-
 With several such layers the first one is used: it is applied again to its own results.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -23,36 +17,30 @@ from ..model.loaded import LoadedDrafter, LoadedModel
 from ..model.mtp_head import MtpHead, randomize
 from .build_module import read_weights
 from .checkpoint import Checkpoint, CheckpointPart, as_input_error, files_of
+from .load import read_config
+from .mtp_names import parameter_of
 from .quantization_schemes import scheme_of
 from .quantized_load import quantization_of, quantize_module, read_quantized, stays_quantised
+from .source import ModelSource
 
 METHOD = "speculative_config.method"
 _NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-_OWN = {"enorm", "hnorm", "eh_proj"}
-# Copies of tensors of the model, which are ignored.
-_COPIES = ("embed_tokens.", "shared_head.head.", "lm_head.")
-_OF_QWEN = {
-    "fc": "eh_proj",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "norm": "post_norm",
-}
-_LAYER = "layers.0."
 
 
 def load_mtp(target: LoadedModel, load_format: str) -> LoadedDrafter:
     """The drafter in the files of a loaded target, with the target's dtype and quantization.
 
     Args:
-        target: not captured from memory: its config names its files.
         load_format: as in :func:`.load_model`.
 
     Raises:
         InvalidInputError: the files have no such layer, or it is damaged.
         UnsupportedModelError: its quantization is unknown.
     """
-    main, name = target.module, str(target.config.name_or_path)
-    config = mtp_config(target.config, name or target.architecture)
+    main, name = target.module, target.files
+    # A quantised model's own config does not have its quantization.
+    of_files = target.config if name is None else read_config(ModelSource(name, name))
+    config = mtp_config(of_files, name or target.architecture)
     options: dict[str, Any] = {"quantization": None, "is_quantized_at_load": False}
     weights: dict[str, Any] = {}
     if load_format == "dummy":
@@ -60,11 +48,11 @@ def load_mtp(target: LoadedModel, load_format: str) -> LoadedDrafter:
             torch.manual_seed(0)
             module: PreTrainedModel = MtpHead._from_config(config, dtype=target.dtype, main=main)
             randomize(module)
-    elif not name:
+    elif name is None:
         raise InvalidInputError(METHOD, "mtp", "needs a model in files, not in memory")
     else:
         with as_input_error(name, "must have the weights of its multi-token prediction layer"):
-            module, weights, options["quantization"] = _read(target, config, name)
+            module, weights, options["quantization"] = _read(target, config, name, of_files)
     if target.is_quantized_at_load:
         weights, options["quantization"] = quantize_module(module)
         options["is_quantized_at_load"] = True
@@ -104,31 +92,8 @@ def mtp_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     return own.get_mtp_config()  # type: ignore[no-any-return]
 
 
-def parameter_of(name: str, num_layers: int) -> str | None:
-    """The parameter of :class:`.MtpHead`, or of its unconverted experts, that a checkpoint's tensor
-    becomes; None if it is no tensor of the first layer, or a copy of one of the model.
-
-    Args:
-        num_layers: of the model.
-    """
-    match = re.match(rf"(?:model\.)?(?:language_model\.)?layers\.{num_layers}\.(.*)", name)
-    if match is not None:
-        rest = match[1].replace("shared_head.norm.", "post_norm.")
-        is_own = rest.partition(".")[0] in {*_OWN, "post_norm"}
-        return (
-            None if rest.startswith(_COPIES) else _LAYER + ("" if is_own else "mtp_block.") + rest
-        )
-    match = re.match(r"(?:model\.)?mtp\.(.*)", name)
-    if match is None or match[1].startswith(_COPIES):
-        return None
-    first, _, rest = match[1].partition(".")
-    if first in _OF_QWEN:
-        return f"{_LAYER}{_OF_QWEN[first]}.{rest}"
-    return f"{_LAYER}mtp_block.{rest[2:]}" if match[1].startswith("layers.0.") else None
-
-
 def _read(
-    target: LoadedModel, config: PreTrainedConfig, name: str
+    target: LoadedModel, config: PreTrainedConfig, name: str, of_files: PreTrainedConfig
 ) -> tuple[PreTrainedModel, dict[str, Any], str | None]:
     """The module, its quantised weights by name, and the name of their scheme."""
     whole = Checkpoint(files_of(name, allow_patterns=["*.json", "*.safetensors"]))
@@ -140,8 +105,8 @@ def _read(
     checkpoint = CheckpointPart(whole, names)
     main, dtype = target.module, target.dtype
     options: dict[str, Any] = {"config": config, "dtype": dtype, "main": main}
-    found = quantization_of(target.config)
-    if found is not None and stays_quantised(target.config):
+    found = quantization_of(of_files)
+    if found is not None and stays_quantised(of_files):
         scheme = scheme_of(name, found)
         end = f".{scheme.marker}"
         if any(new.endswith(end) for new in names):

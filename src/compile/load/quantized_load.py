@@ -30,7 +30,8 @@ from ..model.linear_weights import check_readers
 from ..model.loaded import Shard
 from ..weights import is_stand_in, stand_in
 from .build_module import read_weights, skeleton_of
-from .checkpoint import Checkpoint, files_of
+from .checkpoint import Checkpoint, CheckpointPart, files_of
+from .mtp_names import is_of_mtp
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -172,6 +173,10 @@ def read_quantized(
     if is_made:
         check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
+    num_layers: Any = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
+    if num_layers is not None:  # a layer for drafts may be quantised, and the module has none
+        kept = {n: n for n in checkpoint.names if not is_of_mtp(n, num_layers)}
+        checkpoint = CheckpointPart(checkpoint, kept)
     names = CheckpointNames(skeleton)
     files = _layers(checkpoint, scheme, linears, name, names, is_made=is_made)
     if not is_made:

@@ -64,6 +64,7 @@ class LoadedModel:
             stand-ins (:mod:`..weights`).
         is_quantized_at_load: whether the loader quantised them, because the checkpoint is not
             quantised.
+        files: the folder or hub id of its files; None for a module in memory.
         aux_layers: numbers of decoder layers. A step also returns the hidden states that enter
             them; the number of layers stands for those that leave the last one.
         num_hidden_inputs: elements per token of the input ``hidden_states`` of its steps; 0 if it
@@ -90,6 +91,7 @@ class LoadedModel:
     dropped_eos_token_ids: list[int] = field(default_factory=list)
     cuts: dict[str, Cut] = field(default_factory=dict)
     names: Callable[[], WeightNames] | None = None
+    files: str | None = None
     aux_layers: tuple[int, ...] = ()
     num_hidden_inputs: int = 0
 
