@@ -106,11 +106,11 @@ class CheckpointPart(Checkpoint):
     """
 
     def __init__(self, whole: Checkpoint, names: Mapping[str, str]) -> None:
-        self._get = {name: partial(_renamed, whole, old) for name, old in names.items()}
+        self._get = {name: partial(_read_as, whole._get[old], old) for name, old in names.items()}
 
 
-def _renamed(whole: Checkpoint, old: str, _name: str) -> Tensor:
-    return whole.get(old)
+def _read_as(read: Callable[[str], Tensor], old: str, _new: str) -> Tensor:
+    return read(old)
 
 
 def check_float(name: str, tensor: Tensor, shape: tuple[int, ...] = ()) -> None:
