@@ -205,7 +205,6 @@ class Planner:
         if drafts:
             num_tokens, _ = self._unusual_rows.get(row, (1, 1))
             self._unusual_rows[row] = (num_tokens + len(drafts), 1 + len(drafts))
-            self._num_extra_tokens += len(drafts)
             self._drafts[row] = drafts
             request.waits_for_samples = True
 

@@ -784,9 +784,9 @@ MUTANTS = [
     Mutant(
         19,
         "draft tokens do not count in the budget",
-        "Planner._add_drafts",
-        "self._num_extra_tokens += len(drafts)",
-        "",
+        "Planner._num_drafts_left",
+        "self._max_num_batched_tokens - num_rows - self._num_extra_tokens",
+        "self._max_num_batched_tokens",
     ),
     Mutant(
         0,
