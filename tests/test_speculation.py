@@ -391,8 +391,11 @@ def test_an_earlier_answer_is_drafted_from_under_its_salt_only() -> None:
         (3, "prediction = 3: must be text"),
         ({"type": "content"}, "prediction = .*must be {'type': 'content'"),
         ({"type": "text", "content": "a"}, "must be {'type': 'content', 'content': text}"),
-        ({"type": "content", "content": 3}, "prediction.content = 3: must be text or a list"),
-        ({"type": "content", "content": [{"type": "image"}]}, "must be {'type': 'text'"),
+        ({"type": "content", "content": 3}, "prediction.content = 3: must be text, or a list"),
+        (
+            {"type": "content", "content": [{"type": "image"}]},
+            r"prediction.content\[0\] = 'image': only parts of type 'text'",
+        ),
         ([-1], "prediction = -1: token ids must be integers"),
         ([1 << 20], "token ids must be integers from 0"),
         ([0] * 200, "prediction = .200 tokens.: must be at most"),

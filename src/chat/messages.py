@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..params.checks import is_list
+from ..params.checks import is_list, text_or_parts
 from .deltas import call_id, is_short_id
 
 # The standard field for reasoning, the field of older templates, and a field that clients send.
@@ -75,21 +75,9 @@ def _message(message: Any, field: str) -> dict[str, Any]:
 
 
 def _content(content: Any, role: str, field: str) -> Content:
-    if isinstance(content, str) or (content is None and role == "assistant"):
+    if content is None and role == "assistant":
         return content
-    if not is_list(content):
-        raise InvalidInputError(field, content, "must be text, or a list of parts of text")
-    parts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            limit = "only parts of type 'text' are supported"
-            raise InvalidInputError(f"{field}[{i}]", kind if kind is not None else part, limit)
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidInputError(f"{field}[{i}].text", text, "must be text")
-        parts.append(dict(part))
-    return parts
+    return text_or_parts(field, content)
 
 
 def with_short_ids(messages: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:

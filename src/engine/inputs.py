@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from ..errors import ContextLengthError, InvalidInputError
-from ..params.checks import integer, is_int, is_list
+from ..params.checks import integer, is_int, is_list, text_or_parts
 from ..params.declare import Check
 from .policy import MAX_PRIORITY
 from .sampling_params import SamplingParams
@@ -134,22 +134,6 @@ def _read_segments(
         found.append(Segment(len(segment[kind])))
     has_contents = any(segment.content_hash is not None for segment in found)
     return token_ids, tuple(found) if has_contents else None
-
-
-def _text_of_parts(field: str, content: Any) -> str:
-    """A text, or the joined texts of OpenAI's content parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if is_list(content) else None
-    texts = []
-    for part in parts or ():
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise InvalidInputError(field, part, "must be {'type': 'text', 'text': text}")
-        texts.append(part["text"])
-    if parts is None:
-        raise InvalidInputError(field, content, "must be text or a list of text parts")
-    return "".join(texts)
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -335,7 +319,10 @@ class PromptReader:
             if set(value) != {"type", "content"} or value["type"] != "content":
                 limit = "must be {'type': 'content', 'content': text}"
                 raise InvalidInputError(field, dict(value), limit)
-            value = _text_of_parts(f"{field}.content", value["content"])
+            content = text_or_parts(f"{field}.content", value["content"])
+            if not isinstance(content, str):
+                content = "".join(part["text"] for part in content)
+            value = content
         if isinstance(value, str):
             token_ids = self.encode_prompt(value, field) if value else []
         elif is_list(value):

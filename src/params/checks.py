@@ -33,6 +33,29 @@ def is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not is_text
 
 
+def text_or_parts(field: str, value: Any) -> str | list[dict[str, Any]]:
+    """A text, or a copy of a list of OpenAI's parts ``{"type": "text", "text": ...}``.
+
+    Raises:
+        InvalidInputError: names the part and the limit.
+    """
+    if isinstance(value, str):
+        return value
+    if not is_list(value):
+        raise InvalidInputError(field, value, "must be text, or a list of parts of text")
+    parts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            limit = "only parts of type 'text' are supported"
+            raise InvalidInputError(f"{field}[{i}]", kind if kind is not None else part, limit)
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidInputError(f"{field}[{i}].text", text, "must be text")
+        parts.append(dict(part))
+    return parts
+
+
 def path_of(value: object) -> str | None:
     """The path as text; None for a bytes path or any other value."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
