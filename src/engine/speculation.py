@@ -19,8 +19,6 @@ from .runner import MAX_DRAFT_TOKENS
 METHODS = ("ngram", "suffix", "prediction")
 MODEL_METHODS = ("draft_model", "mtp", "eagle3")
 """Methods whose drafter is a model."""
-SERVED_METHODS = (*METHODS, *MODEL_METHODS)
-"""Methods that :func:`speculative` accepts."""
 _NUM_TOKENS = 8
 _NUM_TOKENS_OF = {"draft_model": 5, "mtp": 3, "eagle3": 5}
 _LOOKUP_MAX, _LOOKUP_MIN = 4, 2
@@ -65,19 +63,6 @@ class SpeculativeConfig:
 
 
 def speculative(name: str, value: Any) -> SpeculativeConfig | None:
-    """:func:`parse_speculative`, for the methods that an engine serves.
-
-    Raises:
-        InvalidInputError: names the key, the value and the limit.
-    """
-    config = parse_speculative(name, value)
-    if config is not None and config.method not in SERVED_METHODS:
-        limit = f"must be one of {', '.join(SERVED_METHODS)}; {config.method} is not supported yet"
-        raise InvalidInputError(f"{name}.method", config.method, limit)
-    return config
-
-
-def parse_speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """Check the argument: a dict with vLLM's names, or its JSON text. An empty dict is None.
 
     Raises:

@@ -49,7 +49,7 @@ def test_flags_of_equal_meaning_are_accepted(
         (["--tokenizer", "other"], ["--tokenizer = 'other'", "folder"]),
         (["--data-parallel-size", "2"], ["--data-parallel-size = 2", "--replicas"]),
         (["-dp", "2"], ["--data-parallel-size = 2"]),
-        (["--speculative-config", '{"method": "mtp"}'], ["speculative_config.method = 'mtp'"]),
+        (["--speculative-config", '{"method": "eagle"}'], ["speculative_config.method = 'eagle'"]),
         (["--speculative-config", "ngram"], ["speculative_config = 'ngram'", "JSON"]),
         (["--no-enable-chunked-prefill"], ["--no-enable-chunked-prefill = False"]),
         (["--enable-lora"], ["--enable-lora = True", "merge"]),

@@ -16,8 +16,8 @@ from pagespec.engine.speculation import (
     MODEL_METHODS,
     SpeculativeConfig,
     StepCosts,
-    parse_speculative,
     refuse_recurrent,
+    speculative,
 )
 
 
@@ -65,8 +65,7 @@ def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int
         ("[1]", r"speculative_config = '\[1\]': must be a dict"),
         (3, "speculative_config = 3: must be a dict or JSON"),
         ({"num_speculative_tokens": 2}, "speculative_config.method = None: must be one of ngram"),
-        ({"method": "eagle3", "model": "m"}, "= 'eagle3': must be .*; eagle3 is not supported yet"),
-        ({"method": "mtp"}, "mtp is not supported yet"),
+        ({"method": "medusa", "model": "m"}, "= 'medusa': must be .*; medusa is not supported yet"),
         ({"method": "eagle"}, "eagle is not supported yet"),
         ({"method": "draft_model"}, r"speculative_config.model = None: must be the folder or hub"),
         ({"method": "eagle3", "model": 3}, "model = 3: must be the folder or hub id"),
@@ -116,13 +115,11 @@ def test_samples_per_step_with_draft_tokens(
 
 def test_methods_with_a_model_have_defaults() -> None:
     given = {"draft_model": {"model": "m"}, "mtp": {}, "eagle3": {"model": "m"}}
-    configs = [parse_speculative("x", {"method": name, **given[name]}) for name in MODEL_METHODS]
+    configs = [speculative("x", {"method": name, **given[name]}) for name in MODEL_METHODS]
     numbers = [(c.num_speculative_tokens, c.model, c.has_model) for c in configs if c is not None]
     assert numbers == [(5, "m", True), (3, None, True), (5, "m", True)]
     chosen = {"method": "mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}
-    assert parse_speculative("x", chosen) == SpeculativeConfig(
-        method="mtp", num_speculative_tokens=1
-    )
+    assert speculative("x", chosen) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     assert not SpeculativeConfig(method="ngram").has_model
 
 

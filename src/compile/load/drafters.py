@@ -42,7 +42,7 @@ def load_drafter(
         from .mtp import load_mtp
 
         return load_mtp(target, load_format)
-    assert model is not None  # parse_speculative has checked it
+    assert model is not None  # speculative() has checked it
     source = find_source(model)
     if kind == "eagle3":
         from .eagle3 import load_eagle3
