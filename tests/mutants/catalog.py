@@ -770,9 +770,9 @@ MUTANTS = [
     Mutant(
         0,
         "draft tokens take a block that another request needs",
-        "Planner._add_drafts",
-        "drafts and num_wanted > 0 and (not (self._is_closed or self._preempted))",
-        "drafts and num_wanted > 0",
+        "Planner._take_free_blocks",
+        "num_taken > 0 and (not (self._is_closed or self._preempted))",
+        "num_taken > 0",
     ),
     Mutant(
         0,
@@ -826,9 +826,23 @@ MUTANTS = [
     Mutant(
         0,
         "blocks for draft tokens are not in the plan",
-        "Planner._add_drafts",
+        "Planner._take_free_blocks",
         "self._new_blocks[row] = self._new_blocks.get(row, ()) + new",
         "del new",
+    ),
+    Mutant(
+        0,
+        "a second model drafts at positions without slots",
+        "Planner._want",
+        "min(wanted, request.num_slots - end)",
+        "wanted",
+    ),
+    Mutant(
+        0,
+        "a second model drafts behind the longest form",
+        "Planner._want",
+        "request.max_num_tokens - 2",
+        "request.max_num_tokens",
     ),
     Mutant(
         0,
