@@ -265,7 +265,7 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = param(  # noqa: RUF009
         None,
-        'On a CPU: draft tokens, a dict or JSON text such as {"method": "ngram"}. Keys: method '
+        'Draft tokens: a dict or JSON text such as {"method": "ngram"}. Keys: method '
         "(ngram, suffix, prediction, draft_model, mtp or eagle3), num_speculative_tokens "
         "(1 to 16), model (of draft_model and eagle3), prompt_lookup_max (4) and "
         "prompt_lookup_min (2). "
