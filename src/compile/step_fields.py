@@ -109,7 +109,7 @@ FIELDS: Final = (
     Field(
         "token_rows",
         "token",
-        lambda step: np.repeat(step.table_rows, step.lengths),
+        lambda step: step.table_rows[step.rows.token_rows],
         padding=-1,
         forms=("mixed",),
     ),
@@ -118,7 +118,7 @@ FIELDS: Final = (
     Field(
         "query_starts",
         "bound",
-        lambda step: step.query_starts,
+        lambda step: step.rows.query_starts,
         padding=LAST,
         forms=MIXED_HOST,
         is_input=True,
@@ -126,14 +126,14 @@ FIELDS: Final = (
     Field(
         "context_lens",
         "row",
-        lambda step: step.starts + step.lengths,
+        lambda step: step.starts + step.rows.lengths,
         forms=MIXED_HOST,
         is_input=True,
     ),
     Field(
         "logits_to_keep",
         "sample",
-        lambda step: step.logits_to_keep,
+        lambda step: step.rows.kept,
         dtype=np.int64,
         padding=LAST,
         forms=MIXED_HOST,

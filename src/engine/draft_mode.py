@@ -26,6 +26,7 @@ _MIN_INTERVAL, _MAX_INTERVAL = 32, 1024  # steps, or tokens of one request, betw
 _MAX_WATCHED = 8  # requests per step, some 10 us each
 _WATCHED_LENGTH = 4  # tokens of a proposal that is only watched
 _ROWS_PER_DECISION = 32  # one more step between decisions per that many rows
+_STEPS_PER_DECISION = 4  # at least, with more than one row
 _MAX_REMEMBERED_ROWS, _SHARE_PARTS = 8, 16  # decisions for few rows, by rounded shares
 _BUCKET = 64  # other tokens of a step are rounded in the table of numbers
 _MAX_ENTRIES = 4096
@@ -186,11 +187,13 @@ class DraftMode:
         """The number of draft tokens by level of rate; zeros for a step without. With many rows
         the decision is kept for some steps."""
         num_rows = len(requests)
-        decided_for = num_rows // _ROWS_PER_DECISION, -(-num_others // _BUCKET)
+        many = num_rows // _ROWS_PER_DECISION
+        decided_for = many or -num_rows, -(-num_others // _BUCKET)
         if self._num_left and decided_for == self._decided_for:
             self._num_left -= 1
             return self._decision
-        self._decided_for, self._num_left = decided_for, num_rows // _ROWS_PER_DECISION
+        self._decided_for = decided_for
+        self._num_left = max(many, (_STEPS_PER_DECISION - 1) * (num_rows > 1))
         shares = [0.0] * (NUM_RATES + 1)  # by level of rate
         is_pipelined = False
         for request in requests:

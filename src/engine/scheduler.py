@@ -284,11 +284,26 @@ class Scheduler:
         to all three counters of its request. With recurrent layers it adds one to ``num_total``
         only, because the state behind it was not kept: the next row computes it again."""
         rows = zip(step.rows(), step.plan.accepted(token_ids), strict=True)
+        has_states = self.blocks.states is not None
         for (request, _, num_tokens, num_samples), tokens in rows:
             if num_samples < 2:
                 self._settle(request, num_tokens, tokens[0] if tokens else None, finished)
                 continue
             request.waits_for_samples = request.settled_only
+            num_accepted = len(tokens) - 1
+            num_computed = request.num_computed + num_tokens - num_samples + 1 + num_accepted
+            if (
+                num_computed < request.next_event
+                and not (failing or has_states or request.info.edits is not None)
+                and request.stop_token_ids.isdisjoint(tokens)
+            ):  # the most common row first: tokens are appended
+                request.num_computed = num_computed
+                request.num_dispatched += num_accepted
+                request.num_total += num_accepted
+                request.token_ids += tokens
+                self.last_accepted.append((request.request_id, num_accepted))
+                self._note_drafts(request, num_samples - 1, num_accepted)
+                continue
             num_known = len(request.token_ids)
             failed, failure = failing.get(request.request_id, (num_samples, ""))
             if failed >= len(tokens):

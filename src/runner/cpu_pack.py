@@ -184,11 +184,11 @@ class CpuStepPacker:
         fed = np.flatnonzero(ids < 0)
         ids[fed] = self._sampled[-1 - ids[fed]]
         positions = packed["positions"].numpy().astype(np.int64)
-        ends = (step.starts + step.lengths).tolist()
+        ends = (step.starts + step.rows.lengths).tolist()
         tables = self._blocks.take(plan, plan.tables, plan.new_blocks, ends, shape.num_rows)
         slots = np.full(shape.num_tokens, self._num_blocks * self._block_size, np.int64)
         blocks, offsets = np.divmod(positions[:num_tokens], self._block_size)
-        rows = np.repeat(np.arange(num_rows), step.lengths)
+        rows = step.rows.token_rows
         slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
 
         derived = {
@@ -201,7 +201,7 @@ class CpuStepPacker:
         if self._num_state_slots:
             slots_of, new_slots = plan.state_tables, plan.new_state_slots
             if plan.has_drafts:  # their states are not kept
-                ends = (step.starts + step.lengths - step.num_drafts).tolist()
+                ends = (step.starts + step.rows.lengths - step.num_drafts).tolist()
             states = self._states.take(plan, slots_of, new_slots, ends, shape.num_rows)
             states[states < 0] = self._num_state_slots
             tensors[STATE_TABLES] = torch.from_numpy(states)

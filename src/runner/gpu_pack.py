@@ -168,7 +168,7 @@ class GpuStepPacker:
         if not (plan.is_decode_only or plan.has_drafts):
             return RowParams.of(step.sampled_requests)
         params = self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
-        return params if plan.is_decode_only else params.of_samples(step.sampled_rows)
+        return params if plan.is_decode_only else params.of_samples(step.rows.sampled_rows)
 
 
 def send(

@@ -77,6 +77,42 @@ class StepShape(NamedTuple):
         return counts_of(self.num_tokens, self.num_rows, self.num_samples)
 
 
+class RowArrays(NamedTuple):
+    """Arrays that follow from the numbers of tokens and samples of a plan's rows.
+
+    Attributes:
+        lengths: int32 ``[rows]``. query_starts: int32 ``[rows + 1]``: the first token of each row,
+            then the number of tokens.
+        token_rows, offsets: the row of each token, and its place in the row.
+        sampled_rows: the row of each sample. kept: the token after which each sample follows.
+    """
+
+    lengths: IntArray
+    query_starts: IntArray
+    token_rows: NDArray[np.intp]
+    offsets: NDArray[Any]
+    sampled_rows: NDArray[np.intp]
+    kept: NDArray[Any]
+
+    @classmethod
+    def of(cls, num_tokens: tuple[int, ...], num_samples: tuple[int, ...]) -> RowArrays:
+        lengths, samples = np.array(num_tokens, np.int32), np.array(num_samples, np.int32)
+        num_rows = len(lengths)
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        token_rows = np.repeat(np.arange(num_rows), lengths)
+        offsets = np.arange(len(token_rows), dtype=np.int32) - query_starts[token_rows]
+        sampled_rows = np.repeat(np.arange(num_rows), samples)
+        # The last tokens of the row.
+        num_behind = np.cumsum(samples)[sampled_rows] - 1 - np.arange(len(sampled_rows))
+        kept = query_starts[1:][sampled_rows] - 1 - num_behind
+        return cls(lengths, query_starts, token_rows, offsets, sampled_rows, kept)
+
+
+# Steps with draft tokens are small, and few shapes of rows follow each other.
+_rows_with_drafts = functools.lru_cache(maxsize=64)(RowArrays.of)
+
+
 class PlanArrays:
     """The input of the fields' sources: a plan, and arrays computed from it.
 
@@ -90,17 +126,14 @@ class PlanArrays:
 
     Attributes:
         counts: see :attr:`StepShape.counts`, without padding.
-        lengths, starts: int32 ``[rows]``. These and the following arrays are computed when a source
-            first reads one. Fields of the form "decode" read none.
-        query_starts: int32 ``[rows + 1]``: the first token of each row, then the number of tokens.
-        sampled_rows: the row of each sample.
+        starts: int32 ``[rows]``. This and ``rows`` are computed when a source first reads them.
+            Fields of the form "decode" read neither.
+        rows: see :class:`RowArrays`.
     """
 
     params: RowParams
-    lengths: IntArray
     starts: IntArray
-    query_starts: IntArray
-    sampled_rows: NDArray[np.intp]
+    rows: RowArrays
 
     def __init__(
         self,
@@ -117,20 +150,13 @@ class PlanArrays:
         self.counts = counts_of(len(plan.token_ids), num_rows, num_sampled)
 
     def _compute(self) -> None:
-        plan, num_rows = self.plan, self.counts["row"]
-        self.lengths = np.array(plan.num_tokens, np.int32)
+        plan = self.plan
         self.starts = np.array(plan.starts, np.int32)
-        self.query_starts = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(self.lengths, out=self.query_starts[1:])
-        num_samples = np.array(plan.num_samples, np.int32)
-        self.sampled_rows = (
-            np.repeat(np.arange(num_rows), num_samples)
-            if plan.has_drafts
-            else np.flatnonzero(num_samples)
-        )
+        rows_of = _rows_with_drafts if plan.has_drafts else RowArrays.of
+        self.rows = rows_of(plan.num_tokens, plan.num_samples)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("lengths", "starts", "query_starts", "sampled_rows"):
+        if name not in ("starts", "rows"):
             raise AttributeError(f"PlanArrays has no {name}")
         self._compute()
         return self.__dict__[name]
@@ -146,8 +172,7 @@ class PlanArrays:
     def positions(self) -> Sequence[int] | NDArray[Any]:
         if self.plan.is_decode_only:
             return self.plan.starts
-        offsets = np.repeat(self.query_starts[:-1] - self.starts, self.lengths)
-        return np.arange(self.counts["token"], dtype=np.int32) - offsets
+        return self.starts[self.rows.token_rows] + self.rows.offsets
 
     @property
     def sampled_requests(self) -> Sequence[RequestInfo]:
@@ -155,17 +180,7 @@ class PlanArrays:
         requests = self.plan.requests
         if not self.plan.has_drafts:
             return list(compress(requests, self.plan.num_samples))
-        return [requests[row] for row in self.sampled_rows]
-
-    @property
-    def logits_to_keep(self) -> NDArray[Any]:
-        """The token after which each sample follows: the last tokens of its row."""
-        rows = self.sampled_rows
-        last = self.query_starts[1:][rows] - 1
-        if not self.plan.has_drafts:  # one sample per row
-            return last
-        num_samples = np.array(self.plan.num_samples, np.int32)
-        return last - (np.cumsum(num_samples)[rows] - 1 - np.arange(len(rows)))
+        return [requests[row] for row in self.rows.sampled_rows]
 
     @property
     def num_drafts(self) -> IntArray | int:

@@ -56,7 +56,7 @@ AXES = Field(
 )
 OTHERS = (
     Field("scale", "sample", lambda step: 0.5, dtype=np.float32, padding=LAST, is_input=True),
-    Field("edges", "bound", lambda step: step.query_starts, padding=LAST, is_input=True),
+    Field("edges", "bound", lambda step: step.rows.query_starts, padding=LAST, is_input=True),
     Field("epoch", "step", lambda step: step.plan.step, is_input=True),
 )
 NEW = (SLOT, EMBED_ROW, AXES, *OTHERS)
