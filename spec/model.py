@@ -481,7 +481,7 @@ def is_carried(made: Plan, label: Schedule) -> bool:
 
 def all_wishes(made: Plan, scope: Scope) -> Iterator[Wishes]:
     """All numbers of tokens that may be drafted behind the rows of a plan, at least one token."""
-    if not scope.max_wanted or scope.num_states:
+    if not scope.max_wanted:
         return
     rows = [row.request for row in made.rows]
     for chosen in product(range(scope.max_wanted + 1), repeat=len(rows)):

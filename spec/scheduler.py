@@ -131,7 +131,7 @@ class Scheduler(Shares):
     def want_room(self, row: PlanRow) -> int:
         """Maximum number of tokens to draft behind a row. They follow its sample, and the next row
         samples behind the last of them, so the request's maximum length limits them."""
-        if not row.num_samples or self.scope.num_states:
+        if not row.num_samples:
             return 0
         room = self.requests[row.request].limit - 2 - row.end
         return max(0, min(self.scope.max_wanted, room))

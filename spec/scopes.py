@@ -177,6 +177,7 @@ _WITH_DRAFTS_AND_STATES = (
         depth=1,
         abort=False,
         reset=True,
+        max_wanted=1,
     ),
     _DRAFTS_STATES._replace(
         name="ci-drafts-states-paced",

@@ -24,7 +24,7 @@ from .compile.step_fields import step_fields
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
 from .engine.outputs import EngineStats
-from .engine.speculation import DEFAULT_COSTS, StepCosts, refuse_recurrent
+from .engine.speculation import DEFAULT_COSTS, StepCosts
 from .errors import InvalidInputError
 from .kernels.attention.attention_spec import AttentionSpec
 from .kernels.attention.backend import select_backend
@@ -142,7 +142,6 @@ def build(
 
             specs = probe_model(loaded)
     _check_recurrent(loaded, shard)
-    refuse_recurrent(config.speculation, bool(loaded.recurrent), device.type)
     attention = select_backend(
         config.attention,
         device=device,

@@ -143,16 +143,6 @@ def refuse_ranks(config: SpeculativeConfig | None, num_ranks: int) -> None:
         raise InvalidInputError("tensor_parallel_size", num_ranks, limit)
 
 
-def refuse_recurrent(
-    config: SpeculativeConfig | None, is_recurrent: bool, device_type: str
-) -> None:
-    """Raises InvalidInputError for a model with recurrent layers on a GPU, whose steps do not keep
-    the states at the end of a row's own tokens."""
-    if config is not None and is_recurrent and device_type != "cpu":
-        limit = f"is not supported yet on {device_type} for a model with recurrent layers"
-        raise InvalidInputError("speculative_config", config.method, limit)
-
-
 # Costs of steps -----------------------------------------------------------------------------------
 
 

@@ -76,7 +76,6 @@ class LocalRunner(ABC):
         InvalidInputError: a size below 1.
     """
 
-    max_draft_tokens = MAX_DRAFT_TOKENS
     max_num_samples: int | None = None
     _matchers: LateMatchers
 
@@ -110,6 +109,9 @@ class LocalRunner(ABC):
         self.states = allocate_states(loaded.recurrent, num_state_slots, state_interval, device)
         self._forward = captured.bind(self.kv_caches, self.states)
         self._layout = layout_of(captured.fields)
+        # Recurrent layers need the place where draft tokens begin.
+        has_field = any(field.name == "num_drafts" for field in captured.fields)
+        self.max_draft_tokens = MAX_DRAFT_TOKENS if has_field or not loaded.recurrent else 0
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks

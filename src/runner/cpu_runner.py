@@ -15,7 +15,6 @@ from torch import Tensor
 from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
-from ..engine.runner import MAX_DRAFT_TOKENS
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.matchers import ConstrainedRows, Masks
@@ -72,11 +71,6 @@ class ModelRunner(LocalRunner):
         **settings: Any,
     ) -> None:
         super().__init__(captured, **settings)
-        # Recurrent layers need the place where draft tokens begin.
-        takes_drafts = not captured.loaded.recurrent or "num_drafts" in self._layout.input_names(
-            "host"
-        )
-        self.max_draft_tokens = MAX_DRAFT_TOKENS if takes_drafts else 0
         self._packer = CpuStepPacker(
             block_size=self.block_size,
             num_blocks=self.num_blocks,

@@ -16,7 +16,6 @@ from pagespec.engine.speculation import (
     MODEL_METHODS,
     SpeculativeConfig,
     StepCosts,
-    refuse_recurrent,
     speculative,
 )
 
@@ -121,15 +120,6 @@ def test_methods_with_a_model_have_defaults() -> None:
     chosen = {"method": "mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}
     assert speculative("x", chosen) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     assert not SpeculativeConfig(method="ngram").has_model
-
-
-def test_recurrent_layers_are_refused() -> None:
-    config = SpeculativeConfig(method="ngram")
-    with pytest.raises(InvalidInputError, match="recurrent layers"):
-        refuse_recurrent(config, is_recurrent=True, device_type="cuda")
-    refuse_recurrent(None, is_recurrent=True, device_type="cuda")
-    refuse_recurrent(config, is_recurrent=False, device_type="cuda")
-    refuse_recurrent(config, is_recurrent=True, device_type="cpu")
 
 
 # Costs --------------------------------------------------------------------------------------------

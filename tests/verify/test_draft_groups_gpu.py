@@ -34,8 +34,20 @@ FP8_WIDTHS = {
         ("qwen3_moe", {}, {"dtype": "bfloat16"}),
         ("qwen3_moe", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         ("deepseek_v3", {}, {"dtype": "bfloat16"}),
+        ("qwen3_next", {}, {"dtype": "bfloat16"}),
+        ("lfm2", {}, {"dtype": "bfloat16"}),
     ],
-    ids=["dense", "dense-float32", "dense-fp8", "window", "moe", "moe-fp8-cache", "latent"],
+    ids=[
+        "dense",
+        "dense-float32",
+        "dense-fp8",
+        "window",
+        "moe",
+        "moe-fp8-cache",
+        "latent",
+        "delta-rule",
+        "short-convolution",
+    ],
 )
 def test_answers_do_not_depend_on_draft_tokens(
     arch: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
