@@ -34,8 +34,8 @@ FP8_WIDTHS = {
         ("qwen3_moe", {}, {"dtype": "bfloat16"}),
         ("qwen3_moe", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         ("deepseek_v3", {}, {"dtype": "bfloat16"}),
-        ("qwen3_next", {}, {"dtype": "bfloat16"}),
-        ("lfm2", {}, {"dtype": "bfloat16"}),
+        ("qwen3_next", {}, {"dtype": "bfloat16", "state_interval": 16}),
+        ("lfm2", {}, {"dtype": "bfloat16", "state_interval": 16}),
     ],
     ids=[
         "dense",
