@@ -178,7 +178,7 @@ ENGINE: dict[str, Foreign] = {
     "show_hidden_metrics_for_version": Foreign((), "leave it out"),
     "otlp_traces_endpoint": Foreign((), "use trace"),
     # Features that are not supported.
-    "speculative_model": Foreign((), "a second model is not supported: use speculative_config"),
+    "speculative_model": Foreign((), _SPECULATION),
     "num_speculative_tokens": Foreign((0,), _SPECULATION),
     "enable_lora": Foreign(_OFF, _NO_LORA),
     "lora_modules": Foreign(([],), _NO_LORA),
