@@ -205,7 +205,6 @@ def test_the_kv_cache_has_space_for_both_models(target: str) -> None:
     [
         ({"model": "nowhere/at-all"}, {}, "nowhere/at-all"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: must be 1 with method draft"),
-        ({}, {"device": "cuda"}, "is supported on device cpu only"),
         ({"num_speculative_tokens": 17}, {}, "num_speculative_tokens = 17: must be at most 16"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from pagespec import LLM, EngineError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
+from pagespec.engine.request import Request
 from spec import replay
 from tests.support.content_llm import answer_alone, content_llm, text_alone
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
@@ -80,7 +81,7 @@ def test_streams_continue_with_unchanged_answers(depth: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_ends_while_it_settles_ends_as_usual(depth: int) -> None:
     llm = content_llm(pipeline_depth=depth)
-    ended = []
+    ended: list[tuple[int, list[Request]]] = []
     settle_oldest = llm.engine._settle_oldest
 
     def watched() -> list:
@@ -92,7 +93,7 @@ def test_what_ends_while_it_settles_ends_as_usual(depth: int) -> None:
     stream = llm.stream_all(PROMPT, short)
     text = next(stream)[1]
     reset_for_new_weights(llm)
-    assert [len(requests) for requests in ended] == [0, 1], "in the reset"
+    assert [len(finished) for _, finished in ended] == [0, 1], "in the reset"
     text += "".join(piece for _, piece in stream)
     assert text == text_alone(llm, PROMPT, short)
     assert not llm.engine.has_work

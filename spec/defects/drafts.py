@@ -272,7 +272,7 @@ class StateEntriesForDrafts(Machine):
 
 @defect(
     "accepted-drafts-wait-for-a-prompt",
-    "L9",
+    "L6",
     **_STATES | {"templates": (LONG, _DRAFTING), "num_blocks": 8, "budget": 2, "pause": True},
 )
 class AcceptedDraftsWaitForAPrompt(Machine):

@@ -20,9 +20,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import WHOLE, LoadedDrafter, LoadedModel, Shard
 from pagespec.compile.passes.split_head import keep_rows, without_head
 from pagespec.compile.probe.probe import probe_model
-from pagespec.engine import speculation
 from pagespec.engine.config import EngineConfig
-from pagespec.engine.speculation import METHODS, MODEL_METHODS
 from pagespec.runner.platform import find_platform
 from tests.compile.fx.test_spec import JOINING
 from tests.support.captures import graph_cache, use_gpu_passes
@@ -301,10 +299,7 @@ def test_a_target_without_an_mtp_layer_is_refused(tmp_path: Path, target: Loaded
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3"])
-def test_an_engine_has_the_drafter_of_its_config(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speculation, "SERVED_METHODS", (*METHODS, *MODEL_METHODS))
+def test_an_engine_has_the_drafter_of_its_config(kind: str, tmp_path: Path) -> None:
     main, _ = save_with_mtp(tmp_path / "target", "glm4_moe")
     given: dict[str, Any] = {"method": kind}
     if kind == "draft_model":

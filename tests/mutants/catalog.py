@@ -956,8 +956,8 @@ MUTANTS = [
         0,
         "exposed time is no cost of draft tokens",
         "choose_numbers",
-        "costs.of(num_tokens + num_drafts) + exposed_s + longest * draft_s",
-        "costs.of(num_tokens + num_drafts) + longest * draft_s",
+        "(step_s + exposed_s + longest * draft_s)",
+        "(step_s + longest * draft_s)",
     ),
     Mutant(
         0,

@@ -143,7 +143,7 @@ def test_a_plan_is_readable_from_the_state() -> None:
     state = model.initial(SEEDED)
     state = next(s for _, s in model.actions(state, SEEDED))
     made, _ = model.plan(state, SEEDED)
-    assert [tuple(row) for row in made.rows] == [(0, 0, 2, 1, ())]
+    assert [tuple(row) for row in made.rows] == [(0, 0, 2, 1, (), 0)]
     after = model.step(state, Schedule((0,)), SEEDED)
     assert [tuple(row)[:4] for row in after.flight[0]] == [(0, 0, 2, (0,))]
 

@@ -56,7 +56,7 @@ def make(regex: str | None, reasoning: Reasoning | None = None) -> Request:
 
 
 def proposed(drafter: ForcedDrafter, request: Request) -> list[int]:
-    drafter.begin(1, 1)
+    drafter.begin([request], 1, True)
     return list(drafter.propose(request))
 
 
@@ -190,7 +190,7 @@ def test_an_interrupt_is_no_error_of_the_grammar(monkeypatch: pytest.MonkeyPatch
 def test_no_forced_token_is_proposed_where_none_pays() -> None:
     other = Scripted()
     costly = StepCosts([(1, 1.0), (2, 9.0)])
-    other._costs = costly
+    other.mode.costs = costly
     drafter = ForcedDrafter(GRAMMARS, other)
     assert proposed(drafter, make("xyzb")) == []
     assert not drafter._followed, "no matcher is made"
@@ -203,11 +203,11 @@ def test_draft_tokens_of_constrained_requests_are_bounded_per_step() -> None:
     for i, request in enumerate(requests):
         request.info = replace(request.info, request_id=str(i))
     for _ in range(2):  # the bound is per step
-        drafter.begin(4, 4)
+        drafter.begin(requests, 4, True)
         found = [list(drafter.propose(request)) for request in requests]
         assert found == [[X, Y, Z, B], [X, Y, Z, B], [X, Y], []]
     drafter.other.guesses = [X, Y, Z]  # type: ignore[attr-defined]
-    drafter.begin(4, 4)
+    drafter.begin(requests, 4, True)
     assert [len(drafter.propose(request)) for request in requests] == [4, 4, 2, 0]
     assert len(drafter.propose(make(None))) == 3, "others are not"
 
@@ -220,5 +220,5 @@ def test_an_error_of_the_grammar_does_not_exceed_the_bound(
 
     monkeypatch.setattr(Grammars, "matcher", failing)
     drafter = ForcedDrafter(GRAMMARS, Scripted([X, Y, Z]), max_draft_masks=4)
-    drafter.begin(2, 2)
+    drafter.begin([make("xyzb") for _ in range(2)], 2, True)
     assert [len(drafter.propose(make("xyzb"))) for _ in range(3)] == [3, 1, 0]

@@ -48,7 +48,7 @@ def rows(states: Tensor) -> tuple[Any, ...]:
     starts, contexts = torch.tensor([0, NUM_TOKENS]), torch.tensor([NUM_TOKENS])
     table = torch.zeros(1, 3)
     of_row = torch.zeros(1)
-    return states, *(x.to(torch.int32) for x in (starts, contexts, table, of_row)), 32
+    return states, *(x.to(torch.int32) for x in (starts, contexts, table, of_row)), 32, None
 
 
 def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
@@ -84,7 +84,7 @@ def test_short_conv(family: str, activation: str | None, dtype: torch.dtype) -> 
     one = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([NUM_TOKENS + 1]).int()
     table = torch.zeros(1, 3, dtype=torch.int32)
     ours = ops.short_conv(
-        new[0].t(), weight, bias, states, *one, table, table[0, :1], 32, activation or ""
+        new[0].t(), weight, bias, states, *one, table, table[0, :1], 32, None, activation or ""
     )
     assert_close(ours, theirs[0].t(), 1e-5 if dtype == torch.float32 else 2**-8)
 
