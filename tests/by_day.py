@@ -214,6 +214,10 @@ NUM_BY_DAY = {
     "property/test_refinement.py": {
         "test_the_real_objects_do_what_the_specification_does": 3,
     },
+    "runner/test_draft_edits.py": {
+        "test_edits_follow_the_history_of_each_sample": 14,
+        "test_a_function_that_fails_ends_its_request_at_that_token": 20,
+    },
     "runner/test_gpu_runner.py": {
         "test_tokens_are_those_of_hugging_face": 1,
     },
@@ -277,6 +281,9 @@ NUM_BY_DAY = {
         "test_no_property_is_violated_in_a_ci_scope": 16,
         "test_the_scope_of_a_defect_is_clean_without_it": 10,
     },
+    "test_draft_edits.py": {
+        "test_outputs_do_not_depend_on_draft_tokens": 4,
+    },
     "test_fp8_at_load.py": {
         "test_all_linear_layers_become_fp8": 1,
     },
@@ -287,6 +294,9 @@ NUM_BY_DAY = {
     "test_quantization.py": {
         "test_bits_do_not_depend_on_the_schedule": 2,
         "test_logits_and_stats": 2,
+    },
+    "verify/test_draft_groups.py": {
+        "test_answers_do_not_depend_on_draft_tokens": 3,
     },
     "verify/test_gate.py": {
         "test_answers_do_not_depend_on_the_schedule": 1,
