@@ -221,6 +221,11 @@ NUM_BY_DAY = {
     "runner/test_gpu_runner.py": {
         "test_tokens_are_those_of_hugging_face": 1,
     },
+    "runner/test_model_drafts.py": {
+        "test_a_model_that_drafts_for_itself_is_always_right": 6,
+        "test_a_drafter_reads_the_next_tokens_and_the_hidden_states": 4,
+        "test_another_model_changes_no_output": 2,
+    },
     "runner/test_structured_reasoning.py": {
         "test_reasoning_is_that_of_the_request_without_a_constraint": 2,
     },
@@ -294,6 +299,13 @@ NUM_BY_DAY = {
     "test_quantization.py": {
         "test_bits_do_not_depend_on_the_schedule": 2,
         "test_logits_and_stats": 2,
+    },
+    "test_speculation.py": {
+        "test_every_output_is_equal_to_the_bit": 6,
+        "test_other_models": 6,
+    },
+    "test_structured_drafts.py": {
+        "test_forced_tool_calls_do_not_depend_on_draft_tokens": 3,
     },
     "verify/test_draft_groups.py": {
         "test_answers_do_not_depend_on_draft_tokens": 3,
