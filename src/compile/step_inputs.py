@@ -98,6 +98,11 @@ class StepOutputs(NamedTuple):
     hidden: Tensor | None
     aux: Tensor | None = None
 
+    @property
+    def for_drafter(self) -> Tensor | None:
+        """The hidden states that a drafter reads: those of the ``aux_layers``, if there are any."""
+        return self.hidden if self.aux is None else self.aux
+
 
 STATE_TABLES = "state_tables"
 HIDDEN_STATES = "hidden_states"

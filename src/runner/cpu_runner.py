@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
+from ..compile.step_inputs import StepOutputs
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
@@ -49,8 +50,7 @@ class _Step(NamedTuple):
     plan: StepPlan | None
     packed: PackedStep
     logits: Tensor
-    hidden: Tensor | None
-    aux: Tensor | None
+    outputs: StepOutputs
 
 
 class ModelRunner(LocalRunner):
@@ -127,10 +127,10 @@ class ModelRunner(LocalRunner):
         try:
             packed = self._pack(plan)
             with torch.inference_mode():
-                _, hidden, aux = self._forward(packed.inputs)
+                states = self._forward(packed.inputs).for_drafter
                 tokens = np.zeros(packed.num_sampled, np.int64)
                 begin = time.process_time()
-                self.drafting.draft(plan, packed, tokens, hidden if aux is None else aux)
+                self.drafting.draft(plan, packed, tokens, states)
                 return time.process_time() - begin
         finally:
             self.reset()
@@ -144,8 +144,8 @@ class ModelRunner(LocalRunner):
                         cache[destination] = cache[source]
             if self.drafting is not None:
                 self.drafting.copy_blocks(packed.copies)
-            logits, hidden, aux = self._forward(packed.inputs)
-            logits = self.captured.whole_logits(logits)[: packed.num_sampled]
+            outputs = self._forward(packed.inputs)
+            logits = self.captured.whole_logits(outputs.logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
@@ -153,13 +153,13 @@ class ModelRunner(LocalRunner):
             else:
                 tokens = sample(logits, packed.sampling)
             constrained = None if plan is None else self._matchers.take(plan)
-            step = _Step(StepHandle(tokens, constrained), plan, packed, logits, hidden, aux)
+            step = _Step(StepHandle(tokens, constrained), plan, packed, logits, outputs)
             self._matchers.begin(step, self._finish)
             return step.handle
 
     def _finish(self, step: _Step, masks: Masks | None = None) -> None:
         """Sample the edited rows of a step, then compute its log-probabilities."""
-        handle, plan, packed, logits, hidden, aux = step
+        handle, plan, packed, logits, outputs = step
         tokens = handle.token_ids
         if plan is not None:
             ids, sampling = packed.inputs.input_ids, packed.sampling
@@ -168,7 +168,7 @@ class ModelRunner(LocalRunner):
             )
         self._packer.remember(tokens.cpu().numpy())
         if self.drafting is not None and plan is not None:
-            states = hidden if aux is None else aux
+            states = outputs.for_drafter
             handle.drafts = self.drafting.draft(plan, packed, tokens.numpy(), states)
 
         def sampled_logits(places: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class ModelRunner(LocalRunner):
             return logits[places]
 
         handle.logprobs = step_logprobs(
-            packed.logprobs, self.captured, sampled_logits, tokens, hidden
+            packed.logprobs, self.captured, sampled_logits, tokens, outputs.hidden
         )
 
     def _sample_constrained(self, handle: StepHandle | None = None) -> None:

@@ -148,7 +148,7 @@ class GpuDrafting:
         """Keep the hidden states of a step of the target until :meth:`queue`; can be captured. Both
         models' graphs share their memory."""
         if self._is_shifted:
-            states = outputs.hidden if outputs.aux is None else outputs.aux
+            states = outputs.for_drafter
             assert states is not None, "the target has no hidden states"
             if self._target_states is None:
                 self._target_states = _zeros_like(states, self._step.num_tokens)

@@ -13,33 +13,27 @@ import torch
 from torch import Tensor
 
 from pagespec import SamplingParams
-from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.kv_cache import allocate_kv_caches
-from pagespec.compile.load.load import load_model
-from pagespec.compile.probe.probe import probe_model
-from pagespec.compile.step_inputs import NO_STATES, KVCaches, StepInputs
+from pagespec.compile.captured_model import CapturedModel
+from pagespec.compile.step_inputs import KVCaches, StepInputs
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.drafters import ModelDrafter
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.structured.forced import ForcedDrafter
 from tests.runner import both_runners
+from tests.runner.test_model_drafts import CONFIG, FREE, NUM_DRAFTS, DraftModel, captured_llama
 from tests.runner.test_structured import captured as structured_captured
 from tests.runner.test_structured import mixed_requests
-from tests.support.captures import graph_cache
-from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.models import VOCAB_SIZE
 
 pytestmark = [
     pytest.mark.skipif("gpu" not in both_runners.RUNNERS, reason="TRITON_INTERPRET is not 1"),
     pytest.mark.usefixtures("small_chunks"),
 ]
 
-BLOCK_SIZE, NUM_OUTPUTS, NUM_DRAFTS = both_runners.BLOCK_SIZE, 8, 3
-FREE = StepCosts([(1, 1.0), (10_000, 1.0)])
-CONFIG = SpeculativeConfig(method="draft_model", num_speculative_tokens=NUM_DRAFTS)
+BLOCK_SIZE, NUM_OUTPUTS = both_runners.BLOCK_SIZE, 8
 # Blocks, budget, requests at once, and whether steps overlap.
 WORLDS = {
     "roomy": (90, 64, 6, False),
@@ -47,11 +41,6 @@ WORLDS = {
     "preempting": (12, 12, 4, False),
     "overlap": (24, 32, 4, True),
 }
-
-
-def captured_llama(num_hidden_layers: int) -> CapturedModel:
-    loaded = load_model(tiny_model("llama", num_hidden_layers=num_hidden_layers))
-    return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +51,6 @@ def target() -> CapturedModel:
 @pytest.fixture(scope="module")
 def other() -> CapturedModel:
     return captured_llama(2)
-
-
-class DraftModel:
-    """An ordinary model as a drafter."""
-
-    needs_hidden = False
-
-    def __init__(self, captured: CapturedModel) -> None:
-        self._captured = captured
-
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVCaches:
-        loaded = self._captured.loaded
-        caches = allocate_kv_caches(
-            self._captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
-        )
-        for cache in (cache for call in caches for cache in call):
-            cache.fill_(float("nan"))  # what is read before it is written spoils every token
-        return caches
-
-    def bind(self, kv_caches: KVCaches) -> Any:
-        run = self._captured.bind(kv_caches, NO_STATES)
-        return lambda inputs, _: (run(inputs)[0], None)
-
-    def bind_fill(self, kv_caches: KVCaches) -> Any:
-        run = self._captured.bind_without_head(kv_caches, NO_STATES)
-        return lambda inputs, _: run(inputs)
 
 
 class ShiftedOracle:

@@ -81,6 +81,11 @@ class DraftModel:
         run = self._captured.bind(kv_caches, NO_STATES)
         return lambda inputs, _: (run(inputs)[0], None)
 
+    def bind_fill(self, kv_caches: KVCaches) -> Any:
+        """For the runner on a GPU."""
+        run = self._captured.bind_without_head(kv_caches, NO_STATES)
+        return lambda inputs, _: run(inputs)
+
 
 class ShiftedOracle:
     """A drafter that reads the token at p + 1 and the target's hidden state at p, and looks up what
