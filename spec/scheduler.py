@@ -129,8 +129,8 @@ class Scheduler(Shares):
             self.rows[i] = row._replace(wanted=max(0, min(wanted, self.num_slots_behind(row))))
 
     def want_room(self, row: PlanRow) -> int:
-        """Maximum number of tokens to draft behind a row. They follow its sample, and the next row
-        samples behind the last of them, so the request's maximum length limits them."""
+        """Maximum number of tokens to draft behind a row. They follow its sample. The next row
+        samples once more after them, and that sample may not exceed the maximum length."""
         if not row.num_samples:
             return 0
         room = self.requests[row.request].limit - 2 - row.end

@@ -240,9 +240,7 @@ class DraftMode:
         num_watched = min(num_rows, _MAX_WATCHED)
         for i in range(self._turn, self._turn + num_watched):
             request = requests[i % num_rows]
-            acceptance = request.drafts
-            if not isinstance(acceptance, Acceptance):
-                acceptance = self._acceptance(request)
+            acceptance = self._acceptance(request)
             if acceptance is not None and not request.must_settle:  # it may have draft tokens
                 self._watch_one(request, acceptance, find)
         self._turn = (self._turn + num_watched) % num_rows

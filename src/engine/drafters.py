@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from .draft_mode import Acceptance, DraftMode
 from .request import Request
 from .runner import DraftObserver
-from .speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
+from .speculation import DEFAULT_COSTS, MODEL_METHODS, SpeculativeConfig, StepCosts
 
 _MAX_CANDIDATES = 16  # earlier places of an n-gram that are compared
 _MAX_INDEXED = 8192  # tokens per call: a long prompt must not delay a step
@@ -226,13 +226,14 @@ class PredictionDrafter(DraftObserver):
         """At most ``most`` draft tokens, up to the first one that would end the request: a sample
         after it would be discarded."""
         drafts = self._state_of(request)
+        if drafts is None:
+            return ()
         found: Sequence[int] = ()
-        if drafts is not None and drafts.prediction is not None:
+        if drafts.prediction is not None:
             found = drafts.prediction.propose(request, most)
-        if drafts is not None:
-            drafts.is_predicted = bool(found)
-            if not found:
-                found = self._continuation(request, drafts, most)
+        drafts.is_predicted = bool(found)
+        if not found:
+            found = self._continuation(request, drafts, most)
         ends = request.stop_token_ids
         if not ends.isdisjoint(found):
             found = found[: next(i for i, token in enumerate(found) if token in ends)]
@@ -461,5 +462,10 @@ class ModelDrafter(PredictionDrafter):
 
 def make_drafter(config: SpeculativeConfig, costs: StepCosts = DEFAULT_COSTS) -> PredictionDrafter:
     """The drafter of a method."""
-    kinds = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
-    return kinds.get(config.method, ModelDrafter)(config, costs)
+    kinds: dict[str, type[PredictionDrafter]] = {
+        "ngram": NgramDrafter,
+        "suffix": SuffixDrafter,
+        "prediction": PredictionDrafter,
+        **dict.fromkeys(MODEL_METHODS, ModelDrafter),
+    }
+    return kinds[config.method](config, costs)

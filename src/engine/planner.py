@@ -239,16 +239,17 @@ class Planner:
     def _serve(self, begin: int, end: int) -> None:
         """Make the rows of running requests ``begin .. end``."""
         add_request, add_start = self._requests.append, self._starts.append
-        held, most_common = self._held, 1
-        if self._drafter is not None and self._blocks.states is not None:
-            # Intervals of states may begin in blocks that rejected draft tokens left.
-            most_common = -1  # no row
+        held = self._held
+        # Intervals of states may begin in blocks that rejected draft tokens left: then each row
+        # takes the slow path.
+        is_fast = self._drafter is None or self._blocks.states is None
         for request in self._running[begin:end]:
             start = request.num_dispatched
             total = request.num_total
             # The most common row first: one token left, not the last one, and a slot for it.
             if (
-                total - start == most_common
+                is_fast
+                and total - start == 1
                 and total != request.max_num_tokens
                 and not (held or (request.waits_for_samples and total != len(request.token_ids)))
                 and (start != request.num_slots or self._grow(request))

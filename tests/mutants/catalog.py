@@ -736,8 +736,8 @@ MUTANTS = [
         0,
         "an interval that begins in the blocks of rejected draft tokens has no state slot",
         "Planner._serve",
-        "self._drafter is not None and self._blocks.states is not None",
-        "False",
+        "self._drafter is None or self._blocks.states is None",
+        "True",
     ),
     Mutant(
         0,
