@@ -22,9 +22,9 @@ import torch
 import typer
 
 from pagespec import LLM, SamplingParams, embedded_model_path
-from pagespec.engine.drafters import make_drafter
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.drafters import make_drafter
 from pagespec.engine.scheduler import DraftCounts
-from pagespec.engine.speculation import SpeculativeConfig
 
 METHODS = ("ngram", "suffix")
 TEMPERATURES = (0.0, 0.8)

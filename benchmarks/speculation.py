@@ -48,8 +48,9 @@ from benchmarks.workload import (
     model_config,
     model_folder,
 )
-from pagespec.engine.drafters import ModelDrafter, PredictionDrafter
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.engine.drafting.drafters import ModelDrafter, PredictionDrafter
 
 ROWS, ACCEPTANCES = (1, 8, 32, 64, 256), (0.0, 0.6, 0.8, 0.9)
 _SEED = 3

@@ -23,8 +23,8 @@ from .compile.start_record import may_restore
 from .compile.step_fields import step_fields
 from .disk_cache import cache_root
 from .engine.config import GENERATION_CONFIGS, EngineConfig
+from .engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from .engine.outputs import EngineStats
-from .engine.speculation import DEFAULT_COSTS, StepCosts
 from .errors import InvalidInputError
 from .kernels.attention.attention_spec import AttentionSpec
 from .kernels.attention.backend import select_backend

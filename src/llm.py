@@ -16,7 +16,7 @@ from .chat.response import read_response, stream_deltas
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
-from .engine.drafters import make_drafter
+from .engine.drafting.drafters import make_drafter
 from .engine.generation import GenerationLoop, only_text
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts, truncation_of
 from .engine.outputs import EngineStats, RequestOutput, ScoreOutput

@@ -218,7 +218,7 @@ NUM_BY_DAY = {
         "test_edits_follow_the_history_of_each_sample": 14,
         "test_a_function_that_fails_ends_its_request_at_that_token": 20,
     },
-    "runner/test_gpu_runner.py": {
+    "runner/gpu/test_runner.py": {
         "test_tokens_are_those_of_hugging_face": 1,
     },
     "runner/test_model_drafts.py": {

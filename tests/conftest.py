@@ -162,7 +162,7 @@ def torch_calls() -> Iterator[dict[Any, Any]]:
 def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Sets the usable cores, and the measured seconds of matmuls per number of threads. Clears the
     process's earlier measurements."""
-    from pagespec.runner import cpu_threads
+    from pagespec.runner.cpu import threads as cpu_threads
 
     def become(num_cores: int, measure: Callable[[int], float]) -> None:
         monkeypatch.setattr(cpu_threads, "usable_cores", lambda: num_cores)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pagespec import LLM, RequestError, SamplingParams
-from pagespec.engine.speculation import StepCosts
-from pagespec.runner import cpu_platform
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.runner.cpu import platform as cpu_platform
 from tests.support.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 6] * 4, list(range(20, 50)), [9], [*range(60, 70), *range(60, 70)]]

@@ -309,7 +309,7 @@ PLANTED = [
     ("kernels.jit.compile_pool", "from ...engine import plan", "kernels may not import the engine"),
     ("engine.plan", "def f():\n    import torch.fx", "the engine may not import torch"),
     ("engine.plan", "from ..llm import LLM", "the engine may not import it"),
-    ("engine.request", "from pagespec.runner import cpu_pack", "the engine may not import it"),
+    ("engine.request", "from pagespec.runner.cpu import pack", "the engine may not import it"),
     ("engine.request", "from . import plan", "a cycle of 2 modules"),
     (
         "engine.policy",

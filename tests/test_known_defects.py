@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, RequestOutput, SamplingParams, StructuredOutputs
-from pagespec.engine.speculation import StepCosts
-from pagespec.runner import cpu_platform
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.runner.cpu import platform as cpu_platform
 from tests.support.captures import capture_once
 from tests.support.structured import save_byte_model
 

@@ -13,9 +13,9 @@ import pytest
 from pagespec import LLM, InvalidInputError, SamplingParams
 from pagespec.compile.load.drafters import load_drafter, target_aux_layers
 from pagespec.compile.load.load import load_model
+from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.speculation import StepCosts
-from pagespec.runner import cpu_platform
+from pagespec.runner.cpu import platform as cpu_platform
 from tests.support.draft_files import (
     eagle3_config,
     eagle3_tensors,

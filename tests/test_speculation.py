@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from pagespec import LLM, AsyncLLM, InvalidInputError, SamplingParams
+from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.speculation import StepCosts
-from pagespec.runner import cpu_platform
+from pagespec.runner.cpu import platform as cpu_platform
 from tests.support.captures import capture_once
 from tests.support.content_llm import content_llm
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner

@@ -10,8 +10,8 @@ import pytest
 
 from pagespec import LLM, SamplingParams, StructuredOutputs, embedded_model_path
 from pagespec.chat.tool_choice import forced_output
-from pagespec.engine.speculation import StepCosts
-from pagespec.runner import cpu_platform
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.runner.cpu import platform as cpu_platform
 from spec.replay import check
 from tests.support.captures import capture_once
 from tests.support.chat_models import WEATHER, save_chat_model

@@ -18,7 +18,7 @@ from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..params.checks import path_of
-from ..runner.cpu_threads import rank_threads, torchs_number
+from ..runner.cpu.threads import rank_threads, torchs_number
 from ..runner.platform import resolve_device
 from ..runner.weight_budget import check_weights_fit
 from .channel import Channel, State

@@ -22,8 +22,8 @@ from ..params.checks import (
     writable_file,
 )
 from ..params.declare import check_fields, declared, param
+from .drafting.config import SpeculativeConfig, refuse_ranks, speculative
 from .policy import MAX_OVERTAKES
-from .speculation import SpeculativeConfig, refuse_ranks, speculative
 
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096

@@ -1,13 +1,10 @@
 """The model runners: compute the engine's plans, on a CPU or with CUDA graphs on a GPU.
 
-Modules, in reading order: ``layout`` (the fields of a step); ``bases`` (common to both runners);
-``cpu_runner`` and ``cpu_pack`` (a step in its simplest form); ``gpu_runner``, ``gpu_pack``,
-``row_params``, ``pinned``, ``block_tables`` (staging); ``unpack_kernels``, ``device_buffers``,
-``cuda_graphs`` (the step on the device); ``gpu_sampler`` (sampling, in the graph and after it);
-``constrained`` (rows that wait for bitmasks); ``edit_batch``, ``cpu_edits``, ``gpu_edits`` (rows
-whose logits are edited or masked); ``logprob_rows``, ``gpu_logprobs``; then ``platform`` with
-``cpu_platform`` and ``gpu_platform`` (startup per device), ``gpu_startup``, ``kv_budget``,
-``memory_profile``, ``host_memory`` (the size of the KV cache).
+Packages ``cpu`` and ``gpu`` have the two runners; begin with ``cpu``, a step in its simplest form.
+Common to both: ``bases``, ``layout`` (the fields of a step), ``row_params``, ``pinned``,
+``block_tables``, ``block_copies``, ``constrained`` (rows that wait for bitmasks), ``edit_batch``,
+``logprob_rows``, ``draft_model``; ``platform`` (startup per device), ``step_costs``, ``kv_budget``,
+``memory_profile``, ``host_memory``, ``weight_budget`` (the size of the KV cache).
 
 Imports ``structured``, ``compile``, ``kernels`` and the plans of ``engine``. ``build`` imports this
 package.

@@ -17,10 +17,10 @@ from ..compile.kv_cache import allocate_kv_caches, allocate_states, kv_dtype
 from ..compile.load.source import ModelSource
 from ..compile.start_record import StartRecord
 from ..engine.config import EngineConfig
+from ..engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from ..engine.outputs import EngineStats
 from ..engine.plan import StepPlan, StepResult
 from ..engine.runner import MAX_DRAFT_TOKENS, Runner
-from ..engine.speculation import DEFAULT_COSTS, StepCosts
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..structured.grammars import Grammars

@@ -4,7 +4,7 @@ words.
 The host packs the fields of a plan one after the other, padded to the sizes of the step. Device
 code reads them in place, as views whose addresses depend only on the sizes, so that CUDA graphs can
 contain them. A field without a source is derived from others, by the kernels in
-:mod:`.unpack_kernels` or by :mod:`.cpu_pack`.
+:mod:`.gpu.unpack_kernels` or by :mod:`.cpu.pack`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ def find_platform(config: EngineConfig, shard: Shard) -> Platform:
     """Raise InvalidInputError if there is no such device here."""
     device = resolve_device(config.device)
     if device.type == "cuda":
-        from .gpu_platform import GpuPlatform
+        from .gpu.platform import GpuPlatform
 
         return GpuPlatform(device, config)
-    from .cpu_platform import CpuPlatform
+    from .cpu.platform import CpuPlatform
 
     return CpuPlatform(device, config, shard)
 

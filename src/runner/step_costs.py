@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 
 from ..engine.config import EngineConfig
+from ..engine.drafting.config import SpeculativeConfig
+from ..engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
-from ..engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
 from .bases import LocalRunner
 
 logger = logging.getLogger("pagespec")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.drafters import PredictionDrafter
+from ..engine.drafting.drafters import PredictionDrafter
 from ..engine.request import Request
 from ..engine.runner import DraftObserver
 from ..engine.structured_outputs import StructuredOutputs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import acceptance
-from pagespec.engine.speculation import DEFAULT_COSTS
+from pagespec.engine.drafting.costs import DEFAULT_COSTS
 
 
 class FakeLLM:

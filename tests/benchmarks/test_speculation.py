@@ -12,12 +12,13 @@ import torch
 
 from benchmarks import speculation
 from benchmarks.speculation import FreeDrafts, HostGaps, KnownAnswers, OracleDrafter, lines
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
-from pagespec.runner import cpu_platform
-from pagespec.runner.cpu_drafting import CpuDrafting
+from pagespec.runner.cpu import platform as cpu_platform
+from pagespec.runner.cpu.drafting import CpuDrafting
 
 CONFIG = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
 FREE_STEPS = StepCosts([(1, 1.0), (1000, 1.0)])

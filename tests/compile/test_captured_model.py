@@ -16,7 +16,7 @@ from pagespec.compile.captured_model import CaptureOptions, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.support.captures import graph_cache
 from tests.support.driving import drive, hf_greedy, hf_logits, make_requests
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, tiny_model

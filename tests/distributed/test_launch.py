@@ -17,7 +17,7 @@ from pagespec import LLM, EngineError, InvalidInputError, UnsupportedModelError
 from pagespec.distributed import launch
 from pagespec.engine.config import EngineConfig
 from pagespec.kernels.collectives import boxes
-from pagespec.runner import cpu_threads
+from pagespec.runner.cpu import threads as cpu_threads
 from tests.support.models import tiny_model
 
 Refuse = Callable[..., InvalidInputError]

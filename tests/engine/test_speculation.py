@@ -9,15 +9,14 @@ import pytest
 
 from pagespec import InvalidInputError
 from pagespec.engine.config import EngineConfig
-from pagespec.engine.runner import MAX_DRAFT_TOKENS
-from pagespec.engine.speculation import (
+from pagespec.engine.drafting.config import METHODS, MODEL_METHODS, SpeculativeConfig, speculative
+from pagespec.engine.drafting.costs import (
     DEFAULT_COSTS,
-    METHODS,
-    MODEL_METHODS,
-    SpeculativeConfig,
+    NUM_RATES,
     StepCosts,
-    speculative,
+    choose_numbers,
 )
+from pagespec.engine.runner import MAX_DRAFT_TOKENS
 
 
 def checked(value: Any) -> SpeculativeConfig | None:
@@ -125,12 +124,20 @@ def test_methods_with_a_model_have_defaults() -> None:
 # Costs --------------------------------------------------------------------------------------------
 
 
+def best(costs: StepCosts, num_rows: int, rate: float, most: int) -> int:
+    """The number of draft tokens of each row, where all have the same rate."""
+    level = int(rate * NUM_RATES)
+    shares = [0.0] * (NUM_RATES + 1)
+    shares[level] = num_rows
+    return choose_numbers(costs, shares, num_rows, 0, most)[level]
+
+
 def test_draft_tokens_that_are_computed_twice_cost_more() -> None:
     measured = [(1, 1.0), (101, 101.0)]  # in proportion to the tokens
     flat = [(1, 1.0), (3, 1.0), (101, 99.0)]
     for given, once, twice in ((measured, 0, 0), (flat, 2, 1)):
-        assert StepCosts(given).best(1, 0, 0.9, 4) == once
-        assert StepCosts(given, computes_again=True).best(1, 0, 0.9, 4) == twice
+        assert best(StepCosts(given), 1, 0.9, 4) == once
+        assert best(StepCosts(given, computes_again=True), 1, 0.9, 4) == twice
 
 
 def test_costs_are_interpolated_and_grow_beyond_the_last() -> None:
@@ -145,14 +152,14 @@ def test_costs_are_interpolated_and_grow_beyond_the_last() -> None:
 
 def test_the_number_follows_acceptance_and_rows() -> None:
     flat = StepCosts([(1, 1.0), (1000, 1.0)])
-    assert flat.best(1, 0, 1.0, 8) == 8
-    assert flat.best(1, 0, 0.0, 8) == 0
+    assert best(flat, 1, 1.0, 8) == 8
+    assert best(flat, 1, 0.0, 8) == 0
     linear = StepCosts([(1, 1.0), (1000, 1000.0)])
-    assert linear.best(1, 0, 0.99, 8) == 0  # a token that costs as much as a step is never worth it
-    numbers = [DEFAULT_COSTS.best(rows, 0, 0.8, 8) for rows in (1, 4, 16, 64)]
+    assert best(linear, 1, 0.99, 8) == 0  # a token that costs as much as a step is never worth it
+    numbers = [best(DEFAULT_COSTS, rows, 0.8, 8) for rows in (1, 4, 16, 64)]
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] >= 6
-    by_rate = [DEFAULT_COSTS.best(4, 0, rate / 10, 8) for rate in range(11)]
+    by_rate = [best(DEFAULT_COSTS, 4, rate / 10, 8) for rate in range(11)]
     assert by_rate == sorted(by_rate)
     assert by_rate[0] == 0
 
@@ -160,7 +167,7 @@ def test_the_number_follows_acceptance_and_rows() -> None:
 def test_a_number_is_never_a_loss_by_the_table() -> None:
     for rows in range(1, 40):
         for rate in (0.0, 0.2, 0.5, 0.8, 1.0):
-            k = DEFAULT_COSTS.best(rows, 0, rate, 16)
+            k = best(DEFAULT_COSTS, rows, rate, 16)
             expected = sum(rate**j for j in range(k + 1))
             plain = rows / DEFAULT_COSTS.of(rows)
             assert rows * expected / DEFAULT_COSTS.of(rows * (k + 1)) >= plain

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.runner.cpu_runner import ModelRunner
-from tests.runner.test_gpu_runner import Recomputed
+from pagespec.runner.cpu.runner import ModelRunner
+from tests.runner.gpu.test_runner import Recomputed
 
 BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
 RUNNERS = ["cpu"]
@@ -38,7 +38,7 @@ def make_runner(
     }
     if kind == "cpu":
         return ModelRunner(captured, **settings)
-    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+    gpu_runner = pytest.importorskip("pagespec.runner.gpu.runner")
     runner = gpu_runner.GpuRunner(captured, **settings)
     sizes = settings["max_num_tokens"], settings["max_num_rows"]
     runner._graphs = Recomputed(runner.run_staged, sizes)

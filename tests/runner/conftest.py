@@ -21,4 +21,4 @@ def small_chunks(passed_events: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edited rows are sent in chunks of two, so few requests need several launches."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.importorskip("triton")
-        monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
+        monkeypatch.setattr("pagespec.runner.gpu.edits.CHUNK", 2)

@@ -21,7 +21,7 @@ from pagespec.engine.outputs import CompletionOutput, RequestOutput
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.runner.cpu_runner import ModelRunner, StepHandle
+from pagespec.runner.cpu.runner import ModelRunner, StepHandle
 from tests.runner import both_runners
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, tiny_model

@@ -18,16 +18,16 @@ from pagespec.compile.step_inputs import BoundGraph, StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
+from pagespec.runner.cpu.pack import CpuStepPacker, PackedStep
 from pagespec.runner.layout import LAYOUT, Layout, PlanArrays, StepShape, layout_of
 from tests.support.packers import PassedEvent
 
 pytest.importorskip("triton")
 
-from pagespec.runner.device_buffers import StepBuffers
-from pagespec.runner.gpu_pack import GpuStepPacker, StagedStep, send
+from pagespec.runner.gpu.device_buffers import StepBuffers
+from pagespec.runner.gpu.pack import GpuStepPacker, StagedStep, send
+from pagespec.runner.gpu.unpack_kernels import unpack
 from pagespec.runner.pinned import PinnedRing
-from pagespec.runner.unpack_kernels import unpack
 
 BLOCK_SIZE, NUM_BLOCKS, WIDTH, MAX_ROWS, MAX_TOKENS = 4, 90, 12, 6, 40
 NULL_SLOT = NUM_BLOCKS * BLOCK_SIZE

@@ -20,14 +20,15 @@ from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.step_inputs import NO_STATES, KVCaches, StepInputs
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
-from pagespec.engine.drafters import ModelDrafter
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.engine.drafting.drafters import ModelDrafter
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
-from pagespec.runner.cpu_drafting import Draw
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
+from pagespec.runner.draft_model import Draw
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, tiny_model
 

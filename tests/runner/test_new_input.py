@@ -27,7 +27,7 @@ from pagespec.compile.step_fields import FIELDS, LAST, Field, graph_inputs
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.support.captures import change_common_passes
 from tests.support.models import tiny_model
 
@@ -181,8 +181,8 @@ def test_ranks_and_padded_steps_of_a_runner_on_a_gpu() -> None:
     """Its kernels under Triton's interpreter; staged as for several ranks."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    from pagespec.runner import gpu_runner
-    from tests.runner.test_gpu_runner import Recomputed
+    from pagespec.runner.gpu import runner as gpu_runner
+    from tests.runner.gpu.test_runner import Recomputed
 
     captured = captured_with("graph", (*FIELDS, *NEW))
     sizes = {"max_num_tokens": 24, "max_num_rows": 4, "max_num_blocks": 20}

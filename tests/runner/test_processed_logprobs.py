@@ -10,8 +10,8 @@ import pytest
 from pagespec import SamplingParams
 from tests.runner.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.runner.edited_requests import END_TOKEN_IDS, Asked, LogitsByPosition, serve
+from tests.runner.gpu.test_runner import Recomputed
 from tests.runner.test_edits import captured
-from tests.runner.test_gpu_runner import Recomputed
 from tests.support.plain_sampling import edited_logits, probabilities
 
 NUM_BLOCKS, NUM_TOP = 60, 4
@@ -27,11 +27,11 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def few_rows(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in RUNNERS:
-        monkeypatch.setattr("pagespec.runner.gpu_logprobs._PROCESSED_ROWS", 2)
+        monkeypatch.setattr("pagespec.runner.gpu.logprobs._PROCESSED_ROWS", 2)
 
 
 def make_runner(kind: str, seen: LogitsByPosition) -> Any:
-    from pagespec.runner.cpu_runner import ModelRunner
+    from pagespec.runner.cpu.runner import ModelRunner
 
     settings: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
@@ -45,7 +45,7 @@ def make_runner(kind: str, seen: LogitsByPosition) -> Any:
     }
     if kind == "cpu":
         return ModelRunner(captured(), **settings)
-    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+    gpu_runner = pytest.importorskip("pagespec.runner.gpu.runner")
     runner = gpu_runner.GpuRunner(captured(), **settings)
     runner._graphs = Recomputed(runner.run_staged)
     return runner

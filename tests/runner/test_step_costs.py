@@ -11,8 +11,9 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.config import EngineConfig
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.speculation import DEFAULT_COSTS, SpeculativeConfig, StepCosts
 from pagespec.runner import step_costs
 from pagespec.runner.step_costs import _plan, measure_costs
 from tests.runner.both_runners import RUNNERS, make_runner

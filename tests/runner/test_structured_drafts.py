@@ -12,11 +12,12 @@ import pytest
 from pagespec import StructuredOutputs
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
-from pagespec.engine.drafters import NgramDrafter, PredictionDrafter
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.engine.drafting.drafters import NgramDrafter, PredictionDrafter
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.structured import matchers
 from pagespec.structured.forced import ForcedDrafter
 from pagespec.structured.matchers import MAX_DRAFT_MASKS

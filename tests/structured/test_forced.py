@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from pagespec import StructuredOutputs
-from pagespec.engine.drafters import PredictionDrafter
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.engine.drafting.drafters import PredictionDrafter
 from pagespec.engine.request import Request
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.engine.text.reasoning import Reasoning
 from pagespec.structured.forced import ForcedDrafter
 from pagespec.structured.grammars import Grammars

@@ -27,7 +27,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel
 from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.compile.probe.probe import probe_model
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 
 
 def make_requests(prompts: list[list[int]], max_tokens: int, **params: float) -> list[Request]:

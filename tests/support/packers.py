@@ -14,8 +14,8 @@ import torch
 
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
-from pagespec.runner.cpu_edits import CpuEdits
-from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
+from pagespec.runner.cpu.edits import CpuEdits
+from pagespec.runner.cpu.pack import CpuStepPacker, PackedStep
 from pagespec.runner.layout import StepShape
 from tests.support.tables import RowSeen
 
@@ -96,8 +96,8 @@ class GpuStaging:
         max_num_blocks: int,
         device: str,
     ) -> None:
-        from pagespec.runner.device_buffers import StepBuffers
-        from pagespec.runner.gpu_pack import GpuStepPacker
+        from pagespec.runner.gpu.device_buffers import StepBuffers
+        from pagespec.runner.gpu.pack import GpuStepPacker
         from pagespec.runner.pinned import PinnedRing
 
         self._num_blocks, self._block_size = num_blocks, block_size
@@ -119,8 +119,8 @@ class GpuStaging:
         """They are written where rows are edited, not here."""
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        from pagespec.runner.gpu_pack import StagedStep, send
-        from pagespec.runner.unpack_kernels import unpack
+        from pagespec.runner.gpu.pack import StagedStep, send
+        from pagespec.runner.gpu.unpack_kernels import unpack
 
         b, num_rows = self._buffers, len(plan)
         null_slot = self._num_blocks * self._block_size

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.drafters import SuffixDrafter
+from pagespec.engine.drafting.config import SpeculativeConfig
+from pagespec.engine.drafting.costs import StepCosts
+from pagespec.engine.drafting.drafters import SuffixDrafter
 from pagespec.engine.invariants import RunnerView
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
@@ -28,7 +30,6 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.segments import Segment as RealSegment
 from pagespec.engine.shares import Shares
-from pagespec.engine.speculation import SpeculativeConfig, StepCosts
 from pagespec.engine.state_slots import StateSlots
 from pagespec.errors import InvalidInputError
 from spec import model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagespec import LLM
-from pagespec.runner import cpu_platform
+from pagespec.runner.cpu import platform as cpu_platform
 from pagespec.verify import GateSize, run_gate
 from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model

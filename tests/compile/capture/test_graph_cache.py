@@ -27,7 +27,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
 from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.attention.attention_spec import AttentionSpec
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.captures import OVERRIDES
 from tests.support.driving import drive, make_requests

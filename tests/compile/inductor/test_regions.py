@@ -22,7 +22,7 @@ from pagespec.compile.inductor.compile_region import inductor
 from pagespec.compile.inductor.regions import compile_regions, find_regions
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.captures import graph_cache, use_passes
 from tests.support.driving import drive, make_requests

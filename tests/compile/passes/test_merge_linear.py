@@ -19,7 +19,7 @@ from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.compile.probe.probe import probe_model
-from pagespec.runner.cpu_runner import ModelRunner
+from pagespec.runner.cpu.runner import ModelRunner
 from tests.support.captures import change_common_passes, graph_cache, use_passes
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model

@@ -21,7 +21,7 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import RequestInfo
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
-from pagespec.runner.cpu_edits import edited_row
+from pagespec.runner.cpu.edits import edited_row
 from pagespec.runner.edit_batch import EditBatch, EditPacker
 from tests.support.plain_sampling import Row, edited_logits, probabilities
 

@@ -15,7 +15,7 @@ from pagespec import SamplingParams
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import RequestInfo
-from pagespec.runner.cpu_edits import edited_row
+from pagespec.runner.cpu.edits import edited_row
 from pagespec.runner.edit_batch import EditBatch, EditPacker
 from pagespec.structured.matchers import Masks
 from tests.support.plain_sampling import edited_logits

@@ -16,13 +16,13 @@ from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import RequestInfo
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
-from pagespec.runner.device_buffers import StepBuffers
+from pagespec.runner.gpu.device_buffers import StepBuffers
 from pagespec.structured.matchers import Masks
 from tests.kernels.sampling.test_gumbel import expected as cpu_tokens
 
 pytest.importorskip("triton")
 gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
-gpu_edits = pytest.importorskip("pagespec.runner.gpu_edits")
+gpu_edits = pytest.importorskip("pagespec.runner.gpu.edits")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's kernels are compiled"
 )

@@ -1,0 +1,138 @@
+"""The engine argument ``speculative_config``, and refusals of what draft tokens do not support."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InvalidInputError, nearest
+from ...params.checks import count
+from ..runner import MAX_DRAFT_TOKENS
+
+METHODS = ("ngram", "suffix", "prediction")
+MODEL_METHODS = ("draft_model", "mtp", "eagle3")
+"""Methods whose drafter is a model."""
+_NUM_TOKENS = 8
+_NUM_TOKENS_OF = {"draft_model": 5, "mtp": 3, "eagle3": 5}
+_LOOKUP_MAX, _LOOKUP_MIN = 4, 2
+_MAX_LOOKUP = 64
+# Other methods of vLLM.
+_OTHERS = ("eagle", "medusa", "mlp_speculator", "ngram_gpu")
+_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_KEYS = ("method", *_NUMBERS, "model", "draft_tensor_parallel_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """The checked argument.
+
+    Attributes:
+        method: one of :data:`METHODS` or :data:`MODEL_METHODS`.
+        num_speculative_tokens: maximum number of draft tokens per row.
+        prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that "ngram" looks up.
+        model: folder or hub id of the drafter of "draft_model" and "eagle3".
+    """
+
+    method: str
+    num_speculative_tokens: int = _NUM_TOKENS
+    prompt_lookup_max: int = _LOOKUP_MAX
+    prompt_lookup_min: int = _LOOKUP_MIN
+    model: str | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the drafter is a model."""
+        return self.method in MODEL_METHODS
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the drafter reads hidden states of the target, and uses parts of its module."""
+        return self.method in ("mtp", "eagle3")
+
+    def serves(self, prediction: Sequence[int]) -> bool:
+        """Whether a request with this prediction may have draft tokens."""
+        return self.method != "prediction" or len(prediction) > 0
+
+
+def speculative(name: str, value: Any) -> SpeculativeConfig | None:
+    """Check the argument: a dict with vLLM's names, or its JSON text. An empty dict is None.
+
+    Raises:
+        InvalidInputError: names the key, the value and the limit.
+    """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        limit = 'must be a dict or JSON text, such as {"method": "ngram"}'
+        raise InvalidInputError(name, value, limit)
+    if not given:
+        return None
+    for key in given:
+        if key not in _KEYS:
+            near = nearest(str(key), _KEYS) or f": its keys are {', '.join(_KEYS)}"
+            raise InvalidInputError(f"{name}.{key}", given[key], f"there is no such key{near}")
+    method = given.get("method")
+    methods = (*METHODS, *MODEL_METHODS)
+    if method not in methods:
+        limit = f"must be one of {', '.join(methods)}"
+        if method in _OTHERS:
+            limit += f"; {method} is not supported yet"
+        raise InvalidInputError(f"{name}.method", method, limit)
+    model = _drafter_model(name, method, given)
+    if method != "ngram":
+        for key in ("prompt_lookup_max", "prompt_lookup_min"):
+            if given.get(key) is not None:
+                limit = f"must be absent: method {method} has no such limit"
+                raise InvalidInputError(f"{name}.{key}", given[key], limit)
+    high = {"num_speculative_tokens": MAX_DRAFT_TOKENS}
+    numbers = {
+        key: count(1, high.get(key, _MAX_LOOKUP))(f"{name}.{key}", given[key])
+        for key in _NUMBERS
+        if given.get(key) is not None
+    }
+    least, most = numbers.get("prompt_lookup_min"), numbers.get("prompt_lookup_max")
+    if least is not None and most is not None and most < least:
+        limit = f"must be at least prompt_lookup_min = {least}"
+        raise InvalidInputError(f"{name}.prompt_lookup_max", most, limit)
+    numbers.setdefault("num_speculative_tokens", _NUM_TOKENS_OF.get(method, _NUM_TOKENS))
+    numbers["prompt_lookup_max"] = most or max(_LOOKUP_MAX, least or 0)
+    numbers["prompt_lookup_min"] = least or min(_LOOKUP_MIN, most or _LOOKUP_MIN)
+    return SpeculativeConfig(method=method, model=model, **numbers)
+
+
+def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | None:
+    """The drafter's folder or hub id, which "draft_model" and "eagle3" need and other methods do
+    not take."""
+    model, num_ranks = given.get("model"), given.get("draft_tensor_parallel_size")
+    if method in ("draft_model", "eagle3"):
+        if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+            limit = f"must be the folder or hub id of the drafter: method {method} needs one"
+            raise InvalidInputError(f"{name}.model", model, limit)
+        model = os.fspath(model)
+    elif model is not None:
+        where = "the target model has the drafter" if method == "mtp" else "no model drafts"
+        limit = f"must be absent: with method {method}, {where}"
+        raise InvalidInputError(f"{name}.model", model, limit)
+    if num_ranks is not None and (method not in MODEL_METHODS or num_ranks != 1):
+        limit = "must be 1 or absent: a drafter runs on one rank"
+        raise InvalidInputError(f"{name}.draft_tensor_parallel_size", num_ranks, limit)
+    return model
+
+
+# What draft tokens do not support yet -------------------------------------------------------------
+
+
+def refuse_ranks(config: SpeculativeConfig | None, num_ranks: int) -> None:
+    """Raises InvalidInputError if a model should draft for a target over several ranks."""
+    if config is not None and config.has_model and num_ranks > 1:
+        limit = f"must be 1 with method {config.method}: a model drafts on one rank only"
+        raise InvalidInputError("tensor_parallel_size", num_ranks, limit)

@@ -1,0 +1,109 @@
+"""Draft tokens with a second model on a GPU, inside CUDA graphs and without them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagespec import LLM, RequestOutput, SamplingParams
+from pagespec.engine.drafting.costs import StepCosts
+from tests.support.models import tiny_model
+from tests.support.structured import END, tokenizer
+
+pytestmark = pytest.mark.gpu
+
+NUM_DRAFTS = 3
+
+
+@functools.cache
+def folder(num_hidden_layers: int = 2, seed: int = 0) -> str:
+    """Qwen3 with heads of 64."""
+    path = tempfile.mkdtemp(prefix="drafting-")
+    model = tiny_model(
+        "qwen3",
+        seed=seed,
+        num_hidden_layers=num_hidden_layers,
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(Path(path))
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def engine(drafter: str | None, **settings: Any) -> LLM:
+    given = {"max_num_seqs": 16, "max_model_len": 512, "num_blocks": 600} | settings
+    if drafter is not None:
+        given["speculative_config"] = {
+            "method": "draft_model",
+            "model": drafter,
+            "num_speculative_tokens": NUM_DRAFTS,
+        }
+    llm = LLM(folder(), dtype="bfloat16", device="cuda", check_invariants=True, **given)
+    if drafter is not None:  # by the measured costs a model as small as this one needs no drafts
+        mode = llm.engine.scheduler.drafter.other.mode
+        mode.costs = StepCosts([(1, 1.0), (1000, 1.0)])
+        mode.reset()
+    return llm
+
+
+def outputs_of(llm: LLM, *, is_plain: bool, num_requests: int = 12) -> list[RequestOutput]:
+    """Answers to prompts of unlike lengths. Plain requests only have a temperature."""
+    rng = random.Random(0)
+    prompts, params = [], []
+    for i in range(num_requests):
+        prompts.append(rng.choices(range(3, 266), k=rng.choice([1, 20, 90])))
+        kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
+        if not is_plain:
+            kinds += [{"top_p": 0.9}, {"repetition_penalty": 1.2}]
+        asked = rng.choice(kinds)
+        logprobs = rng.choice([None, 2])
+        params.append(
+            SamplingParams(max_tokens=48, ignore_eos=True, seed=i, logprobs=logprobs, **asked)
+        )
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+
+
+def results(outputs: list[RequestOutput]) -> list[Any]:
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+def counts(outputs: list[RequestOutput]) -> tuple[int, int]:
+    """Numbers of draft tokens and of accepted ones."""
+    metrics = [output.metrics for output in outputs]
+    return (
+        sum(m.num_draft_tokens for m in metrics if m is not None),
+        sum(m.num_accepted_tokens for m in metrics if m is not None),
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"graph_batch_sizes": []}, {"max_num_batched_tokens": 64}, {"num_blocks": 40}],
+    ids=["captured", "uncaptured", "chunks", "preempting"],
+)
+def test_a_model_that_drafts_for_itself_is_always_right(settings: dict[str, Any]) -> None:
+    plain = outputs_of(engine(None, **settings), is_plain=True)
+    llm = engine(folder(), **settings)
+    drafted = outputs_of(llm, is_plain=True)
+    assert results(drafted) == results(plain)
+    num_drafts, num_accepted = counts(drafted)
+    assert num_drafts == num_accepted > 0
+
+
+def test_another_model_changes_no_output() -> None:
+    plain = outputs_of(engine(None), is_plain=False)
+    drafted = outputs_of(engine(folder(1, seed=1)), is_plain=False)
+    assert results(drafted) == results(plain)
+    num_drafts, num_accepted = counts(drafted)
+    assert num_drafts > num_accepted
