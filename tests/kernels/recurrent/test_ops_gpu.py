@@ -91,7 +91,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(name: str) -> None:
     tokens = [x[:4].clone() for x in case.per_token]
 
     def step() -> torch.Tensor:
-        return case.call(tokens, states, starts, contexts, tables, of_rows, 4)
+        return case.call(tokens, states, starts, contexts, tables, of_rows, 4, None)
 
     step()
     torch.cuda.synchronize()
