@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.drafting.drafters import PredictionDrafter
+from ..engine.drafting.drafters import PredictionDrafter, is_long_row
 from ..engine.request import Request
 from ..engine.runner import DraftObserver
 from ..engine.structured_outputs import StructuredOutputs
@@ -72,7 +72,7 @@ class ForcedDrafter(DraftObserver):
     def propose(self, request: Request) -> Sequence[int]:
         guesses = self.other.propose(request)
         outputs = request.sampling_params.structured_outputs
-        if outputs is None:
+        if outputs is None or is_long_row(request):
             return guesses
         most = min(self.other.num_if_right, self._num_left)
         guesses = guesses[: self._num_left]

@@ -28,6 +28,7 @@ _KEY = 2  # tokens in the keys of the indices of "suffix" and of predictions
 _LEAST_SHARE = 0.4  # of the earlier places, which agree with all of the draft
 _MAX_CORPUS_TOKENS = 1 << 17
 _MAX_ANSWER_TOKENS = 4096
+_LONG_ROW = 32  # tokens; more than any row has behind its prompt, unless it was preempted
 
 
 class TokenIndex:
@@ -148,6 +149,13 @@ class _Prediction:
             self._is_lost = False
 
 
+def is_long_row(request: Request) -> bool:
+    """Whether a planned row has so many tokens of its own, most of them of a prompt, that it has no
+    draft tokens. Steps with prompts are padded to sizes far apart: a few tokens more could double
+    their time, and save one short step."""
+    return request.num_dispatched - request.num_computed > _LONG_ROW
+
+
 class RequestDrafts(Acceptance):
     """The state of one request: its index, its prediction and its acceptance.
 
@@ -201,7 +209,7 @@ class PredictionDrafter(DraftObserver):
 
     def propose(self, request: Request) -> Sequence[int]:
         drafts = self._state_of(request)
-        if drafts is None:
+        if drafts is None or is_long_row(request):
             return ()
         most = self.mode.number(request, drafts)
         if not most:
@@ -435,7 +443,7 @@ class ModelDrafter(PredictionDrafter):
 
     def propose(self, request: Request) -> Sequence[int]:
         drafts = self._state_of(request)
-        if drafts is None:
+        if drafts is None or is_long_row(request):
             return ()
         end, offered = drafts.offered
         is_offered = end == len(request.token_ids)

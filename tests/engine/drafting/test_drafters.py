@@ -281,3 +281,14 @@ def test_proposals_are_a_function_of_what_was_settled(method: str) -> None:
         return found
 
     assert run(extra=False) == run(extra=True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_row_with_many_tokens_of_a_prompt_has_no_drafts(method: str) -> None:
+    drafter = drafter_of(method, model="m") if method == "draft_model" else drafter_of(method)
+    request = request_of([1, 2, 3, 4] * 30, prediction=(1, 2, 3))
+    request.num_dispatched = len(request.token_ids)
+    for num_own_tokens in (drafters._LONG_ROW + 1, drafters._LONG_ROW):
+        request.num_computed = request.num_dispatched - num_own_tokens
+        is_drafted = num_own_tokens == drafters._LONG_ROW
+        assert (proposed(drafter, request) != []) == is_drafted
