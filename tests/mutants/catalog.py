@@ -977,8 +977,8 @@ MUTANTS = [
         0,
         "a rejected draft token does not lower the acceptance",
         "Acceptance.note",
-        "rate * _DECAY",
-        "rate",
+        "min(num_accepted + 1, num_drafts)",
+        "num_accepted",
     ),
     Mutant(
         0,

@@ -19,7 +19,7 @@ from .costs import NUM_RATES, StepCosts, choose_numbers
 
 _FIRST_RATE = 0.7  # assumed acceptance of a draft token before any is observed
 _FIRST_SHARE = 0.5  # assumed share of steps for which a proposal is found
-_DECAY = 0.85  # weight of earlier draft tokens in the acceptance, per token
+_FIRST_WEIGHT, _MAX_WEIGHT = 3.0, 20.0  # earlier draft tokens that count in the acceptance
 _SHARE_GAIN = 0.2  # weight of the newest proposal in the share
 _PRIOR_GAIN = 0.1  # weight of the newest ended request in the assumptions for new ones
 _MIN_INTERVAL, _MAX_INTERVAL = 32, 1024  # steps, or tokens of one request, between trials
@@ -40,8 +40,9 @@ class Acceptance:
     """The draft tokens of one request so far; subclasses add state of a drafter.
 
     Attributes:
-        rate: acceptance per draft token, given that those before it are accepted. Recent ones
-            count more.
+        rate: acceptance per draft token, given that those before it are accepted: the mean of the
+            assumed rate and all draft tokens so far; of many, recent ones count more.
+        weight: number of draft tokens for which ``rate`` counts in the next mean.
         share: share of steps for which the drafter finds a proposal. Recent ones count more.
         end: its number of tokens at its latest proposal.
         watched: the latest proposal that is only watched; empty if there is none.
@@ -49,18 +50,21 @@ class Acceptance:
         is_observed: whether a draft token was accepted or rejected.
     """
 
-    __slots__ = ("end", "interval", "is_observed", "rate", "share", "watched")
+    __slots__ = ("end", "interval", "is_observed", "rate", "share", "watched", "weight")
 
     def __init__(self, num_tokens: int, rate: float = _FIRST_RATE, share: float = 1.0) -> None:
         self.rate, self.share, self.end = rate, share, num_tokens
+        self.weight = _FIRST_WEIGHT
         self.watched: Sequence[int] = ()
         self.interval = _MIN_INTERVAL
         self.is_observed = False
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance: the accepted draft tokens, then the first wrong one."""
-        rate = 1.0 - (1.0 - self.rate) * _DECAY**num_accepted
-        self.rate = rate if num_accepted == num_drafts else rate * _DECAY
+        num_observed = min(num_accepted + 1, num_drafts)
+        weight = self.weight + num_observed
+        self.rate = (self.rate * self.weight + num_accepted) / weight
+        self.weight = min(weight, _MAX_WEIGHT)
         self.is_observed = True
         if num_accepted:
             self.interval = _MIN_INTERVAL

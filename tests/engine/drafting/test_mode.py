@@ -89,13 +89,26 @@ def test_a_watched_proposal_counts_once_its_tokens_came() -> None:
     assert not state.note_watched([*known, 7])
     assert state.rate == 0.5
     assert state.note_watched([*known, 7, 8, 9])
-    assert state.rate == pytest.approx(1 - 0.5 * draft_mode._DECAY**3)
+    first = draft_mode._FIRST_WEIGHT
+    assert state.rate == pytest.approx((0.5 * first + 3) / (first + 3))
     wrong = Acceptance(3, rate=0.5)
     wrong.watched = (7, 8, 9)
     assert wrong.note_watched([*known, 7, 1])
-    assert wrong.rate == pytest.approx((1 - 0.5 * draft_mode._DECAY) * draft_mode._DECAY)
+    assert wrong.rate == pytest.approx((0.5 * first + 1) / (first + 2))
     assert wrong.is_observed
     assert not wrong.watched
+
+
+def test_the_acceptance_is_a_mean_in_which_old_draft_tokens_fade() -> None:
+    state = Acceptance(0, rate=0.5)
+    for _ in range(200):
+        state.note(4, 4)
+    assert state.rate > 0.999
+    assert state.weight == draft_mode._MAX_WEIGHT
+    for _ in range(10):
+        state.note(2, 0)  # one of them is known to be wrong
+    kept = draft_mode._MAX_WEIGHT / (draft_mode._MAX_WEIGHT + 1)
+    assert state.rate == pytest.approx(kept**10, rel=1e-3)
 
 
 def test_many_requests_are_watched_in_turns() -> None:
