@@ -83,12 +83,14 @@ class RowArrays(NamedTuple):
     Attributes:
         lengths: int32 ``[rows]``. query_starts: int32 ``[rows + 1]``: the first token of each row,
             then the number of tokens.
+        sample_bounds: int32 ``[rows + 1]``: the first sample of each row, then their number.
         token_rows, offsets: the row of each token, and its place in the row.
         sampled_rows: the row of each sample. kept: the token after which each sample follows.
     """
 
     lengths: IntArray
     query_starts: IntArray
+    sample_bounds: IntArray
     token_rows: NDArray[np.intp]
     offsets: NDArray[Any]
     sampled_rows: NDArray[np.intp]
@@ -98,15 +100,17 @@ class RowArrays(NamedTuple):
     def of(cls, num_tokens: tuple[int, ...], num_samples: tuple[int, ...]) -> RowArrays:
         lengths, samples = np.array(num_tokens, np.int32), np.array(num_samples, np.int32)
         num_rows = len(lengths)
-        query_starts = np.zeros(num_rows + 1, np.int32)
+        query_starts, sample_bounds = np.zeros((2, num_rows + 1), np.int32)
         np.cumsum(lengths, out=query_starts[1:])
+        np.cumsum(samples, out=sample_bounds[1:])
         token_rows = np.repeat(np.arange(num_rows), lengths)
         offsets = np.arange(len(token_rows), dtype=np.int32) - query_starts[token_rows]
         sampled_rows = np.repeat(np.arange(num_rows), samples)
         # The last tokens of the row.
-        num_behind = np.cumsum(samples)[sampled_rows] - 1 - np.arange(len(sampled_rows))
+        num_behind = sample_bounds[1:][sampled_rows] - 1 - np.arange(len(sampled_rows))
         kept = query_starts[1:][sampled_rows] - 1 - num_behind
-        return cls(lengths, query_starts, token_rows, offsets, sampled_rows, kept)
+        bounds = query_starts, sample_bounds
+        return cls(lengths, *bounds, token_rows, offsets, sampled_rows, kept)
 
 
 # Steps with draft tokens are small, and few shapes of rows follow each other.

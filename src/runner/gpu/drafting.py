@@ -53,17 +53,16 @@ def _by_row(step: PlanArrays, values: Mapping[int, int]) -> IntArray | int:
     return found
 
 
-def _sample_bounds(step: PlanArrays) -> IntArray:
-    bounds = np.zeros(step.counts["bound"], np.int32)
-    np.cumsum(step.plan.num_samples, out=bounds[1:])
-    return bounds
-
-
 DRAFT_FIELDS: Final = (
     Field("num_wanted", "row", _num_wanted, forms=GPU),
     Field("next_token_ids", "row", _next_token_ids, forms=("mixed",)),
-    # The first sample of each row, then the number of samples.
-    Field("sample_bounds", "bound", _sample_bounds, padding=LAST, forms=("mixed",)),
+    Field(
+        "sample_bounds",
+        "bound",
+        lambda step: step.rows.sample_bounds,
+        padding=LAST,
+        forms=("mixed",),
+    ),
 )
 """Fields of a step that only drafting reads."""
 
