@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from pagespec import SamplingParams
-from pagespec.engine.drafting import drafters
+from pagespec.engine.drafting import drafters, token_index
 from pagespec.engine.drafting.config import SpeculativeConfig
 from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.drafting.drafters import (
     NgramDrafter,
     PredictionDrafter,
     SuffixDrafter,
-    TokenIndex,
     make_drafter,
 )
+from pagespec.engine.drafting.token_index import TokenIndex
 from pagespec.engine.request import Request
 
 PARAMS = SamplingParams()
@@ -53,12 +53,12 @@ def test_the_index_finds_every_place_of_an_ngram() -> None:
                 for end in range(key_length, len(tokens))
                 if tokens[end - key_length : end] == key
             ]
-            wanted = there[::-1][: drafters._MAX_CANDIDATES] if len(key) == key_length else []
+            wanted = there[::-1][: token_index.MAX_PLACES] if len(key) == key_length else []
             assert index.places(tokens, len(tokens)) == wanted
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "_MAX_INDEXED", 10)
+    monkeypatch.setattr(token_index, "_MAX_INDEXED", 10)
     request, drafter = request_of([*range(12), *range(12)]), drafter_of("ngram")
     found = [proposed(drafter, request) for _ in range(3)]
     assert found == [[], [], [0, 1, 2, 3, 4, 5, 6, 7]]
