@@ -238,17 +238,23 @@ def make_drafter_model(
     from .compile.capture.graph_cache import GraphCache
     from .compile.captured_drafter import capture_drafter
     from .compile.load.drafters import load_drafter
+    from .compile.load.quantized_drafter import named_as_drafters
+    from .runner.weight_budget import check_drafter_fits
 
     speculation = config.speculation
     assert speculation is not None
-    drafter = load_drafter(
-        speculation.method,
-        speculation.model,
-        target.loaded,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        max_model_len=config.max_model_len,
-    )
+    check_drafter_fits(config, target.loaded)
+    own = speculation.quantization is not None
+    with named_as_drafters(own):
+        drafter = load_drafter(
+            speculation.method,
+            speculation.model,
+            target.loaded,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            quantization=speculation.quantization,
+        )
 
     def options(specs: Sequence[AttentionSpec]) -> CaptureOptions:
         attention = select_backend(
@@ -261,12 +267,17 @@ def make_drafter_model(
         )
         return platform.capture_options(attention, is_own=True)
 
-    return capture_drafter(
-        drafter,
-        options=options,
-        kv_cache_dtype=config.kv_cache_dtype,
-        graph_cache=GraphCache(cache_root() / "graphs", before_trace),
-    )
+    with named_as_drafters(own):
+        captured = capture_drafter(
+            drafter,
+            options=options,
+            kv_cache_dtype=config.kv_cache_dtype,
+            graph_cache=GraphCache(cache_root() / "graphs", before_trace),
+        )
+    formats = captured.captured.weight_formats
+    if formats:
+        logger.info("drafter: %s", _shown_formats(formats))
+    return captured
 
 
 def _check_conversion_fits(path: Path) -> None:
@@ -318,8 +329,7 @@ def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: s
         stats.quantization = captured.loaded.quantization or quantization
         stats.weight_formats = captured.weight_formats
         stats.float32_matrices = captured.float32_matrices
-        formats = captured.weight_formats.items()
-        counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats)
+        counts = _shown_formats(captured.weight_formats)
         left = ", ".join(captured.float32_matrices) or "vectors only"
         logger.info("quantization: %s: %s; not quantised are %s", stats.quantization, counts, left)
     if captured.library_matmuls:
@@ -331,6 +341,10 @@ def _report_capture(stats: EngineStats, captured: CapturedModel, quantization: s
             captured.loaded.architecture,
             ", ".join(f"{count} {name}" for name, count in matmuls),
         )
+
+
+def _shown_formats(formats: Mapping[str, int]) -> str:
+    return ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
 
 
 def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:

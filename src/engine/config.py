@@ -267,8 +267,8 @@ class EngineConfig:
         None,
         'Draft tokens: a dict or JSON text such as {"method": "ngram"}. Keys: method '
         "(ngram, suffix, prediction, draft_model, mtp or eagle3), num_speculative_tokens "
-        "(1 to 16), model (of draft_model and eagle3), prompt_lookup_max (4) and "
-        "prompt_lookup_min (2). "
+        "(1 to 16), model (of draft_model and eagle3), quantization (fp8: the weights of the "
+        "drafter's model), prompt_lookup_max (4) and prompt_lookup_min (2). "
         "Answers do not depend on it (docs/speculation.md).",
         speculative,
         absent="no draft tokens",
@@ -315,7 +315,7 @@ class EngineConfig:
         self._join_names()
         check_fields(self)
         if self.quantization is not None:
-            self._check_quantization()
+            self._check_quantization("quantization", self.quantization)
         if self.num_blocks is not None and self.memory_utilization is not None:
             limit = "give it or num_blocks, not both"
             raise InvalidInputError("memory_utilization", self.memory_utilization, limit)
@@ -324,6 +324,9 @@ class EngineConfig:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
         refuse_ranks(self.speculation, self.tensor_parallel_size)
+        if self.speculation is not None and self.speculation.quantization is not None:
+            name = "speculative_config.quantization"
+            self._check_quantization(name, self.speculation.quantization)
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 
@@ -336,8 +339,8 @@ class EngineConfig:
             object.__setattr__(self, "memory_utilization", given)
             object.__setattr__(self, "gpu_memory_utilization", None)
 
-    def _check_quantization(self) -> None:
-        is_gguf = self.quantization == "gguf"
+    def _check_quantization(self, field: str, value: str) -> None:
+        is_gguf = value == "gguf"
         has_dtype = self.dtype in ("auto", "float32")
         # The device that "auto" stands for is not resolved yet.
         may_have_dtype = has_dtype or self.device != "cpu"
@@ -349,7 +352,7 @@ class EngineConfig:
         ):
             if not suits:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
-                raise InvalidInputError("quantization", self.quantization, given)
+                raise InvalidInputError(field, value, given)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

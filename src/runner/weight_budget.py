@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..compile.load.checkpoint import weight_files
+from ..compile.load.drafters import MODEL_KEY
 from ..compile.load.gguf_vocabulary import open_gguf
 from ..compile.load.load import dtype_of, read_config
+from ..compile.load.quantized_drafter import QUANTIZATION_KEY
 from ..compile.load.quantized_load import quantization_of, stays_quantised
-from ..compile.load.source import ModelSource
+from ..compile.load.source import ModelSource, find_source
+from ..compile.model.loaded import LoadedModel
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from .host_memory import available_bytes
@@ -38,12 +42,15 @@ class Need(NamedTuple):
 
 
 def check_weights_fit(
-    source: ModelSource, config: EngineConfig, devices: list[torch.device]
+    source: ModelSource,
+    config: EngineConfig,
+    devices: list[torch.device],
+    field: str = "model",
 ) -> None:
     """Compare the weights with the memory that is free on the devices.
 
     Args:
-        devices: of all ranks.
+        devices: of all ranks. field: names the model in a refusal.
 
     Raises:
         InvalidInputError: the weights certainly do not fit.
@@ -51,11 +58,8 @@ def check_weights_fit(
     if config.quantization == "gguf":
         return  # the float32 conversion stays mapped from the file; blocks are read one by one
     is_cpu = devices[0].type == "cpu"
-    if is_cpu:
-        free, place = available_bytes(), "available"
-    else:
-        # Of the first GPU: a query of another one would create a CUDA context there.
-        free, place = torch.cuda.mem_get_info(devices[0])[0], f"free on {devices[0]}"
+    # Of the first GPU: a query of another one would create a CUDA context there.
+    free, place = _free_bytes(devices[0])
     is_dummy = config.load_format == "dummy"
     if not is_dummy and (upper := _max_bytes(source)) is not None and upper <= free:
         return
@@ -70,12 +74,37 @@ def check_weights_fit(
     if num_bytes > free:
         whose = "its weights" if len(devices) == 1 or is_cpu else "the weights of one rank"
         raise InvalidInputError(
-            "model",
+            field,
             source.name,
             f"{whose} take {num_bytes / GIB:.1f} GiB in {need.form}, more than the "
             f"{free / GIB:.1f} GiB {place}; use a smaller model, a smaller dtype, quantization or "
             "more GPUs",
         )
+
+
+def check_drafter_fits(config: EngineConfig, target: LoadedModel) -> None:
+    """Compare the weights of a drafter with the memory that its loaded target left: those of a
+    second model, or the FP8 copy of the target's head.
+
+    Raises:
+        InvalidInputError: the weights certainly do not fit.
+    """
+    drafts = config.speculation
+    if drafts is None or not drafts.has_model:
+        return
+    if drafts.method == "draft_model" and drafts.model is not None:
+        own = replace(config, quantization=drafts.quantization)
+        check_weights_fit(find_source(drafts.model), own, [target.device], MODEL_KEY)
+    elif drafts.method == "mtp" and drafts.quantization is not None:
+        hidden_size = target.config.get_text_config(decoder=True).hidden_size
+        num_bytes, (free, place) = target.vocab_size * hidden_size, _free_bytes(target.device)
+        if num_bytes > free:
+            raise InvalidInputError(
+                QUANTIZATION_KEY,
+                drafts.quantization,
+                f"the drafter's copy of the head takes {num_bytes / GIB:.1f} GiB, more than the "
+                f"{free / GIB:.1f} GiB {place}; leave it out or use a smaller model",
+            )
 
 
 def check_conversion_fits(path: Path) -> None:
@@ -93,6 +122,13 @@ def check_conversion_fits(path: Path) -> None:
             f"its conversion to float32 takes {num_bytes / GIB:.1f} GiB, more than the "
             f"{free / GIB:.1f} GiB available; use a smaller model",
         )
+
+
+def _free_bytes(device: torch.device) -> tuple[int, str]:
+    """Free bytes of a device, and their name for errors."""
+    if device.type == "cpu":
+        return available_bytes(), "available"
+    return torch.cuda.mem_get_info(device)[0], f"free on {device}"
 
 
 def _max_bytes(source: ModelSource) -> int | None:

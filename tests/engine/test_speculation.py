@@ -77,7 +77,11 @@ def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int
         ({"method": "n-gram"}, "must be one of ngram, suffix, prediction"),
         ({"metod": "ngram"}, "metod = 'ngram': there is no such key; did you mean method"),
         ({"method": "ngram", "model": "m"}, "model = 'm': must be absent: with method ngram, no "),
-        ({"method": "ngram", "quantization": "fp8"}, "there is no such key: its keys are method"),
+        ({"method": "ngram", "drafter": "m"}, "there is no such key: its keys are method"),
+        ({"method": "ngram", "quantization": "fp8"}, "quantization = 'fp8': must be absent: with "),
+        ({"method": "mtp", "quantization": "awq"}, "'awq': must be fp8, or absent for the check"),
+        ({"method": "mtp", "quantization": 8}, "config.quantization = 8: must be fp8, or absent"),
+        ({"method": "mtp", "quantization": ["fp8"]}, r"\['fp8'\]: must be fp8, or absent"),
         (
             {"method": "ngram", "prompt_lookup": 3},
             "did you mean prompt_lookup_min or prompt_lookup_max",
@@ -118,6 +122,18 @@ def test_methods_with_a_model_have_defaults() -> None:
     assert numbers == [(5, "m", True), (3, None, True), (5, "m", True)]
     chosen = {"method": "mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}
     assert speculative("x", chosen) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_weights_of_a_drafter_have_a_quantization_of_their_own(method: str) -> None:
+    given = {"method": method} | ({} if method == "mtp" else {"model": "m"})
+    for name in ("fp8", None):
+        config = checked(json.dumps({**given, "quantization": name}))
+        assert config is not None
+        assert config.quantization == name
+    config = EngineConfig(speculative_config={**given, "quantization": "fp8"})
+    assert config.quantization is None
+    assert EngineConfig(**config.arguments()).speculation == config.speculation
     assert not SpeculativeConfig(method="ngram").has_model
 
 

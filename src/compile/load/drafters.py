@@ -9,7 +9,8 @@ from typing import Any
 from ...errors import InvalidInputError
 from ..model.loaded import LoadedDrafter, LoadedModel
 from .load import load_model
-from .source import find_source
+from .quantized_drafter import check_target, quantize_drafter
+from .source import ModelSource, find_source
 
 MODEL_KEY = "speculative_config.model"
 
@@ -22,6 +23,7 @@ def load_drafter(
     dtype: Any = "auto",
     load_format: str = "auto",
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> LoadedDrafter:
     """Load the drafter of a target.
 
@@ -30,6 +32,8 @@ def load_drafter(
         dtype: as in :func:`.load_model`, of a "draft_model"; other drafters have the target's.
         load_format: as in :func:`.load_model`.
         max_model_len: the longest request; None for the target's own limit.
+        quantization: "fp8" quantises linear layers and the head, see :func:`.quantize_drafter`.
+            None follows the checkpoint.
 
     Raises:
         InvalidInputError: as :func:`.load_model`, or the drafter does not fit the target.
@@ -38,21 +42,50 @@ def load_drafter(
     if target.shard.num_ranks > 1:
         limit = "must be 1: a model drafts on one rank only"
         raise InvalidInputError("tensor_parallel_size", target.shard.num_ranks, limit)
+    if kind == "draft_model":
+        assert model is not None  # speculative() has checked it
+        source = find_source(model)
+        options = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
+        drafter = _load_draft_model(source, target, quantization, **options)
+    else:
+        if quantization is not None:
+            check_target(target)
+        drafter = _load_head(kind, model, target, load_format)
+    return drafter if quantization is None else quantize_drafter(drafter)
+
+
+def _load_head(
+    kind: str, model: str | os.PathLike[str] | None, target: LoadedModel, load_format: str
+) -> LoadedDrafter:
+    """A drafter that reads the target's hidden states."""
     if kind == "mtp":
         from .mtp import load_mtp
 
         return load_mtp(target, load_format)
-    assert model is not None  # speculative() has checked it
-    source = find_source(model)
-    if kind == "eagle3":
-        from .eagle3 import load_eagle3
+    from .eagle3 import load_eagle3
 
-        return load_eagle3(source, target, load_format)
+    assert model is not None  # speculative() has checked it
+    return load_eagle3(find_source(model), target, load_format)
+
+
+def _load_draft_model(
+    source: ModelSource,
+    target: LoadedModel,
+    quantization: str | None,
+    *,
+    dtype: Any,
+    load_format: str,
+    max_model_len: int | None,
+) -> LoadedDrafter:
+    if quantization is not None and source.name.endswith(".gguf"):
+        limit = "must be absent for a .gguf file, whose weights are quantised already"
+        raise InvalidInputError("quantization", quantization, limit)
     loaded = load_model(
         source,
         dtype=dtype,
         device=target.device,
         load_format=load_format,
+        quantization=quantization,
         max_model_len=max_model_len,
     )
     longest = max_model_len or target.max_position_embeddings

@@ -69,7 +69,17 @@ def check_quantized(
     if quantization == "fp8" and name.endswith(".gguf"):
         limit = 'a .gguf file is quantised already: "gguf" keeps that'
         raise InvalidInputError("quantization", quantization, limit)
-    scheme = quantization or own
+    check_settings(quantization or own, dtype, device, shard)
+
+
+def check_settings(
+    scheme: str | None, dtype: torch.dtype | None, device: torch.device, shard: Shard
+) -> None:
+    """Raise InvalidInputError for a dtype or ranks that no quantised layers support.
+
+    Args:
+        scheme: for the message. dtype: None for the default of the device.
+    """
     is_dtype_known = device.type == "cuda" or dtype in (None, torch.float32)
     for field, value, suits, limit in (
         ("dtype", str(dtype), is_dtype_known, "need dtype float32, or auto, on a CPU"),

@@ -22,7 +22,9 @@ _MAX_LOOKUP = 64
 # Other methods of vLLM.
 _OTHERS = ("eagle", "medusa", "mlp_speculator", "ngram_gpu")
 _NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
-_KEYS = ("method", *_NUMBERS, "model", "draft_tensor_parallel_size")
+_KEYS = ("method", *_NUMBERS, "model", "draft_tensor_parallel_size", "quantization")
+QUANTIZATIONS = ("fp8",)
+"""Formats to which a drafter's weights can be quantised at load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class SpeculativeConfig:
         num_speculative_tokens: maximum number of draft tokens per row.
         prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that "ngram" looks up.
         model: folder or hub id of the drafter of "draft_model" and "eagle3".
+        quantization: one of :data:`QUANTIZATIONS`, for the weights of the drafter's model; None
+            follows its checkpoint.
     """
 
     method: str
@@ -41,6 +45,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = _LOOKUP_MIN
     model: str | None = None
+    quantization: str | None = None
 
     @property
     def has_model(self) -> bool:
@@ -88,6 +93,7 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
             limit += f"; {method} is not supported yet"
         raise InvalidInputError(f"{name}.method", method, limit)
     model = _drafter_model(name, method, given)
+    quantization = _drafter_quantization(name, method, given)
     if method != "ngram":
         for key in ("prompt_lookup_max", "prompt_lookup_min"):
             if given.get(key) is not None:
@@ -106,7 +112,7 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     numbers.setdefault("num_speculative_tokens", _NUM_TOKENS_OF.get(method, _NUM_TOKENS))
     numbers["prompt_lookup_max"] = most or max(_LOOKUP_MAX, least or 0)
     numbers["prompt_lookup_min"] = least or min(_LOOKUP_MIN, most or _LOOKUP_MIN)
-    return SpeculativeConfig(method=method, model=model, **numbers)
+    return SpeculativeConfig(method=method, model=model, quantization=quantization, **numbers)
 
 
 def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | None:
@@ -126,6 +132,21 @@ def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | No
         limit = "must be 1 or absent: a drafter runs on one rank"
         raise InvalidInputError(f"{name}.draft_tensor_parallel_size", num_ranks, limit)
     return model
+
+
+def _drafter_quantization(name: str, method: str, given: Mapping[str, Any]) -> str | None:
+    """The format of the drafter's weights, for methods with a model."""
+    quantization: str | None = given.get("quantization")
+    if quantization is None:
+        return None
+    field = f"{name}.quantization"
+    if method not in MODEL_METHODS:
+        limit = f"must be absent: with method {method}, no model drafts"
+        raise InvalidInputError(field, quantization, limit)
+    if quantization not in QUANTIZATIONS:
+        limit = f"must be {' or '.join(QUANTIZATIONS)}, or absent for the checkpoint's own"
+        raise InvalidInputError(field, quantization, limit)
+    return quantization
 
 
 # What draft tokens do not support yet -------------------------------------------------------------
