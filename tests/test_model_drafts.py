@@ -184,11 +184,16 @@ def test_drafts_of_a_head_are_those_of_whole_passes(
     assert num_equal == num_compared > 40
 
 
-def test_costs_of_the_drafter_are_measured(target: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("more", [{}, {"max_num_seqs": 1}, {"block_size": 1, "num_blocks": 360}])
+def test_costs_of_the_drafter_are_measured(
+    target: str, more: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = SETTINGS | more
     with caplog.at_level(logging.INFO, "pagespec"):
-        llm = LLM(target, speculative_config=drafts_of(target), **SETTINGS)
+        llm = LLM(target, speculative_config=drafts_of(target), **settings)
     assert "milliseconds of a drafter's pass: 1: " in caplog.text
-    assert answers(llm) == answers(LLM(target, **SETTINGS))
+    assert llm.step_costs.draft_s(1) > 0
+    assert answers(llm) == answers(LLM(target, **settings))
 
 
 @pytest.mark.usefixtures("_free")

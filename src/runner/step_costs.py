@@ -2,8 +2,8 @@
 tokens.
 
 On a CPU a step costs the CPU time of its computation. On a GPU it costs the time of its captured
-graph; the host time that no step in flight overlaps is measured too. All rows are in
-their first block, so the time to read long contexts is not included.
+graph; the host time that no step in flight overlaps is measured too. All rows begin at
+position 0, so the time to read long contexts is not included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ..engine.config import EngineConfig
 from ..engine.drafting.config import SpeculativeConfig
-from ..engine.drafting.costs import DEFAULT_COSTS, StepCosts
+from ..engine.drafting.costs import StepCosts
 from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
@@ -39,33 +39,24 @@ def measure_costs(
     """Time steps of rows with draft tokens. Their blocks are not published, so no request reads
     them. It takes some 3 s for a small model on a CPU, and below 1 s on a GPU; larger steps are
     left out for a large model."""
-    # Tokens per row: they need no second block.
-    width = min(1 + drafts.num_speculative_tokens, config.block_size, max_model_len - 1)
-    num_rows = min(config.max_num_seqs, runner.num_blocks)
-    if runner.num_state_slots:
-        num_rows = min(num_rows, runner.num_state_slots)
+    num_slots = runner.num_blocks * config.block_size
+    # Tokens per row. The last token of a request is never computed.
+    width = max(1, min(1 + drafts.num_speculative_tokens, max_model_len - 1, num_slots))
+    num_rows = _most_rows(runner, config, width)
     most = min(config.num_tokens_per_step, num_rows * width)
     most = min(most, runner.max_num_samples or _MOST_ON_CPU)
-    measured: list[tuple[int, float]] = []
-    exposed: list[float] = []
-    begin = time.perf_counter()
-    for size in _SIZES:
-        is_long = len(measured) > 1 and time.perf_counter() - begin > _MAX_DURATION_S
-        if size > most or is_long:
-            break
-        seconds, exposed_s = _measure(runner, size, width)
-        measured.append((size, seconds))
-        exposed.append(exposed_s)
-    if len(measured) < 2:
-        return DEFAULT_COSTS
-    exposed_s = statistics.median(exposed)
+    times = _measure_steps(runner, width, most)
+    measured = [(size, seconds) for size, seconds, _ in times]
+    exposed_s = statistics.median(exposed_s for *_, exposed_s in times)
     if runner.max_num_samples is not None:
         # Steps with draft tokens are captured apart from decode steps, with other kernels.
         both = [pair for pair in measured if pair[0] <= num_rows]
         some = (both[0], both[len(both) // 2], both[-1])
-        longer = [seconds - _measure(runner, size, 1)[0] for size, seconds in some]
+        plain = [_measure(runner, size, 1)[0] for size, _ in some]
+        longer = [seconds - least for (_, seconds), least in zip(some, plain, strict=True)]
         extra_s = max(0.0, statistics.median(longer))
-        measured = [(size, seconds - extra_s) for size, seconds in measured]
+        # The median may exceed the time of a short step.
+        measured = [(size, max(seconds - extra_s, plain[0])) for size, seconds in measured]
         exposed_s += extra_s
     logger.info(
         "draft tokens: milliseconds of a step by its tokens: %s; %.2f more with draft tokens",
@@ -73,39 +64,87 @@ def measure_costs(
         1000 * exposed_s,
     )
     passes: list[tuple[int, float]] = []
-    if drafts.has_model and config.block_size > 2:
-        most_rows = min(num_rows, runner.max_num_samples or _MOST_ROWS_ON_CPU)
-        passes = [(n, _pass_seconds(runner, n)) for n in _NUM_ROWS if n <= most_rows]
+    if drafts.has_model:
+        passes = _measure_passes(runner, config, min(max_model_len, num_slots))
         logger.info("draft tokens: milliseconds of a drafter's pass: %s", _shown(passes))
-    drafting = passes if len(passes) > 1 else ()
     return StepCosts(
         measured,
         exposed_s=exposed_s,
-        drafting=drafting,
+        drafting=passes,
         computes_again=runner.num_state_slots > 0,
     )
 
 
-def _measure(runner: LocalRunner, num_tokens: int, width: int) -> tuple[float, float]:
+def _up_to(sizes: Sequence[int], most: int) -> list[int]:
+    """The sizes below ``most``, then ``most`` itself, or the largest size if that is less."""
+    return [size for size in sizes if size < most] + [min(most, sizes[-1])]
+
+
+def _most_rows(runner: LocalRunner, config: EngineConfig, num_slots: int) -> int:
+    """The most rows of a step, each with blocks for ``num_slots`` tokens."""
+    num_blocks = -(-num_slots // config.block_size)
+    num_rows = min(config.max_num_seqs, runner.num_blocks // num_blocks)
+    return min(num_rows, runner.num_state_slots) if runner.num_state_slots else num_rows
+
+
+def _measure_steps(runner: LocalRunner, width: int, most: int) -> list[tuple[int, float, float]]:
+    """(number of tokens, seconds, seconds of exposed host time) of steps up to ``most`` tokens, in
+    rows of ``width``."""
+    times: list[tuple[int, float, float]] = []
+    begin = time.perf_counter()
+    for size in _up_to(_SIZES, most):
+        if len(times) > 1 and time.perf_counter() - begin > _MAX_DURATION_S:
+            break
+        times.append((size, *_measure(runner, size, width)))
+    # A row with all its draft tokens: shorter steps do not predict its time.
+    row = min(width, most)
+    if times[-1][0] < row:
+        times.append((row, *_measure(runner, row, width, num_repeats=1)))
+    return times
+
+
+def _measure_passes(
+    runner: LocalRunner, config: EngineConfig, num_slots: int
+) -> list[tuple[int, float]]:
+    """Seconds of a drafter's pass over one position per row, by number of rows.
+
+    Args:
+        num_slots: the most slots of a request. With fewer than 2 no token can be drafted.
+    """
+    num_wanted = min(2, num_slots - 1)
+    if num_wanted < 1:
+        return []
+    most = _most_rows(runner, config, 1 + num_wanted)
+    most = min(most, runner.max_num_samples or _MOST_ROWS_ON_CPU, config.num_tokens_per_step)
+    passes: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    for num_rows in _up_to(_NUM_ROWS, most):
+        if passes and time.perf_counter() - begin > _MAX_DURATION_S:
+            break
+        passes.append((num_rows, _pass_seconds(runner, num_rows, num_wanted)))
+    return passes
+
+
+def _measure(
+    runner: LocalRunner, num_tokens: int, width: int, num_repeats: int = _NUM_REPEATS
+) -> tuple[float, float]:
     """The least seconds of a step, and of the host time that it exposes."""
     plan = _plan(num_tokens, width, runner)
-    times = [runner.seconds_of(plan) for _ in range(_NUM_REPEATS)]
+    times = [runner.seconds_of(plan) for _ in range(num_repeats)]
     seconds = min(seconds for seconds, _ in times)
     # A drafter computes the positions of every step.
-    seconds += min(runner.draft_seconds_of(plan) for _ in range(_NUM_REPEATS))
+    seconds += min(runner.draft_seconds_of(plan) for _ in range(num_repeats))
     return seconds, min(exposed_s for _, exposed_s in times)
 
 
-def _pass_seconds(runner: LocalRunner, num_rows: int) -> float:
-    """The time of a drafter's pass over one position per row."""
-    once, twice = (
-        min(
-            runner.draft_seconds_of(_plan(num_rows, 1, runner, num_wanted))
-            for _ in range(_NUM_REPEATS)
-        )
-        for num_wanted in (1, 2)
-    )
-    return max(1e-6, twice - once)
+def _pass_seconds(runner: LocalRunner, num_rows: int, num_wanted: int) -> float:
+    """The time of a drafter's pass over one position per row: the difference between two drafted
+    tokens and one. If a request has no slot for two, the time of all passes for one."""
+    times = [
+        min(runner.draft_seconds_of(_plan(num_rows, 1, runner, n)) for _ in range(_NUM_REPEATS))
+        for n in range(1, num_wanted + 1)
+    ]
+    return max(1e-6, times[-1] - sum(times[:-1]))
 
 
 def _shown(pairs: Sequence[tuple[int, float]]) -> str:
@@ -117,7 +156,11 @@ def _plan(num_tokens: int, width: int, runner: LocalRunner, num_wanted: int = 0)
     runner drafts ``num_wanted`` tokens behind each row."""
     lengths = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
     infos = tuple(RequestInfo(f"cost-{i}", n, _PARAMS, 0, b"") for i, n in enumerate(lengths))
-    tables: dict[int, Blocks] = {row: (row,) for row in range(len(lengths))}
+    num_blocks = -(-(width + num_wanted) // runner.block_size)
+    tables: dict[int, Blocks] = {
+        row: tuple(range(row * num_blocks, (row + 1) * num_blocks)) for row in range(len(lengths))
+    }
+    states: dict[int, Blocks] = {row: (row,) for row in range(len(lengths))}
     vocab_size = runner.captured.loaded.vocab_size
     return StepPlan(
         step=0,
@@ -127,7 +170,7 @@ def _plan(num_tokens: int, width: int, runner: LocalRunner, num_wanted: int = 0)
         num_samples=tuple(lengths),
         token_ids=tuple(_STRIDE * i % vocab_size for i in range(num_tokens)),
         tables=tables,
-        state_tables=tables if runner.num_state_slots else {},
+        state_tables=states if runner.num_state_slots else {},
         is_decode_only=width == 1,
         wanted_drafts={row: num_wanted for row in range(len(lengths)) if num_wanted},
     )

@@ -14,13 +14,13 @@ class StepCosts:
     """The duration of a step by its number of tokens.
 
     Args:
-        measured: at least two pairs (number of tokens, seconds), ascending. Between them the cost
+        measured: at least one pair (number of tokens, seconds), ascending. Between pairs the cost
             is interpolated. Above the last it grows like its last part, or in proportion if that
             is more.
         exposed_s: seconds that a step with draft tokens takes longer than one of as many tokens
             without: host time that no step in flight overlaps, and other kernels.
         drafting: pairs (number of rows, seconds) of one pass of a second model, which drafts one
-            token per row; at least two, or empty for a drafter without a model.
+            token per row; empty for a drafter without a model.
         computes_again: whether accepted draft tokens are computed twice, as in a model with
             recurrent layers.
     """
@@ -48,9 +48,11 @@ class StepCosts:
     def of(self, num_tokens: float) -> float:
         """The cost of a step. ``num_tokens`` may be an expected number."""
         tokens, seconds = self._tokens, self._seconds
-        at = min(max(1, bisect_left(tokens, num_tokens)), len(tokens) - 1)
         if num_tokens <= tokens[0]:
             return seconds[0]
+        if len(tokens) == 1:
+            return seconds[0] * num_tokens / tokens[0]
+        at = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
         slope = (seconds[at] - seconds[at - 1]) / (tokens[at] - tokens[at - 1])
         if num_tokens > tokens[-1]:
             slope = max(slope, seconds[-1] / tokens[-1])
