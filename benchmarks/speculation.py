@@ -8,12 +8,15 @@
 Both engines have random weights, bfloat16, no prefix cache, greedy requests of one length that all
 arrive at once. Draft tokens are free: the time of a drafter is not in the table. With
 ``--drafter-layers`` pagespec also runs a drafter: a model of the same sizes with that many layers.
-One layer costs about as much as an MTP layer. Its tokens are replaced by those of the oracle.
+One layer costs about as much as an MTP layer. Its tokens are replaced by those of the oracle. With
+``--drafter-quantization fp8`` its weights are in FP8, with its head.
 
 pagespec: a run without draft tokens records the answers. An oracle then proposes them, each token
 right with the given probability, independently of the others. The engine chooses the number of
 draft tokens per row, or ``--k`` fixes it. Runs with and without draft tokens take turns in one
-process, and all answers must be equal.
+process, and all answers must be equal. Each repeat draws other tokens, which are the same in all
+engine settings. With few rows one draw is luck, so cells of few rows have more repeats. The table
+has their median.
 
 vLLM: its synthetic acceptance (``rejection_sample_method``) accepts draft tokens with the given
 probability, whatever they are, so its answers are not those of the model. A process has one number
@@ -55,6 +58,7 @@ from pagespec.engine.drafting.drafters import ModelDrafter, PredictionDrafter
 ROWS, ACCEPTANCES = (1, 8, 32, 64, 256), (0.0, 0.6, 0.8, 0.9)
 _SEED = 3
 _WARM_UP_TOKENS = 24
+_LEAST_REPEATS, _ROWS_PER_CELL = 3, 8
 _COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 app = typer.Typer(pretty_exceptions_enable=False, help=(__doc__ or "").splitlines()[0])
@@ -62,7 +66,9 @@ Rows = Annotated[list[int], typer.Option(help="Repeatable: requests that run tog
 Acceptances = Annotated[list[float], typer.Option(help="Repeatable: the chance of a draft token.")]
 PromptTokens = Annotated[int, typer.Option(min=1)]
 OutputTokens = Annotated[int, typer.Option(min=2)]
-Repeat = Annotated[int, typer.Option(min=1, help="Runs per cell.")]
+Repeat = Annotated[
+    int, typer.Option(min=0, help="Runs per cell; 0: 3, or more until they have 8 rows.")
+]
 
 Run = Callable[[Workload], tuple[float, list[float], list[tuple[int, ...]]]]
 """Serves a workload. Returns its seconds, those until each request finished, and the answers."""
@@ -75,12 +81,17 @@ class KnownAnswers:
         answers: the answers, by prompt.
         acceptance: the probability that a token is right.
         vocabulary: wrong ids are below it.
+        repeat: number of the draw.
     """
 
     def __init__(
-        self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, vocabulary: int
+        self,
+        answers: Mapping[tuple[int, ...], Sequence[int]],
+        acceptance: float,
+        vocabulary: int,
+        repeat: int = 0,
     ) -> None:
-        rng = random.Random(_SEED)
+        rng = random.Random(f"{_SEED}-{repeat}")
         self._answers = {
             prompt: [t if rng.random() < acceptance else (t + 1) % vocabulary for t in answer]
             for prompt, answer in answers.items()
@@ -183,6 +194,11 @@ def workload(num_rows: int, num_prompt_tokens: int, num_output_tokens: int) -> W
     return Load(_SEED, num_rows, *lengths, 0).draw(f"{num_rows} rows")
 
 
+def num_repeats(repeat: int, num_rows: int) -> int:
+    """Runs per cell of this many rows, see :data:`Repeat`."""
+    return repeat or max(_LEAST_REPEATS, -(-_ROWS_PER_CELL // num_rows))
+
+
 @app.command()
 def pagespec(
     model: Model,
@@ -193,9 +209,10 @@ def pagespec(
     num_speculative_tokens: Annotated[int, typer.Option(help="Most draft tokens per row.")] = 8,
     prompt_tokens: PromptTokens = 256,
     output_tokens: OutputTokens = 256,
-    repeat: Repeat = 3,
+    repeat: Repeat = 0,
     quantization: Quantization = None,
     drafter_layers: Annotated[int, typer.Option(min=0, help="Of a drafter; 0: none.")] = 0,
+    drafter_quantization: Annotated[str | None, typer.Option(help="Of a drafter: fp8.")] = None,
 ) -> None:
     """Measure pagespec."""
     import torch
@@ -203,11 +220,14 @@ def pagespec(
     import pagespec as engine
     from pagespec.engine.scheduler import DraftCounts
 
+    if drafter_quantization and not drafter_layers:
+        raise typer.BadParameter("--drafter-quantization needs --drafter-layers")
     asked: dict[str, Any] = {"num_speculative_tokens": max(k, num_speculative_tokens)}
     settings = {} if quantization is None else {"quantization": quantization}
     with model_folder(model) as folder:
         if drafter_layers:
             asked |= {"method": "draft_model", "model": _drafter(model, folder, drafter_layers)}
+            asked["quantization"] = drafter_quantization
         else:
             asked |= {"method": "ngram"}
         begin = time.perf_counter()
@@ -225,7 +245,7 @@ def pagespec(
     costs = llm.step_costs
     results = _Results(
         json,
-        engine=f"pagespec{f'+{drafter_layers}L' if drafter_layers else ''}, "
+        engine=f"pagespec{_drafter_name(drafter_layers, drafter_quantization)}, "
         f"torch {torch.__version__}",
         model=named(model, quantization, "auto", 1),
         gpu=gpu_name(),
@@ -255,18 +275,20 @@ def pagespec(
         answers = run(load)[2]
         known = dict(zip(map(tuple, load.prompts), answers, strict=True))
 
-        def oracle(chance: float, known: Any = known) -> OracleDrafter | ModelOracleDrafter:
+        def oracle(
+            chance: float, number: int, known: Any = known
+        ) -> OracleDrafter | ModelOracleDrafter:
             kind = ModelOracleDrafter if drafter_layers else OracleDrafter
-            answers = KnownAnswers(known, chance, LARGEST_TOKEN_ID)
+            answers = KnownAnswers(known, chance, LARGEST_TOKEN_ID, number)
             return kind(answers, llm.config.speculation, costs, k)
 
         first_s = _first_token_s(run, load)
         for chance in acceptance:
-            draft(oracle(chance))
+            draft(oracle(chance, 0))
             run(Workload("warm-up", load.prompts, [_WARM_UP_TOKENS] * num_rows))
-        for _ in range(repeat):
+        for number in range(num_repeats(repeat, num_rows)):
             for chance in (None, *acceptance):
-                draft(None if chance is None else oracle(chance))
+                draft(None if chance is None else oracle(chance, number))
                 before = _counts(llm)
                 gaps.restart()
                 seconds, each_s, found = run(load)
@@ -296,6 +318,10 @@ def _drafter(model: str, folder: Path, num_layers: int) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
+
+
+def _drafter_name(num_layers: int, quantization: str | None) -> str:
+    return f"+{num_layers}L{f'-{quantization}' if quantization else ''}" if num_layers else ""
 
 
 def _counts(llm: Any) -> dict[str, float]:
@@ -367,7 +393,7 @@ def vllm(
     acceptance: Acceptances = list(ACCEPTANCES),  # noqa: B006
     prompt_tokens: PromptTokens = 256,
     output_tokens: OutputTokens = 256,
-    repeat: Repeat = 3,
+    repeat: Repeat = 0,
     quantization: Quantization = None,
 ) -> None:
     """Measure vLLM, which must be in PYTHONPATH."""
@@ -432,7 +458,7 @@ def vllm(
         load = workload(num_rows, prompt_tokens, output_tokens)
         first_s = _first_token_s(run, load)
         run(Workload("warm-up", load.prompts, [_WARM_UP_TOKENS] * num_rows))
-        for _ in range(repeat):
+        for _ in range(num_repeats(repeat, num_rows)):
             for chance in chances:
                 if chance is not None:
                     llm.collective_rpc(accept, args=(chance,))
@@ -483,7 +509,7 @@ def table(files: Annotated[list[Path], typer.Argument(help="What was measured.")
 
 
 _HEADER = (
-    f"{'rows':>5} {'acceptance':>10} {'engine':>11} {'k':>5} {'ms (min to max)':>26} {'x':>5} "
+    f"{'rows':>5} {'acceptance':>10} {'engine':>15} {'k':>5} {'ms (min to max)':>26} {'x':>5} "
     f"{'x vLLM':>6} {'tok/s':>7} {'x':>5} {'tok/step':>8} {'accepted':>8} {'gap ms':>7}"
 )
 
@@ -511,7 +537,7 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
         spread = f"{cell['ms']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
         found.append(
             f"{cell['rows']:>5} {_text(cell['acceptance'], 'g', 'plain'):>10} "
-            f"{cell['engine']:>11} {cell['drafts']:>5} {spread:>26} "
+            f"{cell['engine']:>15} {cell['drafts']:>5} {spread:>26} "
             f"{_faster(plain.get('ms'), cell['ms']):>5} {_faster(peer.get('ms'), cell['ms']):>6} "
             f"{cell['tokens_per_s']:>7,.0f} "
             f"{_faster(cell['tokens_per_s'], plain.get('tokens_per_s')):>5} "

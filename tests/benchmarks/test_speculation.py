@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from benchmarks import speculation
 from benchmarks.speculation import FreeDrafts, HostGaps, KnownAnswers, OracleDrafter, lines
@@ -39,6 +40,31 @@ def test_the_oracle_proposes_right_tokens_with_the_given_probability(acceptance:
     assert num_right == pytest.approx(2000 * acceptance, abs=70)
 
 
+def test_each_repeat_draws_other_tokens() -> None:
+    answers = {(1, 2): range(100, 2100), (3,): range(100, 2100)}
+
+    def drawn(acceptance: float, repeat: int) -> list[bool]:
+        known = KnownAnswers(answers, acceptance, 10_000, repeat)
+        request = Request("a", [1, 2], SamplingParams(), max_num_tokens=9999, seed=0)
+        drafts = known.after(request, 2000)
+        return [a == b for a, b in zip(drafts, range(100, 2100), strict=True)]
+
+    assert drawn(0.8, 2) == drawn(0.8, 2)
+    first, second = drawn(0.8, 0), drawn(0.8, 1)
+    # Independent draws: 0.8 * 0.8 + 0.2 * 0.2.
+    assert sum(a == b for a, b in zip(first, second, strict=True)) == pytest.approx(1360, abs=70)
+
+
+def test_few_rows_are_repeated_more_often() -> None:
+    assert [speculation.num_repeats(0, rows) for rows in (1, 2, 3, 8, 64)] == [8, 4, 3, 3, 3]
+    assert speculation.num_repeats(2, 1) == 2
+
+
+def test_a_quantization_without_a_drafter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="needs --drafter-layers"):
+        speculation.pagespec("tiny", tmp_path / "a.json", drafter_quantization="fp8")
+
+
 def test_gaps_are_the_time_without_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(speculation.time, "perf_counter", lambda: now)
@@ -67,9 +93,14 @@ def test_the_engine_chooses_the_number_of_draft_tokens(
     assert wrong["num_accepted_tokens"] == [0]
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_drafter_computes_the_tokens_that_the_oracle_replaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "pagespec")
     calls: list[int] = []
     draft = CpuDrafting.draft
 
@@ -79,9 +110,13 @@ def test_a_drafter_computes_the_tokens_that_the_oracle_replaces(
 
     monkeypatch.setattr(CpuDrafting, "draft", counted)
     file = tmp_path / "ours.json"
-    sizes = {"prompt_tokens": 12, "output_tokens": 16, "repeat": 1}
-    speculation.pagespec("tiny", file, rows=[2], acceptance=[1.0], k=3, drafter_layers=1, **sizes)
-    _, right = json.loads(file.read_text())["cells"]
+    sizes = {"prompt_tokens": 12, "output_tokens": 16, "repeat": 1, "drafter_layers": 1}
+    sizes["drafter_quantization"] = quantization
+    speculation.pagespec("tiny", file, rows=[2], acceptance=[1.0], k=3, **sizes)
+    result = json.loads(file.read_text())
+    assert result["engine"].startswith("pagespec+1L-fp8," if quantization else "pagespec+1L,")
+    assert ("M in fp8" in caplog.text) == (quantization == "fp8")
+    _, right = result["cells"]
     assert right["num_different"] == [0]
     # The first step has no draft tokens, the others have three of each row.
     assert right["num_accepted_tokens"] == right["num_draft_tokens"] == [2 * 11]
