@@ -61,7 +61,7 @@ def quantize_drafter(drafter: LoadedDrafter) -> LoadedDrafter:
             no linear layer or already quantised. Or the device does not support FP8.
     """
     loaded = drafter.loaded
-    module, weights = loaded.module, dict(loaded.quantized)
+    module, weights = loaded.module, loaded.quantized.copy()
     check_capability("fp8", loaded.device)
     formats = {"float16" if weight is None else weight.format for weight in weights.values()}
     if formats - {"fp8"}:
@@ -76,7 +76,8 @@ def quantize_drafter(drafter: LoadedDrafter) -> LoadedDrafter:
     head = _own_head(module, layer)
     options: dict[str, Any] = {}
     if not weights:
-        weights, scheme = quantize_module(module)
+        made, scheme = quantize_module(module)
+        weights.update(made)
         options = {"quantization": scheme, "is_quantized_at_load": True}
     weight = head.weight.detach()
     weights[f"{layer}.weight"] = _quantized(layer, weight)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from pagespec.engine.drafting.costs import StepCosts
 from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
 from pagespec.runner import weight_budget
 from pagespec.runner.cpu import platform as cpu_platform
+from tests.support.captures import use_gpu_passes
 from tests.support.draft_files import (
     eagle3_config,
     eagle3_tensors,
@@ -168,6 +171,32 @@ def test_answers_do_not_depend_on_it(
     assert stats.num_draft_tokens > 20
     if kind == "draft_model":
         assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter",
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_a_gpu_compute_layers_and_head(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagespec.kernels.matmul.quantized import dispatch_fp8
+
+    target = loaded_target(kind, *saved(kind, tmp_path))
+    model = None if kind == "mtp" else str(tmp_path / "drafter")
+    hidden = hidden_states(target, plain := load_drafter(kind, model, target))
+    expected = Drafting(plain)(IDS, hidden).logits
+    use_gpu_passes(monkeypatch, has_sweeps=True)
+    drafting = Drafting(load_drafter(kind, model, target, quantization="fp8"))
+    graph = drafting.captured.captured.graph
+    assert graph is not None
+    calls = graph.graph.find_nodes(op="call_function", target=dispatch_fp8.linear)
+    assert sum("head" in str(call.args[1]) for call in calls) == 1
+    logits = drafting(IDS, hidden).logits
+    is_drafted = expected.isfinite()
+    difference = (logits - expected)[is_drafted].abs().max()
+    assert 1e-4 < float(difference / expected[is_drafted].abs().max()) < 0.4
 
 
 @pytest.fixture

@@ -40,18 +40,18 @@ CONFIG = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 NUM_BLOCKS, BUDGET, NUM_OUTPUTS = 40, 16, 7
 
 
-def models(folder: Path, kind: str) -> tuple[LoadedModel, LoadedDrafter]:
+def models(folder: Path, kind: str, quantization: str | None) -> tuple[LoadedModel, LoadedDrafter]:
     if kind == "mtp":
         save_with_mtp(folder, "glm4_moe")
         loaded = load_model(folder)
-        return loaded, load_drafter("mtp", None, loaded)
+        return loaded, load_drafter("mtp", None, loaded, quantization=quantization)
     model = tiny_model("llama")
     config = eagle3_config(model, 96)
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     save_eagle3(folder, config, eagle3_tensors(model, 96))
     loaded = load_model(model)
     loaded = replace(loaded, aux_layers=target_aux_layers("eagle3", str(folder), loaded))
-    return loaded, load_drafter("eagle3", str(folder), loaded)
+    return loaded, load_drafter("eagle3", str(folder), loaded, quantization=quantization)
 
 
 def make_runner(loaded: LoadedModel, drafter: CapturedDrafter | None) -> Any:
@@ -69,9 +69,12 @@ def make_runner(loaded: LoadedModel, drafter: CapturedDrafter | None) -> Any:
     )
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-def test_drafts_are_those_of_whole_requests(tmp_path: Path, kind: str) -> None:
-    loaded, drafter = models(tmp_path, kind)
+def test_drafts_are_those_of_whole_requests(
+    tmp_path: Path, kind: str, quantization: str | None
+) -> None:
+    loaded, drafter = models(tmp_path, kind, quantization)
     target, drafting = Target(loaded), Drafting(drafter)
     outputs = []
     num_compared = 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagespec import LLM, RequestOutput, SamplingParams
 from pagespec.engine.drafting.costs import StepCosts
+from tests.support.draft_files import eagle3_config, eagle3_tensors, save_eagle3, save_with_mtp
 from tests.support.models import tiny_model
 from tests.support.structured import END, tokenizer
 
@@ -41,16 +44,18 @@ def folder(num_hidden_layers: int = 2, seed: int = 0) -> str:
     return path
 
 
-def engine(drafter: str | None, **settings: Any) -> LLM:
-    given = {"max_num_seqs": 16, "max_model_len": 512, "num_blocks": 600} | settings
-    if drafter is not None:
-        given["speculative_config"] = {
-            "method": "draft_model",
-            "model": drafter,
-            "num_speculative_tokens": NUM_DRAFTS,
-        }
-    llm = LLM(folder(), dtype="bfloat16", device="cuda", check_invariants=True, **given)
-    if drafter is not None:  # by the measured costs a model as small as this one needs no drafts
+def engine(
+    drafter: str | None, quantization: str | None = None, method: str = "draft_model", **more: Any
+) -> LLM:
+    given = {"max_num_seqs": 16, "max_model_len": 512, "num_blocks": 600} | more
+    model = given.pop("model", None) or folder()
+    has_drafter = drafter is not None or method == "mtp"
+    if has_drafter:
+        config = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+        config |= {} if drafter is None else {"model": drafter}
+        given["speculative_config"] = config | {"quantization": quantization}
+    llm = LLM(model, dtype="bfloat16", device="cuda", check_invariants=True, **given)
+    if has_drafter:  # by the measured costs a model as small as this one needs no drafts
         mode = llm.engine.scheduler.drafter.other.mode
         mode.costs = StepCosts([(1, 1.0), (1000, 1.0)])
         mode.reset()
@@ -107,3 +112,62 @@ def test_another_model_changes_no_output() -> None:
     assert results(drafted) == results(plain)
     num_drafts, num_accepted = counts(drafted)
     assert num_drafts > num_accepted
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"graph_batch_sizes": []}], ids=["captured", "uncaptured"]
+)
+def test_a_model_that_drafts_for_itself_in_fp8_is_often_right(settings: dict[str, Any]) -> None:
+    plain, of_plain = engine_and_weights(None, **settings)
+    expected = outputs_of(plain, is_plain=True)
+    _, in_bfloat16 = engine_and_weights(folder(), **settings)
+    llm, in_fp8 = engine_and_weights(folder(), "fp8", **settings)
+    drafted = outputs_of(llm, is_plain=True)
+    assert results(drafted) == results(expected)
+    num_drafts, num_accepted = counts(drafted)
+    assert 0 < num_accepted < num_drafts
+    # The KV cache gets what the weights leave, those of the drafter included.
+    assert of_plain < in_fp8 < in_bfloat16
+    assert llm.stats().quantization is None  # the target's
+
+
+def engine_and_weights(*given: Any, **settings: Any) -> tuple[LLM, int]:
+    """An engine, and the bytes that it counts as weights."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    llm = engine(*given, **settings)
+    return llm, llm.stats().memory_bytes["weights"] - before
+
+
+@functools.cache
+def with_head(kind: str) -> tuple[str, str | None]:
+    """The folder of a target with a tiny head that drafts for it, and the head's folder."""
+    path = Path(tempfile.mkdtemp(prefix="drafting-"))
+    if kind != "eagle3":
+        save_with_mtp(path, kind)
+        return str(path), None
+    main = tiny_model("llama", num_hidden_layers=6)
+    main.save_pretrained(path / "target")
+    save_eagle3(path / "head", eagle3_config(main, 96), eagle3_tensors(main, 96))
+    return str(path / "target"), str(path / "head")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"graph_batch_sizes": []}, {"max_num_batched_tokens": 64}],
+    ids=["captured", "uncaptured", "chunks"],
+)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "eagle3"])
+def test_heads_that_read_hidden_states_change_no_output(
+    kind: str, settings: dict[str, Any], quantization: str | None
+) -> None:
+    model, head = with_head(kind)
+    settings = settings | {"model": model, "max_model_len": 256}
+    expected = outputs_of(engine(None, **settings), is_plain=False)
+    llm = engine(head, quantization, "mtp" if head is None else kind, **settings)
+    drafted = outputs_of(llm, is_plain=False)
+    assert results(drafted) == results(expected)
+    num_drafts, num_accepted = counts(drafted)
+    assert num_drafts > 0
+    assert num_accepted < num_drafts  # its weights are random
