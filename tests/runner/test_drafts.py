@@ -29,8 +29,9 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, NUM_OUTPUTS = 4, 60, 6, 12
 
 
-@pytest.fixture(scope="module", params=["llama", "lfm2"])
+@pytest.fixture(scope="module")
 def captured(request: pytest.FixtureRequest) -> CapturedModel:
+    """The model that a test names as its parameter."""
     loaded = load_model(tiny_model(request.param))
     specs = probe_model(loaded)
     fields = step_fields(has_drafts=True, is_recurrent=bool(loaded.recurrent))
@@ -154,16 +155,17 @@ SERVED = [
 ]
 if "gpu" in both_runners.RUNNERS:
     SERVED += [(8, False, "gpu"), (64, True, "gpu")]
+# Models with recurrent layers run in one process: no rank sends them a step.
+CASES = [("llama", *how) for how in SERVED]
+CASES += [("lfm2", *how) for how in SERVED if how[-1] != "staged"]
 
 
-@pytest.mark.parametrize(("budget", "overlap", "kind"), SERVED)
+@pytest.mark.parametrize(("captured", "budget", "overlap", "kind"), CASES, indirect=["captured"])
 @pytest.mark.usefixtures("small_chunks")
 def test_no_answer_depends_on_draft_tokens(
     captured: CapturedModel, budget: int, overlap: bool, kind: str
 ) -> None:
     """Rows that edit their logits are among them."""
-    if kind == "staged" and captured.loaded.recurrent:
-        pytest.skip("models with recurrent layers run in one process")
     how: dict[str, Any] = {"overlap": overlap, "kind": kind}
     plain, most = run(captured, None, budget, **how)
     assert most == 1
@@ -174,11 +176,9 @@ def test_no_answer_depends_on_draft_tokens(
         assert most == 1 + Guesses.max_draft_tokens or budget == 8
 
 
-def test_recurrent_layers_take_drafts_only_with_the_field(captured: CapturedModel) -> None:
+def test_recurrent_layers_take_drafts_only_with_the_field() -> None:
     """Without it they would keep the states of rejected draft tokens."""
-    if not captured.loaded.recurrent:
-        pytest.skip("no recurrent layers")
-    loaded = captured.loaded
+    loaded = load_model(tiny_model("lfm2"))
     plain = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     states = {"num_state_slots": 12, "state_interval": 8}
     runner = ModelRunner(plain, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **states)
