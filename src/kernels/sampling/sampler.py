@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -214,54 +215,69 @@ def _draw(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     num_groups = -(-vocab_size // GROUP)
     padded = F.pad(scaled, (0, num_groups * GROUP - vocab_size), value=_NEG_INF).double()
     grouped = padded.view(num_rows, num_groups, GROUP)
-    device = scaled.device
+    rows = torch.arange(num_rows, device=scaled.device)
 
-    groups = torch.arange(num_groups, device=device).expand(num_rows, -1)
-    chosen = greedy(grouped.logsumexp(-1) + _noise(seeds, positions, groups, _OF_GROUP))
-    tokens = chosen.unsqueeze(1) * GROUP + torch.arange(GROUP, device=device)
-    scores = padded.gather(1, tokens) + _noise(seeds, positions, tokens, _OF_TOKEN)
-    return chosen * GROUP + greedy(scores)
-
-
-def _noise(seeds: Tensor, positions: Tensor, ids: Tensor, kind: int) -> Tensor:
-    """Noise for ids ``[S, n]`` of rows ``[S]``; float64. Four ids share a call of Philox."""
-    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
-    counter = (ids // 4, positions & _WORD, (positions >> 32) & _WORD, ids.new_tensor(kind))
-    words = philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
-    return _gumbel(torch.stack(words, -1).gather(-1, (ids % 4).unsqueeze(-1)).squeeze(-1))
+    group_noise = _noise(seeds, positions, torch.zeros_like(seeds), num_groups, _OF_GROUP)
+    chosen = greedy(grouped.logsumexp(-1) + group_noise)
+    first_ids = chosen * GROUP
+    token_noise = _noise(seeds, positions, first_ids, GROUP, _OF_TOKEN)
+    return first_ids + greedy(grouped[rows, chosen] + token_noise)
 
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
+def _noise(seeds: Tensor, positions: Tensor, first_ids: Tensor, num_ids: int, kind: int) -> Tensor:
+    """Noise for ``num_ids`` consecutive ids of each row: float64 ``[S, num_ids]``. Four ids share
+    a counter of Philox.
+
+    Args:
+        seeds, positions, first_ids: int64 ``[S]``; the first ids are multiples of 4.
+    """
+    keys, places, begins = (
+        tensor.cpu().numpy().view(np.uint64)[:, None] for tensor in (seeds, positions, first_ids)
+    )
+    num_counters = -(-num_ids // 4)
+    counters = begins // 4 + np.arange(num_counters, dtype=np.uint64)
+    words = philox4x32((counters, places, places >> 32, np.uint64(kind)), (keys, keys >> 32))
+    numbers = np.stack(words, -1).reshape(len(seeds), 4 * num_counters)[:, :num_ids]
+    return _gumbel(torch.from_numpy(numbers.astype(np.float64)).to(seeds.device))
+
+
+_FACTORS = np.array([0xCD9E8D57, 0xD2511F53], np.uint64)
+_STEPS = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
 _NUM_ROUNDS = 10
 
 
 def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counter: Sequence[np.ndarray | np.uint64], key: Sequence[np.ndarray | np.uint64]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Four random 32-bit words per counter: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
     random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic. The words do not depend on
     device, batch or order.
 
     Args:
-        counter, key: int64 tensors of 32-bit words, 0 to 2^32 - 1, that broadcast.
+        counter: four uint64 arrays, key: two, that broadcast. Their lower 32 bits count.
 
     Returns:
-        Four int64 tensors of 32-bit words.
+        Four uint32 arrays of at least one dimension.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    # In NumPy, whose operations on few elements take half of the time of torch's. A round has two
+    # lanes in one array [2, ...]: words 0 and 1 of key word 0, words 2 and 3 of key word 1.
+    words = np.broadcast_arrays(*(np.atleast_1d(x).astype(np.uint32) for x in (*counter, *key)))
+    c0, c1, c2, c3, k0, k1 = words
+    multiplied, others, keys = np.stack([c0, c2]), np.stack([c1, c3]), np.stack([k0, k1])
+    lanes = (2,) + (1,) * c0.ndim
+    factors, steps = _FACTORS.reshape(lanes), _STEPS.reshape(lanes)
     for _ in range(_NUM_ROUNDS):
-        # The multiplication of two words wraps in int64, but both halves of its result are correct.
-        product0, product1 = c0 * _M0, c2 * _M1
-        high0, high1 = (product0 >> 32) & _WORD, (product1 >> 32) & _WORD
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _WORD, high0 ^ c3 ^ k1, product0 & _WORD
-        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
-    return c0, c1, c2, c3
+        # Each lane multiplies the word of the other.
+        product = np.multiply(multiplied[::-1], factors, dtype=np.uint64)
+        multiplied = (product >> 32).astype(np.uint32)
+        multiplied ^= others
+        multiplied ^= keys
+        others = product.astype(np.uint32)
+        keys += steps
+    return multiplied[0], others[0], multiplied[1], others[1]
 
 
 def _gumbel(words: Tensor) -> Tensor:
-    """Standard Gumbel noise from 32-bit words; float64, so that no word gives infinity."""
-    uniform = (words.double() + 0.5) * 2.0**-32
+    """Standard Gumbel noise from 32-bit words, both float64, so that no word gives infinity."""
+    uniform = (words + 0.5) * 2.0**-32
     return uniform.log_().neg_().log_().neg_()
