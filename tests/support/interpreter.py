@@ -60,14 +60,15 @@ def hasten() -> None:
 
     ``triton.language`` is patched once per launch, not per call of a device function. Overflow
     conditions are computed only if they are asserted, in debug mode. Types and tensors of equal
-    shape share one shape object. Operands of equal shape are not broadcast. Constants are made
-    once.
+    shape share one shape object. Operands of equal shape are not broadcast. Constants and ranges
+    are made once.
     """
     builder: Any = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang)
     interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _np_dtype
+    type(builder).create_make_range = _make_range
     _share_shapes()
     _spare_conversions(interpreter.interpreter_semantic)
 
@@ -166,6 +167,17 @@ class _PatchedOnce:
 class _Scope:
     def __init__(self, restore: Callable[[], None]) -> None:
         self.restore = restore
+
+
+@functools.cache
+def _range(start: int, stop: int) -> Any:
+    data = np.arange(start, stop, dtype=np.int32)
+    data.setflags(write=False)  # all launches share it
+    return data
+
+
+def _make_range(_: object, __: object, start: int, stop: int) -> Any:
+    return TensorHandle(_range(start, stop), tl.int32)
 
 
 @functools.cache

@@ -125,6 +125,7 @@ def write_logprobs(logits: Tensor, fields: Tensor, sampled: Tensor, rows: Tensor
     places, tokens, num_top = fields
     num_rows, vocab_size = len(rows), logits.shape[1]
     num_groups = triton.cdiv(vocab_size, GROUP)
+    padded = triton.next_power_of_2(num_groups)
     weights = torch.empty(num_rows, num_groups, 2, dtype=torch.float32, device=logits.device)
     counts = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
     _group_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
@@ -139,8 +140,8 @@ def write_logprobs(logits: Tensor, fields: Tensor, sampled: Tensor, rows: Tensor
         num_groups,
         VOCAB=vocab_size,
         GROUP=GROUP,
-        PADDED=triton.next_power_of_2(num_groups),
-        CHOSEN=triton.next_power_of_2(MAX_TOP),
+        PADDED=padded,
+        CHOSEN=min(triton.next_power_of_2(MAX_TOP), padded),
         MAX_TOP=MAX_TOP,
         ROW_WORDS=ROW_WORDS,
         num_warps=8,
