@@ -158,6 +158,9 @@ NUM_BY_DAY = {
     "golden/test_sparse.py": {
         "test_sparse_models_equal_generate": 1,
     },
+    "kernels/test_odd_sizes.py": {
+        "test_matmuls_of_heads": 2,
+    },
     "kernels/sparse/test_chosen.py": {
         "test_schedules_give_the_same_bits": 1,
         "test_sees_what_was_chosen_and_no_more": 6,
@@ -308,7 +311,7 @@ NUM_BY_DAY = {
         "test_forced_tool_calls_do_not_depend_on_draft_tokens": 3,
     },
     "verify/test_draft_groups.py": {
-        "test_answers_do_not_depend_on_draft_tokens": 3,
+        "test_answers_do_not_depend_on_draft_tokens": 2,
     },
     "verify/test_gate.py": {
         "test_answers_do_not_depend_on_the_schedule": 1,

@@ -11,6 +11,7 @@ import torch
 from pagespec import LLM, RequestError, SamplingParams
 from pagespec.engine.drafting.costs import StepCosts
 from pagespec.runner.cpu import platform as cpu_platform
+from tests.support.captures import capture_once
 from tests.support.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 6] * 4, list(range(20, 50)), [9], [*range(60, 70), *range(60, 70)]]
@@ -37,6 +38,7 @@ ASKED: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _free_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens cost nothing, so their number does not depend on the load of the machine."""
+    capture_once(monkeypatch)
     monkeypatch.setattr(cpu_platform, "measure_costs", lambda *_: StepCosts([(1, 1.0), (99, 1.0)]))
 
 
@@ -57,7 +59,7 @@ def llm(method: str, arch: str = "llama", **settings: Any) -> LLM:
 
 def seen(llm: LLM) -> list[Any]:
     params = [
-        SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "seed": 5, "logprobs": 2} | asked)
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "seed": 5, "logprobs": 2} | asked)
         for asked in ASKED
         for _ in PROMPTS
     ]
