@@ -127,7 +127,7 @@ def browser_tests(session: nox.Session) -> None:
     install_all(session, "playwright")
     # By name: to collect the thousands of other tests takes longer than some of these.
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*_browser.py"))
-    python(session, "-m", "pytest", "-m", "browser", *files, *session.posargs)
+    python(session, "-m", "pytest", "-m", "browser", *SPREAD, *files, *session.posargs)
 
 
 @nox.session
