@@ -60,7 +60,7 @@ def random_mtp(main: PreTrainedModel) -> MtpHead:
                     parameter.normal_(0.0, 1.6 / parameter.shape[-1] ** 0.5)
                 elif "norm" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-    module.tie(main)
+    module.tie(main, main.lm_head)
     return module.eval()
 
 

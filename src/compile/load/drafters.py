@@ -25,9 +25,10 @@ def load_drafter(
     max_model_len: int | None = None,
     quantization: str | None = None,
 ) -> LoadedDrafter:
-    """Load the drafter of a target.
+    """Load the drafter of a target, whole. Of several ranks only the first one has a drafter.
 
     Args:
+        target: with several ranks, loaded with the whole head if :func:`reads_head`.
         model: the folder or hub id of a "draft_model" or "eagle3".
         dtype: as in :func:`.load_model`, of a "draft_model"; other drafters have the target's.
         load_format: as in :func:`.load_model`.
@@ -39,9 +40,6 @@ def load_drafter(
         InvalidInputError: as :func:`.load_model`, or the drafter does not fit the target.
         UnsupportedModelError: as :func:`.load_model`.
     """
-    if target.shard.num_ranks > 1:
-        limit = "must be 1: a model drafts on one rank only"
-        raise InvalidInputError("tensor_parallel_size", target.shard.num_ranks, limit)
     if kind == "draft_model":
         assert model is not None  # speculative() has checked it
         source = find_source(model)
@@ -108,6 +106,22 @@ def target_aux_layers(kind: str, model: str | None, target: LoadedModel) -> tupl
     from .eagle3 import read_eagle3_config, target_layers
 
     return target_layers(read_eagle3_config(find_source(model)), target)
+
+
+def reads_head(kind: str, model: str | None, load_format: str) -> bool:
+    """Whether the drafter computes with the target's LM head.
+
+    Args:
+        load_format: as in :func:`.load_model`.
+
+    Raises:
+        InvalidInputError: the drafter's files are missing or damaged.
+    """
+    if kind != "eagle3" or model is None:
+        return kind == "mtp"
+    from .eagle3 import has_own_head
+
+    return load_format == "auto" and not has_own_head(find_source(model))
 
 
 def check_draft_model(name: str, loaded: LoadedModel, target: LoadedModel) -> LoadedDrafter:

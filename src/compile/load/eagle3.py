@@ -130,7 +130,7 @@ def load_eagle3(source: ModelSource, target: LoadedModel, load_format: str) -> L
     if ids is not None:
         _check_ids(source.name, ids, of_head, target.vocab_size)
     loaded = replace(
-        target,
+        target.without_shard(),
         module=module.eval(),
         config=module.config,
         vocab_size=of_head,
@@ -151,6 +151,13 @@ def load_eagle3(source: ModelSource, target: LoadedModel, load_format: str) -> L
         combine=parts.combine,
         recycles_aux=not config.has_norm_output,
     )
+
+
+def has_own_head(source: ModelSource) -> bool:
+    """Whether a drafter's files have its LM head. Raises as :func:`load_eagle3`."""
+    with as_input_error(source.name, "must have the weights of an EAGLE-3 drafter"):
+        folder = files_of(source.files, allow_patterns=["*.json", "*.safetensors"])
+        return any(_own_name(name) == "lm_head.weight" for name in Checkpoint(folder).names)
 
 
 class _Parts(NamedTuple):
@@ -204,7 +211,7 @@ class _Reader:
         shared = {
             part: owner
             for part, owner in (
-                ("lm_head", target.module.get_output_embeddings()),
+                ("lm_head", target.head),
                 ("embed_tokens", target.module.get_input_embeddings()),
             )
             if f"{part}.weight" not in names

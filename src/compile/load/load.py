@@ -50,6 +50,7 @@ def load_model(
     quantization: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
+    keeps_head: bool = False,
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a causal language model.
@@ -69,6 +70,7 @@ def load_model(
             ``~/.cache/pagespec``.
         shard: the part to load. Nothing else is read from files. With more than one rank all of
             them load at the same time, in one process group.
+        keeps_head: whether a rank also keeps the whole head, see :func:`.shard_model`.
 
     Raises:
         InvalidInputError: the model or its config is missing, weights are missing or incomplete, a
@@ -120,8 +122,11 @@ def load_model(
     else:
         module = build_module(source, name, config, torch_dtype, load_format, device, shard)
         cuts: dict[str, Cut] = {}
-        vocab_sizes = shard_model(module, shard, cuts) if shard.num_ranks > 1 else None
-        options = {"shard": shard, "vocab_sizes": vocab_sizes, "cuts": cuts}
+        options = {"shard": shard, "cuts": cuts}
+        if shard.num_ranks > 1:
+            sizes, head = shard_model(module, shard, cuts, keeps_head=keeps_head)
+            whole = head.to(device) if head is not None else None
+            options |= {"vocab_sizes": sizes, "whole_head": whole}
         module = module.to(device)  # type: ignore[arg-type]
         if is_quantised:
             weights, scheme = quantize_module(module)

@@ -56,9 +56,9 @@ def load_mtp(target: LoadedModel, load_format: str) -> LoadedDrafter:
     if target.is_quantized_at_load:
         weights, options["quantization"] = quantize_module(module)
         options["is_quantized_at_load"] = True
-    module.tie(main)  # type: ignore[operator]
+    module.tie(main, target.head)  # type: ignore[operator]
     loaded = replace(
-        target,
+        target.without_shard(),
         module=module.eval(),
         config=module.config,
         recurrent=[],

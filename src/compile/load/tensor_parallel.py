@@ -17,9 +17,10 @@ traced without a process group.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,18 +165,33 @@ def _indivisible(what: str, num_ranks: int, model: str) -> InvalidInputError:
     return InvalidInputError("tensor_parallel_size", num_ranks, f"does not divide {what} ({model})")
 
 
+class ShardedHead(NamedTuple):
+    """The LM head of a sharded model.
+
+    Attributes:
+        sizes: tokens of each rank's part, see :func:`vocab_sizes`; None if every rank has all.
+        whole: the head with the tokens of all ranks; None if the model's own has them, or if it is
+            not kept.
+    """
+
+    sizes: list[int] | None
+    whole: nn.Module | None
+
+
 def shard_model(
-    model: PreTrainedModel, shard: Shard, cuts: dict[str, Cut] | None = None
-) -> list[int] | None:
+    model: PreTrainedModel,
+    shard: Shard,
+    cuts: dict[str, Cut] | None = None,
+    *,
+    keeps_head: bool = False,
+) -> ShardedHead:
     """Keep this rank's part of ``model``, in place, and make its modules reduce and gather.
 
     The parameters may be whole, or slices that transformers has read (``DTensor``).
 
     Args:
         cuts: receives this rank's part of each parameter that is cut, by name.
-
-    Returns:
-        The tokens of each rank's head, see :func:`vocab_sizes`; None if every rank has all.
+        keeps_head: whether this rank also keeps the whole head. Its part is then a view of it.
 
     Raises:
         UnsupportedModelError: there is no plan, or it has an unknown style.
@@ -190,7 +206,7 @@ def shard_model(
             f"{type(model).__name__}: transformers {transformers.__version__} has no "
             "tensor-parallel plan for its layers"
         )
-    sharder = _Sharder(model, plan, shard, {} if cuts is None else cuts)
+    sharder = _Sharder(model, plan, shard, {} if cuts is None else cuts, keeps_head)
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
         if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
@@ -201,20 +217,26 @@ def shard_model(
     for name in _LEFT_BY_TRANSFORMERS:
         model.__dict__.pop(name, None)
         model.config.__dict__.pop(name, None)
-    return sharder.vocab_sizes
+    return ShardedHead(sharder.vocab_sizes, sharder.whole_head)
 
 
 class _Sharder:
     def __init__(
-        self, model: PreTrainedModel, plan: dict[str, str], shard: Shard, cuts: dict[str, Cut]
+        self,
+        model: PreTrainedModel,
+        plan: dict[str, str],
+        shard: Shard,
+        cuts: dict[str, Cut],
+        keeps_head: bool,
     ) -> None:
         self._name, self._plan = type(model).__name__, plan
         self._shard, self._cuts = shard, cuts
         config: Any = model.config.get_text_config(decoder=True)
         self._num_heads = _num_heads(config)
         self._model: Any = model
-        self._head = model.get_output_embeddings()
+        self._head, self._keeps_head = model.get_output_embeddings(), keeps_head
         self.vocab_sizes: list[int] | None = None
+        self.whole_head: nn.Module | None = None
 
     def shard_module(self, name: str, module: nn.Module) -> None:
         # The forward that transformers inserted when it read slices works on its distributed
@@ -234,10 +256,13 @@ class _Sharder:
                     begin = sum(sizes[: self._shard.rank])
                     span = begin, begin + sizes[self._shard.rank]
                     self._cuts[f"{name}.{parameter_name}"] = Cut(0, (span,))
+                    if self._keeps_head:
+                        self._keep_whole(module, parameter_name, part)
                     part = part.split(sizes)[self._shard.rank]
-                    # A view keeps the whole tensor allocated, which only an embedding with the same
-                    # weights needs.
-                    part = part if self._is_embedded(part) else part.clone()
+                    # A view keeps the whole tensor allocated, which only a whole head or an
+                    # embedding with the same weights needs.
+                    is_shared = self._keeps_head or self._is_embedded(part)
+                    part = part if is_shared else part.clone()
             elif dim is None:
                 part = _gathered(parameter).detach()
             else:
@@ -247,6 +272,13 @@ class _Sharder:
                 setattr(module, parameter_name, kept)
         if style is not None and style.forward is not None and not is_head:
             self._replace_forward(name, module, style.forward)
+
+    def _keep_whole(self, head: nn.Module, name: str, parameter: Tensor) -> None:
+        """Add a parameter to the whole head."""
+        if self.whole_head is None:
+            self.whole_head = copy.copy(head)
+            self.whole_head._parameters = dict(head._parameters)
+        self.whole_head._parameters[name] = nn.Parameter(parameter, requires_grad=False)
 
     def _is_embedded(self, part: Tensor) -> bool:
         """Whether the input embedding is stored in the same memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,6 +54,7 @@ class LoadedModel:
         max_position_embeddings: the longest context in tokens, from the config or from the caller.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
+        whole_head: the head with the rows of all ranks, if :func:`.load_model` keeps it.
         model_type: of the config.
         recurrent: its recurrent calls, after the probe.
         quantized: weights to keep quantised, by parameter name; None stands for float16. Empty
@@ -81,6 +82,7 @@ class LoadedModel:
     max_position_embeddings: int
     shard: Shard = WHOLE
     vocab_sizes: list[int] | None = None
+    whole_head: nn.Module | None = None
     model_type: str | None = None
     recurrent: list[RecurrentSpec] = field(default_factory=list)
     quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
@@ -108,6 +110,15 @@ class LoadedModel:
     def architecture(self) -> str:
         module: object = self.module
         return module.architecture if isinstance(module, TensorTree) else type(module).__name__
+
+    @property
+    def head(self) -> Any:
+        """The LM head: that of all ranks if it was kept, else that of ``module``."""
+        return self.whole_head or self.module.get_output_embeddings()
+
+    def without_shard(self) -> LoadedModel:
+        """This description for a whole module in place of a rank's part."""
+        return replace(self, shard=WHOLE, vocab_sizes=None, whole_head=None, cuts={})
 
     def quantized_by_id(self) -> dict[int, QuantizedWeight | None]:
         """``quantized`` by the ``id`` of the parameter."""

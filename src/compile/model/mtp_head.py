@@ -60,9 +60,10 @@ class MtpHead(MtpModel):  # type: ignore[misc]
         """transformers applies the conversions of weights for this type of model."""
         return False
 
-    def tie(self, main: PreTrainedModel) -> None:
-        """Use the embedding, the head and the rotary embedding of ``main``."""
+    def tie(self, main: PreTrainedModel, head: Any) -> None:
+        """Use the embedding and the rotary embedding of ``main``, and its head with all rows."""
         self.tie_with_main_model(main)
+        self.shared_head = head
         self._has_axes = hasattr(self.rotary_emb, "mrope_section")
 
     def get_output_embeddings(self) -> Any:

@@ -132,7 +132,7 @@ def captured_shard(arch: str, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
     """Two layers of rank 0 of 2, with the passes of a GPU."""
     model = tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16)
     loaded, shard = load_model(model), Shard(0, 2)
-    loaded = replace(loaded, shard=shard, vocab_sizes=shard_model(model, shard))
+    loaded = replace(loaded, shard=shard, vocab_sizes=shard_model(model, shard).sizes)
     communicator = LoneRank(0, 2)
     use_gpu_passes(monkeypatch, has_sweeps=True)
     with communicator_scope(communicator):

@@ -41,7 +41,7 @@ def shards_of(model: PreTrainedModel, num_ranks: int) -> list[tuple[PreTrainedMo
     shards = []
     for rank in range(num_ranks):
         part = copy.deepcopy(model)
-        sizes = shard_model(part, Shard(rank, num_ranks))
+        sizes = shard_model(part, Shard(rank, num_ranks)).sizes
         for module in part.modules():
             # By this transformers' eager attention repeats keys; the engine's looks at shapes.
             sharded: Any = module
