@@ -20,6 +20,7 @@ from ..errors import InvalidInputError
 from ..params.checks import path_of
 from ..runner.cpu.threads import rank_threads, torchs_number
 from ..runner.platform import resolve_device
+from ..runner.step_costs import measure_costs
 from ..runner.weight_budget import check_weights_fit
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store
@@ -100,7 +101,15 @@ def build_distributed(
             raise reason from error
         raise
     runner = DistributedRunner(local, workers, channel, communicator, leave_group, callback)
-    return replace(built, runner=runner)
+    drafts = config.speculation
+    if drafts is None:
+        return replace(built, runner=runner)
+    try:
+        costs = measure_costs(runner, built.config, drafts, built.max_model_len)
+    except BaseException:
+        runner.close()
+        raise
+    return replace(built, runner=runner, step_costs=costs)
 
 
 def _has_peer_access(devices: Sequence[torch.device]) -> bool:

@@ -13,6 +13,10 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ..engine.plan import StepPlan, StepResult
 from ..errors import EngineError
@@ -24,13 +28,14 @@ from .workers import Watch, Workers
 
 @dataclass(slots=True)
 class _Launch:
-    """A step that passes through rank 0's thread. Without a plan, a mark that shows that the thread
-    has reached it."""
+    """A step that passes through rank 0's thread. ``call`` computes rank 0's part. Without a call,
+    a mark that shows that the thread has reached it."""
 
     number: int
-    plan: StepPlan | None
+    call: Callable[[list[NDArray[Any]]], object] | None
+    is_replayed: bool = False
     is_done: threading.Event = field(default_factory=threading.Event)
-    handle: object = None
+    handle: Any = None
 
 
 class _LaunchThread:
@@ -59,20 +64,15 @@ class _LaunchThread:
 
     def _run(self) -> None:
         while (launch := self.launches.get()) is not None:
-            if self.error is None and launch.plan is not None:
+            if self.error is None and launch.call is not None:
                 try:
-                    self._launch(launch, launch.plan)
+                    self._workers.send_step(launch.number, is_replayed=launch.is_replayed)
+                    launch.handle = self._channel.run(0, launch.number, launch.call)
                 except BaseException as error:
                     self.error = error
             launch.is_done.set()
         self._local.close()
         self._on_close()
-
-    def _launch(self, launch: _Launch, plan: StepPlan) -> None:
-        self._workers.send_step(launch.number)
-        launch.handle = self._channel.run(
-            0, launch.number, lambda arrays: self._local.launch(arrays, plan)
-        )
 
     def close(self) -> None:
         """End the workers, then the thread; may be called again."""
@@ -131,7 +131,8 @@ class DistributedRunner:
         self.pipeline_depth = local.pipeline_depth
         self.max_draft_tokens = local.max_draft_tokens
         self.max_num_samples = local.max_num_samples
-        self.num_blocks = local.num_blocks
+        self.num_blocks, self.num_state_slots = local.num_blocks, local.num_state_slots
+        self.captured = local.captured
         self._workers, self._channel = workers, channel
         self._communicator = communicator
         self._watch = Watch(workers, channel)
@@ -160,9 +161,18 @@ class DistributedRunner:
         Raises:
             EngineError: a rank has ended or hangs; the group then ends.
         """
+        return self._start(plan, partial(self.local.launch, plan=plan))
+
+    def _start(
+        self,
+        plan: StepPlan,
+        call: Callable[[list[NDArray[Any]]], object],
+        *,
+        is_replayed: bool = False,
+    ) -> _Launch:
         self._wait_for(self._last)
         arrays = self.local.stage(plan)
-        launch = _Launch(self._num_steps, plan)
+        launch = _Launch(self._num_steps, call, is_replayed)
         self._num_steps += 1
         self._channel.write(launch.number, arrays)
         self._thread.launches.put(launch)
@@ -181,6 +191,38 @@ class DistributedRunner:
         if error:
             raise error
         return self.local.collect(handle.handle)
+
+    def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
+        """See :class:`..runner.step_costs.MeasuredRunner`: the duration of the ranks' step, with
+        their waiting for each other."""
+        try:
+            begin = time.perf_counter()
+            self.collect(self._start(plan, self.local.launch))
+            total_s = time.perf_counter() - begin
+            seconds = self._replay(plan, self.local.replay)
+            return seconds, max(0.0, total_s - seconds)
+        finally:
+            self._forget_measured()
+
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """See :class:`..runner.step_costs.MeasuredRunner`. Rank 0 drafts."""
+        if not self.local.has_drafter:
+            return 0.0
+        try:
+            return self._replay(plan, partial(self.local.replay, plan=plan))
+        finally:
+            self._forget_measured()
+
+    def _replay(self, plan: StepPlan, call: Callable[[list[NDArray[Any]]], float]) -> float:
+        launch = self._start(plan, call, is_replayed=True)
+        self._wait_for(launch)
+        self._wait(lambda wait_s: self._have_finished(launch.number, wait_s))
+        seconds: float = launch.handle
+        return seconds
+
+    def _forget_measured(self) -> None:
+        self.reset()
+        self.local.pack_s = self.local.wait_s = 0.0
 
     def reset(self) -> None:
         """See :meth:`.engine.runner.Runner.reset`. A group that lost a rank stays lost."""

@@ -84,7 +84,11 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     channel.make_slots(settings["num_slots"], runner.max_staged_bytes)
     cell.state = State.BUILT
     while True:
-        channel.run(rank, int.from_bytes(messages.get(), "little"), runner.launch)
+        number = int.from_bytes(messages.get(), "little", signed=True)
+        if number < 0:
+            channel.run(rank, ~number, runner.replay)
+        else:
+            channel.run(rank, number, runner.launch)
 
 
 def _no_logits(*_: object) -> None:

@@ -1,6 +1,7 @@
 """Rank 0's handle of the worker processes: start, send steps, watch, end.
 
-A worker reads the numbers of steps from its standard input. At the end of that stream, also after a
+A worker reads the numbers of steps from its standard input: n to launch step n, and the complement
+-n - 1 to replay it. At the end of that stream, also after a
 crash of rank 0, the worker ends. So no process is left running.
 """
 
@@ -71,13 +72,16 @@ class Workers:
         encoded = json.dumps(settings).encode()
         self._send(len(encoded).to_bytes(8, "little") + encoded)
 
-    def send_step(self, step: int) -> None:
+    def send_step(self, step: int, *, is_replayed: bool = False) -> None:
         """Start the step whose data is in its slot.
+
+        Args:
+            is_replayed: it is computed for its duration only.
 
         Raises:
             EngineError: a worker has ended.
         """
-        self._send(step.to_bytes(8, "little"))
+        self._send((~step if is_replayed else step).to_bytes(8, "little", signed=True))
 
     def _send(self, message: bytes) -> None:
         for rank, process in enumerate(self._processes, 1):

@@ -77,6 +77,7 @@ class LocalRunner(ABC):
     """
 
     max_num_samples: int | None = None
+    has_drafter: bool = False
     _matchers: LateMatchers
 
     def __init__(
@@ -137,14 +138,11 @@ class LocalRunner(ABC):
 
     @abstractmethod
     def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
-        """Seconds of a step, and of host time that no step in flight overlaps if the next step is
-        planned after this one is collected. Called without steps in flight; the runner is reset
-        afterwards."""
+        """See :class:`.step_costs.MeasuredRunner`."""
 
     @abstractmethod
     def draft_seconds_of(self, plan: StepPlan) -> float:
-        """Seconds of a drafter's passes behind a step; 0 without a drafter. Called like
-        :meth:`seconds_of`."""
+        """See :class:`.step_costs.MeasuredRunner`."""
 
     # With several ranks, rank 0 stages a step and all ranks launch it.
 
@@ -161,6 +159,15 @@ class LocalRunner(ABC):
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> object:
         """Compute a staged step, or queue it. Rank 0 passes its plan, for edited rows and
         ``on_logits``."""
+
+    @abstractmethod
+    def replay(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> float:
+        """Compute a staged step, on all ranks at the same time, and wait for it.
+
+        Returns:
+            The seconds of the step; with the plan, which only rank 0 has, those of the drafter's
+            passes behind it.
+        """
 
     def is_computed(self, _handle: Any, _wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""

@@ -2,8 +2,9 @@
 tokens.
 
 On a CPU a step costs the CPU time of its computation. On a GPU it costs the time of its captured
-graph; the host time that no step in flight overlaps is measured too. All rows begin at
-position 0, so the time to read long contexts is not included.
+graph; the host time that no step in flight overlaps is measured too. Over several ranks it is the
+duration of the step of all ranks. All rows begin at position 0, so the time to read long contexts
+is not included.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from ..engine.config import EngineConfig
 from ..engine.drafting.config import SpeculativeConfig
@@ -19,7 +21,6 @@ from ..engine.drafting.costs import StepCosts
 from ..engine.plan import Blocks, StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
-from .bases import LocalRunner
 
 logger = logging.getLogger("pagespec")
 
@@ -33,8 +34,32 @@ _PARAMS = SamplingParams(temperature=0.0)
 _STRIDE = 7919  # between token ids: experts of a step differ as they do between real tokens
 
 
+class MeasuredRunner(Protocol):
+    """A runner of one process, or of a group of ranks.
+
+    Attributes:
+        captured: the model, with ``loaded.vocab_size``.
+        num_blocks, block_size, num_state_slots, max_num_samples: as of :class:`.LocalRunner`.
+    """
+
+    captured: Any
+    num_blocks: int
+    block_size: int
+    num_state_slots: int
+    max_num_samples: int | None
+
+    def seconds_of(self, plan: StepPlan) -> tuple[float, float]:
+        """Seconds of a step, and of host time that no step in flight overlaps if the next step is
+        planned after this one is collected. Called without steps in flight; the runner is reset
+        afterwards."""
+
+    def draft_seconds_of(self, plan: StepPlan) -> float:
+        """Seconds of a drafter's passes behind a step; 0 without a drafter. Called like
+        :meth:`seconds_of`."""
+
+
 def measure_costs(
-    runner: LocalRunner, config: EngineConfig, drafts: SpeculativeConfig, max_model_len: int
+    runner: MeasuredRunner, config: EngineConfig, drafts: SpeculativeConfig, max_model_len: int
 ) -> StepCosts:
     """Time steps of rows with draft tokens. Their blocks are not published, so no request reads
     them. It takes some 3 s for a small model on a CPU, and below 1 s on a GPU; larger steps are
@@ -80,14 +105,14 @@ def _up_to(sizes: Sequence[int], most: int) -> list[int]:
     return [size for size in sizes if size < most] + [min(most, sizes[-1])]
 
 
-def _most_rows(runner: LocalRunner, config: EngineConfig, num_slots: int) -> int:
+def _most_rows(runner: MeasuredRunner, config: EngineConfig, num_slots: int) -> int:
     """The most rows of a step, each with blocks for ``num_slots`` tokens."""
     num_blocks = -(-num_slots // config.block_size)
     num_rows = min(config.max_num_seqs, runner.num_blocks // num_blocks)
     return min(num_rows, runner.num_state_slots) if runner.num_state_slots else num_rows
 
 
-def _measure_steps(runner: LocalRunner, width: int, most: int) -> list[tuple[int, float, float]]:
+def _measure_steps(runner: MeasuredRunner, width: int, most: int) -> list[tuple[int, float, float]]:
     """(number of tokens, seconds, seconds of exposed host time) of steps up to ``most`` tokens, in
     rows of ``width``."""
     times: list[tuple[int, float, float]] = []
@@ -104,7 +129,7 @@ def _measure_steps(runner: LocalRunner, width: int, most: int) -> list[tuple[int
 
 
 def _measure_passes(
-    runner: LocalRunner, config: EngineConfig, num_slots: int
+    runner: MeasuredRunner, config: EngineConfig, num_slots: int
 ) -> list[tuple[int, float]]:
     """Seconds of a drafter's pass over one position per row, by number of rows.
 
@@ -126,7 +151,7 @@ def _measure_passes(
 
 
 def _measure(
-    runner: LocalRunner, num_tokens: int, width: int, num_repeats: int = _NUM_REPEATS
+    runner: MeasuredRunner, num_tokens: int, width: int, num_repeats: int = _NUM_REPEATS
 ) -> tuple[float, float]:
     """The least seconds of a step, and of the host time that it exposes."""
     plan = _plan(num_tokens, width, runner)
@@ -137,7 +162,7 @@ def _measure(
     return seconds, min(exposed_s for _, exposed_s in times)
 
 
-def _pass_seconds(runner: LocalRunner, num_rows: int, num_wanted: int) -> float:
+def _pass_seconds(runner: MeasuredRunner, num_rows: int, num_wanted: int) -> float:
     """The time of a drafter's pass over one position per row: the difference between two drafted
     tokens and one. If a request has no slot for two, the time of all passes for one."""
     times = [
@@ -151,7 +176,7 @@ def _shown(pairs: Sequence[tuple[int, float]]) -> str:
     return ", ".join(f"{number}: {1000 * seconds:.2f}" for number, seconds in pairs)
 
 
-def _plan(num_tokens: int, width: int, runner: LocalRunner, num_wanted: int = 0) -> StepPlan:
+def _plan(num_tokens: int, width: int, runner: MeasuredRunner, num_wanted: int = 0) -> StepPlan:
     """A step of rows with ``width`` tokens that samples from each of its positions, and whose
     runner drafts ``num_wanted`` tokens behind each row."""
     lengths = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)

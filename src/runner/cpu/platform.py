@@ -104,7 +104,7 @@ class CpuPlatform(Platform):
         return runner, size.max_model_len
 
     def step_costs(self, runner: LocalRunner, max_model_len: int) -> StepCosts:
-        """Measured, except by one of several ranks."""
+        """Measured here for one rank; for a group, once it computes together."""
         drafts = self.config.speculation
         if drafts is None or self._shard.num_ranks > 1 or not isinstance(runner, ModelRunner):
             return DEFAULT_COSTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -84,6 +84,7 @@ class ModelRunner(LocalRunner):
         self._matchers = LateMatchers(self.grammars)
         self._threads = threads
         self.drafting: CpuDrafting | None = None
+        self.has_drafter = draft_model is not None
         if draft_model is not None:
             self.drafting = CpuDrafting(
                 draft_model, num_blocks=self.num_blocks, block_size=self.block_size
@@ -113,10 +114,7 @@ class ModelRunner(LocalRunner):
         """CPU time of a step without its packing: the load of other processes hardly changes it, as
         it changes the duration. No host time is overlapped here, with or without draft tokens."""
         try:
-            packed = self._pack(plan)
-            begin = time.process_time()
-            self._compute(packed, None)
-            return time.process_time() - begin, 0.0
+            return self._timed(self._pack(plan), time.process_time), 0.0
         finally:
             self.reset()
             self.pack_s = 0.0
@@ -126,16 +124,27 @@ class ModelRunner(LocalRunner):
         if self.drafting is None:
             return 0.0
         try:
-            packed = self._pack(plan)
-            with torch.inference_mode():
-                states = self._forward(packed.inputs).for_drafter
-                tokens = np.zeros(packed.num_sampled, np.int64)
-                begin = time.process_time()
-                self.drafting.draft(plan, packed, tokens, states)
-                return time.process_time() - begin
+            return self._timed(self._pack(plan), time.process_time, plan)
         finally:
             self.reset()
             self.pack_s = 0.0
+
+    def _timed(
+        self, packed: PackedStep, clock: Callable[[], float], plan: StepPlan | None = None
+    ) -> float:
+        """Time of a step; with its plan, that of the drafter's passes behind it."""
+        if plan is None:
+            begin = clock()
+            self._compute(packed, None)
+            return clock() - begin
+        assert self.drafting is not None, "there is a drafter"
+        with torch.inference_mode():
+            outputs = self._forward(packed.inputs)
+            self.captured.whole_logits(outputs.logits)  # as the other ranks do
+            tokens = np.zeros(packed.num_sampled, np.int64)
+            begin = clock()
+            self.drafting.draft(plan, packed, tokens, outputs.for_drafter)
+            return clock() - begin
 
     def _forwarded(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
@@ -205,6 +214,10 @@ class ModelRunner(LocalRunner):
 
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> StepHandle:
         return self._compute(PackedStep.from_arrays(arrays, self._layout), plan)
+
+    def replay(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> float:
+        packed = PackedStep.from_arrays(arrays, self._layout)
+        return self._timed(packed, time.perf_counter, plan)
 
     def close(self) -> None:
         """There is no process group to release."""

@@ -79,7 +79,7 @@ class GpuPlatform(Platform):
         return make_gpu_runner(self.config, captured, stats, on_logits, drafter)
 
     def step_costs(self, runner: LocalRunner, max_model_len: int) -> StepCosts:
-        """Measured, except by one of several ranks."""
+        """Measured here for one rank; for a group, once it computes together."""
         drafts = self.config.speculation
         if drafts is None or runner.captured.communicator.num_ranks > 1:
             return DEFAULT_COSTS

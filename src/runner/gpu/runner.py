@@ -9,8 +9,9 @@ on the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class GpuRunner(LocalRunner):
 
     Args:
         transparent: whether matmuls keep float32 accumulators.
-        draft_model: drafts tokens behind the rows of plans that want some; None: no plan does.
+        draft_model: drafts tokens behind the rows of plans that want some; None: no plan does, or
+            another rank has it.
+        has_draft_fields: whether steps have the fields of a drafter, which are sent to all ranks.
         settings: see :class:`.LocalRunner`, all sizes. With recurrent layers, requests have at most
             ``max_num_blocks * block_size`` tokens.
 
@@ -57,12 +60,14 @@ class GpuRunner(LocalRunner):
         overlap: bool = True,
         transparent: bool = True,
         draft_model: GpuDraftModel | None = None,
+        has_draft_fields: bool = False,
         **settings: Any,
     ) -> None:
         check_interval(captured.loaded.recurrent, settings.get("state_interval", 0))
         super().__init__(captured, overlap=overlap, **settings)
         self.max_num_samples = self._max_num_rows
-        if draft_model is not None:
+        self.has_drafter = draft_model is not None
+        if draft_model is not None or has_draft_fields:
             self._layout = Layout((*captured.fields, *DRAFT_FIELDS))
         self._device, self._transparent = captured.loaded.device, transparent
         num_tokens, num_rows = self._max_num_tokens, self._max_num_rows
@@ -142,11 +147,7 @@ class GpuRunner(LocalRunner):
                 self._synchronize()
                 self._sampler.results(handle)
                 host_s = time.perf_counter() - begin
-                begin = time.perf_counter()
-                for _ in range(_NUM_REPLAYS):
-                    self._run(staged)
-                self._synchronize()
-                seconds = (time.perf_counter() - begin) / _NUM_REPLAYS
+                seconds = self._mean_seconds(partial(self._run, staged))
             return seconds, max(0.0, host_s - seconds)
         finally:
             self.reset()
@@ -161,15 +162,19 @@ class GpuRunner(LocalRunner):
                 index, _, array = self._staging.take()
                 staged, array = self._pack(plan, array)
                 self._launch(staged, index, array, None)
-                self._synchronize()
-                begin = time.perf_counter()
-                for _ in range(_NUM_REPLAYS):
-                    self.drafting.queue(plan, staged.shape, 0)
-                self._synchronize()
-                return (time.perf_counter() - begin) / _NUM_REPLAYS
+                return self._mean_seconds(partial(self.drafting.queue, plan, staged.shape, 0))
         finally:
             self.reset()
             self.pack_s = 0.0
+
+    def _mean_seconds(self, queue: Callable[[], object]) -> float:
+        """The mean duration of work that a call queues."""
+        self._synchronize()
+        begin = time.perf_counter()
+        for _ in range(_NUM_REPLAYS):
+            queue()
+        self._synchronize()
+        return (time.perf_counter() - begin) / _NUM_REPLAYS
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -258,6 +263,17 @@ class GpuRunner(LocalRunner):
             fitting = min(len(array), len(pinned))
             pinned[:fitting] = array[:fitting]
             return self._launch(staged, index, array, plan)
+
+    def replay(self, arrays: Sequence[IntArray], plan: StepPlan | None = None) -> float:
+        """See :meth:`.LocalRunner.replay`. The step is replayed several times."""
+        self.launch(arrays)
+        staged = StagedStep.from_array(arrays[0])
+        with self.step_context():
+            seconds = self._mean_seconds(partial(self._run, staged))
+            if plan is None:
+                return seconds
+            assert self.drafting is not None, "there is a drafter"
+            return self._mean_seconds(partial(self.drafting.queue, plan, staged.shape, 0))
 
     def is_computed(self, handle: GpuStepHandle, wait_s: float) -> bool:
         return handle.is_computed(wait_s)
