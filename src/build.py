@@ -125,6 +125,7 @@ def build(
                 quantization=config.quantization,
                 max_model_len=config.max_model_len,
                 shard=shard,
+                keeps_head=_drafts_here(config, shard) and _reads_head(config),
             )
     _check_length(loaded, config)
     if config.speculation is not None and _reads_target(config):
@@ -180,7 +181,7 @@ def build(
                 record.write(described, graph_cache.key)
         _report_capture(stats, captured, config.quantization)
         drafter = None
-        if config.speculation is not None and config.speculation.has_model:
+        if _drafts_here(config, shard):
             with stats.timed("drafter"):
                 drafter = make_drafter_model(config, platform, captured, before_trace)
         runner, max_model_len = platform.make_runner(captured, stats, on_logits, drafter)
@@ -217,6 +218,21 @@ def build(
 
 def _reads_target(config: EngineConfig) -> bool:
     return config.speculation is not None and config.speculation.reads_target
+
+
+def _drafts_here(config: EngineConfig, shard: Shard) -> bool:
+    """Whether a model on this rank drafts. With several ranks that is rank 0: only rank 0 has the
+    plans and the samples of edited rows, and only its results are read."""
+    drafts = config.speculation
+    return drafts is not None and drafts.has_model and shard.rank == 0
+
+
+def _reads_head(config: EngineConfig) -> bool:
+    from .compile.load.drafters import reads_head
+
+    drafts = config.speculation
+    assert drafts is not None
+    return reads_head(drafts.method, drafts.model, config.load_format)
 
 
 def make_drafter_model(

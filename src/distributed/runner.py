@@ -131,7 +131,8 @@ class DistributedRunner:
         self.pipeline_depth = local.pipeline_depth
         self.max_draft_tokens = local.max_draft_tokens
         self.max_num_samples = local.max_num_samples
-        self.num_blocks, self.num_state_slots = local.num_blocks, local.num_state_slots
+        self.num_blocks, self.block_size = local.num_blocks, local.block_size
+        self.num_state_slots = local.num_state_slots
         self.captured = local.captured
         self._workers, self._channel = workers, channel
         self._communicator = communicator

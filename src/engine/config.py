@@ -22,7 +22,7 @@ from ..params.checks import (
     writable_file,
 )
 from ..params.declare import check_fields, declared, param
-from .drafting.config import SpeculativeConfig, refuse_ranks, speculative
+from .drafting.config import SpeculativeConfig, speculative
 from .policy import MAX_OVERTAKES
 
 GENERATION_CONFIGS = ("auto", "vllm")
@@ -273,7 +273,6 @@ class EngineConfig:
         speculative,
         absent="no draft tokens",
         metavar="JSON",
-        stage="serve",
     )
     tool_call_format: str = param(
         "auto",
@@ -323,7 +322,6 @@ class EngineConfig:
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"
             raise InvalidInputError("state_interval", self.state_interval, limit)
-        refuse_ranks(self.speculation, self.tensor_parallel_size)
         if self.speculation is not None and self.speculation.quantization is not None:
             name = "speculative_config.quantization"
             self._check_quantization(name, self.speculation.quantization)
@@ -367,8 +365,9 @@ class EngineConfig:
 
     def build_arguments(self) -> dict[str, Any]:
         """The arguments that every rank is built from; serialisable as JSON."""
-        stages = declared(EngineConfig)
-        return {k: v for k, v in self.arguments().items() if stages[k].stage == "build"}
+        stages, drafts = declared(EngineConfig), self.speculation
+        found = {k: v for k, v in self.arguments().items() if stages[k].stage == "build"}
+        return found | {"speculative_config": drafts and drafts.arguments()}
 
     @property
     def num_tokens_per_step(self) -> int:

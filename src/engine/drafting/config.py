@@ -1,4 +1,4 @@
-"""The engine argument ``speculative_config``, and refusals of what draft tokens do not support."""
+"""The engine argument ``speculative_config``: its keys, values and refusals."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ class SpeculativeConfig:
     def reads_target(self) -> bool:
         """Whether the drafter reads hidden states of the target, and uses parts of its module."""
         return self.method in ("mtp", "eagle3")
+
+    def arguments(self) -> dict[str, Any]:
+        """The dict from which :func:`speculative` makes this config; serialisable as JSON."""
+        names = ["method", "num_speculative_tokens"]
+        names += ["prompt_lookup_max", "prompt_lookup_min"] * (self.method == "ngram")
+        names += ["model"] * (self.model is not None)
+        return {name: getattr(self, name) for name in names}
 
     def serves(self, prediction: Sequence[int]) -> bool:
         """Whether a request with this prediction may have draft tokens."""
@@ -129,7 +136,7 @@ def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | No
         limit = f"must be absent: with method {method}, {where}"
         raise InvalidInputError(f"{name}.model", model, limit)
     if num_ranks is not None and (method not in MODEL_METHODS or num_ranks != 1):
-        limit = "must be 1 or absent: a drafter runs on one rank"
+        limit = "must be 1 or absent: a model drafts on one rank"
         raise InvalidInputError(f"{name}.draft_tensor_parallel_size", num_ranks, limit)
     return model
 
@@ -147,13 +154,3 @@ def _drafter_quantization(name: str, method: str, given: Mapping[str, Any]) -> s
         limit = f"must be {' or '.join(QUANTIZATIONS)}, or absent for the checkpoint's own"
         raise InvalidInputError(field, quantization, limit)
     return quantization
-
-
-# What draft tokens do not support yet -------------------------------------------------------------
-
-
-def refuse_ranks(config: SpeculativeConfig | None, num_ranks: int) -> None:
-    """Raises InvalidInputError if a model should draft for a target over several ranks."""
-    if config is not None and config.has_model and num_ranks > 1:
-        limit = f"must be 1 with method {config.method}: a model drafts on one rank only"
-        raise InvalidInputError("tensor_parallel_size", num_ranks, limit)

@@ -38,7 +38,8 @@ def make_gpu_runner(
     """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
 
     Args:
-        drafter: drafts behind the rows of plans, with caches for the same blocks.
+        drafter: drafts behind the rows of plans, with caches for the same blocks. Of several ranks
+            only the first one has it.
 
     Returns:
         The runner, and the most tokens per request.
@@ -48,11 +49,15 @@ def make_gpu_runner(
     """
     device = captured.loaded.device
     shapes, draft_bytes, graphs_per_step = _shapes(config, captured), 0, 1
+    is_captured, communicator = True, captured.communicator
     if drafter is not None:
         draft_bytes = drafter.bytes_per_block(config.block_size)
         graphs_per_step += MOST_CALLS_PER_SHAPE
-        if not _can_capture(drafter.captured):
-            shapes = ()
+        is_captured = _can_capture(drafter.captured)
+    has_drafter = config.speculation is not None and config.speculation.has_model
+    # One rank has the drafter. The others wait here until it is loaded.
+    if has_drafter and not communicator.least(int(is_captured)):
+        shapes = ()
     has_states = bool(captured.loaded.recurrent)
 
     def make(size: CacheSize) -> GpuRunner:
@@ -63,10 +68,10 @@ def make_gpu_runner(
             transparent=config.transparent,
             on_logits=on_logits,
             draft_model=drafter,
+            has_draft_fields=has_drafter,
         )
 
     with stats.timed("kv_cache"), oom_as_input_error(config), gc_paused():
-        communicator = captured.communicator
         if communicator.num_ranks > 1:
             communicator.reserve(*_collectives(config, captured))
         longest = config.max_model_len or captured.loaded.max_position_embeddings
