@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, InvalidInputError, SamplingParams
-from pagespec.compile.load.drafters import load_drafter, target_aux_layers
+from pagespec.compile.load.drafters import load_drafter, reads_head, target_aux_layers
 from pagespec.compile.load.load import load_model
+from pagespec.distributed import launch
 from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu import platform as cpu_platform
@@ -34,7 +35,8 @@ PROMPTS = ["word1 word2 word3", "word9 word8 word7 word1 word2 word3 word4 word5
 def _free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of draft tokens would follow the load of this machine."""
     monkeypatch.setattr(cpu_platform, "_packing_bytes", lambda **_: 0)
-    monkeypatch.setattr(cpu_platform, "measure_costs", lambda *_: StepCosts([(1, 1.0), (99, 1.0)]))
+    for module in (cpu_platform, launch):
+        monkeypatch.setattr(module, "measure_costs", lambda *_: StepCosts([(1, 1.0), (99, 1.0)]))
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +63,13 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_free")
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
 def test_answers_are_equal_and_a_model_is_always_right_about_itself(
-    target: str, overlap: bool
+    target: str, overlap: bool, num_ranks: int
 ) -> None:
-    plain = answers(LLM(target, overlap=overlap, **SETTINGS))
-    llm = LLM(target, overlap=overlap, speculative_config=drafts_of(target), **SETTINGS)
+    settings = SETTINGS | {"overlap": overlap, "tensor_parallel_size": num_ranks}
+    plain = answers(LLM(target, **settings))
+    llm = LLM(target, speculative_config=drafts_of(target), **settings)
     assert answers(llm) == plain
     stats = llm.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
@@ -105,7 +108,8 @@ class Drafted:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, int, list[int]]] = []
-        drafting: Any = llm._runner.drafting
+        runner: Any = llm._runner
+        drafting = getattr(runner, "local", runner).drafting
         own = drafting.draft
 
         def draft(plan: StepPlan, packed: Any, token_ids: Any, hidden: Any) -> Any:
@@ -128,23 +132,38 @@ def saved_drafter(method: str, folder: Path) -> tuple[str, dict[str, Any]]:
     if method.startswith("mtp"):
         save_with_mtp(target, method.partition(" ")[2])
         return str(target), config
-    main = tiny_model("llama", num_hidden_layers=6)
+    is_shared = method.endswith("with the target's head")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4} if is_shared else {}
+    main = tiny_model("llama", num_hidden_layers=6, **sizes)
     main.save_pretrained(target)
-    save_eagle3(folder / "head", eagle3_config(main, 96), eagle3_tensors(main, 96))
+    num_tokens = VOCAB_SIZE if is_shared else 96
+    tensors = eagle3_tensors(main, num_tokens, has_embedding=not is_shared)
+    for name in ("lm_head.weight", "d2t") if is_shared else ():
+        del tensors[name]
+    save_eagle3(folder / "head", eagle3_config(main, num_tokens), tensors)
+    assert reads_head("eagle3", str(folder / "head"), "auto") == is_shared
     return str(target), config | {"model": str(folder / "head")}
 
 
 @pytest.mark.usefixtures("_free")
 @pytest.mark.parametrize(
-    "method",
-    # runner/gpu/test_drafters.py has the other by day.
-    ["mtp deepseek_v3", pytest.param("mtp glm4_moe", marks=pytest.mark.nightly), "eagle3"],
+    ("method", "num_ranks"),
+    [
+        ("mtp deepseek_v3", 1),
+        # runner/gpu/test_drafters.py has it by day.
+        pytest.param("mtp glm4_moe", 1, marks=pytest.mark.nightly),
+        ("eagle3", 1),
+        ("mtp deepseek_v3", 2),
+        pytest.param("mtp glm4_moe", 2, marks=pytest.mark.nightly),
+        ("eagle3", 2),
+        ("eagle3 with the target's head", 2),
+    ],
 )
 def test_drafts_of_a_head_are_those_of_whole_passes(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunked prompts, prefix hits and rejected tokens in the engine; one pass over all slots in
-    the reference."""
+    the reference, a whole model. Of two ranks each has a part of the target's head."""
     model, config = saved_drafter(method, tmp_path)
     prompts = [[(7 * i * i + j) % VOCAB_SIZE for i in range(30)] for j in range(3)]
     prompts.append([*prompts[0][:20], 5, 6, 7])
@@ -152,7 +171,7 @@ def test_drafts_of_a_head_are_those_of_whole_passes(
         SamplingParams(max_tokens=14, temperature=t, seed=1, ignore_eos=True)
         for t in (0.0, 0.0, 0.9, 0.0)
     ]
-    settings = SETTINGS | {"max_num_batched_tokens": 16}
+    settings = SETTINGS | {"max_num_batched_tokens": 16, "tensor_parallel_size": num_ranks}
 
     def answered(llm: LLM) -> list[list[int]]:
         return [
@@ -213,7 +232,7 @@ def test_the_kv_cache_has_space_for_both_models(target: str) -> None:
     ("config", "more", "message"),
     [
         ({"model": "nowhere/at-all"}, {}, "nowhere/at-all"),
-        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: must be 1 with method draft"),
+        ({"draft_tensor_parallel_size": 2}, {"tensor_parallel_size": 2}, "a model drafts on one"),
         ({"num_speculative_tokens": 17}, {}, "num_speculative_tokens = 17: must be at most 16"),
     ],
 )
@@ -222,6 +241,13 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         LLM(target, speculative_config=drafts_of(target) | config, **SETTINGS | more)
+
+
+def test_recurrent_layers_over_two_ranks_are_refused_with_mtp_too(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path, "qwen3_next")
+    config = {"method": "mtp"}
+    with pytest.raises(InvalidInputError, match=r"tensor_parallel_size = 2: must be 1: recurrent"):
+        LLM(tmp_path, speculative_config=config, tensor_parallel_size=2, **SETTINGS)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused(target: str, tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ def build_distributed(
     devices = _devices(config, num_ranks)
     has_peer_access = _has_peer_access(devices)
     check_shared(name, num_ranks)
+    drafts = config.speculation
+    if drafts is not None and drafts.model is not None:
+        find_source(drafts.model)
     check_weights_fit(find_source(name), config, devices)
     num_threads = torchs_number()
     if devices[0].type == "cpu":
@@ -101,7 +104,6 @@ def build_distributed(
             raise reason from error
         raise
     runner = DistributedRunner(local, workers, channel, communicator, leave_group, callback)
-    drafts = config.speculation
     if drafts is None:
         return replace(built, runner=runner)
     try:

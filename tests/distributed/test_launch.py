@@ -133,6 +133,30 @@ def test_a_model_that_is_not_there(tmp_path: Path, refuse: Refuse) -> None:
         LLM(tmp_path, device="cpu", tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_drafter_that_is_not_there(
+    method: str, folder: Path, tmp_path: Path, refuse: Refuse
+) -> None:
+    config = {"method": method, "model": str(tmp_path / "none")}
+    refuse("existing folder", folder, speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "ngram", "prompt_lookup_max": 3},
+        {"method": "suffix", "num_speculative_tokens": 2},
+        {"method": "mtp", "draft_tensor_parallel_size": 1},
+        {"method": "eagle3", "model": "a/b"},
+    ],
+)
+def test_ranks_are_sent_the_settings_of_draft_tokens(given: dict[str, Any]) -> None:
+    """They determine the sizes of steps on a GPU."""
+    config = EngineConfig(speculative_config=given, device="cpu")
+    sent = json.loads(json.dumps(config.build_arguments()))
+    assert EngineConfig(**sent).speculation == config.speculation
+
+
 def test_devices_that_are_not_there(folder: Path, refuse: Refuse) -> None:
     refuse("0 GPUs are visible" if not torch.cuda.is_available() else "", folder, device="cuda:99")
     refuse("must be", folder, device="tpu")

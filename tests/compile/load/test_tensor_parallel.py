@@ -145,6 +145,28 @@ def test_a_head_holds_its_own_part_alone(is_tied: bool) -> None:
         assert held.nbytes() == (embedding if is_tied else head).nbytes
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_rank_can_keep_the_whole_head_in_the_memory_of_its_part(is_tied: bool) -> None:
+    model = tiny("qwen3", 2, vocab_size=2 * GROUP, tie_word_embeddings=is_tied)
+    expected = model.get_output_embeddings().weight.clone()
+    for rank in range(2):
+        part = copy.deepcopy(model)
+        sizes, whole = shard_model(part, Shard(rank, 2), keeps_head=True)
+        own = part.get_output_embeddings().weight
+        assert sizes == [GROUP, GROUP]
+        assert torch.equal(own, expected.split(sizes)[rank])
+        assert whole is not None
+        assert torch.equal(whole.weight, expected)
+        held, kept = own.untyped_storage(), whole.weight.untyped_storage()
+        assert held.data_ptr() == kept.data_ptr()
+        assert kept.nbytes() == expected.nbytes
+
+
+def test_a_head_that_is_not_cut_is_not_kept_twice() -> None:
+    model = tiny("qwen3", 2, vocab_size=GROUP)
+    assert shard_model(model, Shard(0, 2), keeps_head=True) == (None, None)
+
+
 def test_tokens_of_a_head_are_shared_in_whole_groups() -> None:
     assert vocab_sizes(320, 1) is None
     assert vocab_sizes(GROUP, 2) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagespec import SamplingParams
 from pagespec.compile.captured_drafter import CapturedDrafter
@@ -22,8 +23,10 @@ from pagespec.engine.core import Engine
 from pagespec.engine.drafting.config import SpeculativeConfig
 from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.drafting.drafters import ModelDrafter
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+from pagespec.runner.step_costs import _plan
 from tests.runner import both_runners
 from tests.support.captures import graph_cache
 from tests.support.draft_files import eagle3_config, eagle3_tensors, save_eagle3, save_with_mtp
@@ -54,9 +57,12 @@ def models(folder: Path, kind: str, quantization: str | None) -> tuple[LoadedMod
     return loaded, load_drafter("eagle3", str(folder), loaded, quantization=quantization)
 
 
-def make_runner(loaded: LoadedModel, drafter: CapturedDrafter | None) -> Any:
+def make_runner(
+    loaded: LoadedModel, drafter: CapturedDrafter | None, *, has_draft_fields: bool = False
+) -> Any:
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     settings = {} if drafter is None else {"draft_model": drafter}
+    settings |= {"has_draft_fields": True} if has_draft_fields else {}
     return both_runners.make_runner(
         captured,
         "gpu",
@@ -117,3 +123,43 @@ def test_drafts_are_those_of_whole_requests(
         outputs.append([request.output_token_ids for request in requests.values()])
     assert outputs[0] == outputs[1]
     assert num_compared > 10
+
+
+def test_a_rank_without_the_drafter_computes_the_steps_of_the_rank_with_it(tmp_path: Path) -> None:
+    """Two ranks that each have the whole model: the second one gets only staged integers."""
+    loaded, drafter = models(tmp_path, "eagle3")
+    runner = make_runner(loaded, Drafting(drafter).captured)
+    other = make_runner(loaded, None, has_draft_fields=True)
+    assert (runner.has_drafter, other.has_drafter) == (True, False)
+    assert other.max_staged_bytes == runner.max_staged_bytes
+    num_drafts = 0
+
+    def dispatch(plan: StepPlan) -> Any:
+        nonlocal num_drafts
+        arrays = [array.copy() for array in runner.stage(plan)]
+        handle, copied = runner.launch(arrays, plan), other.launch(arrays)
+        assert torch.equal(handle.token_ids, copied.token_ids)
+        assert torch.equal(runner.buffers.sampled[: len(plan)], other.buffers.sampled[: len(plan)])
+        assert copied.drafts is None
+        num_drafts += sum(plan.wanted_drafts.values())
+        return handle
+
+    plan = _plan(6, 3, runner, num_wanted=2)
+    arrays = [array.copy() for array in runner.stage(plan)]
+    assert other.replay(arrays) > 0
+    assert runner.replay(arrays, plan) > 0
+    runner.reset()
+    runner.dispatch = dispatch
+    scheduler = Scheduler(
+        BlockManager(NUM_BLOCKS, both_runners.BLOCK_SIZE),
+        max_num_seqs=3,
+        max_num_batched_tokens=BUDGET,
+        drafter=ModelDrafter(CONFIG, FREE),
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    for name, temperature in (("a", 0.0), ("b", 0.8)):
+        params = SamplingParams(temperature=temperature, seed=1)
+        engine.add(Request(name, [5, 6, 7], params, max_num_tokens=3 + NUM_OUTPUTS))
+    while engine.has_work:
+        engine.step()
+    assert num_drafts > 6
