@@ -1,6 +1,7 @@
 """All-reduce over the GPUs of a host: microseconds per call inside CUDA graphs.
 
-    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64] [--sweep]
+    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64]
+                                    [--mode table | shots | sweep]
 
 The table compares pagespec's all-reduce with NCCL and with torch's symmetric-memory kernels, on
 bfloat16 rows. Further columns include the residual and the norm after it: pagespec's all-reduce and
@@ -10,8 +11,11 @@ GPU must receive, divided by the GPU-to-GPU bandwidth that this run measures. Th
 1) / N of the sum twice, or (N - 1) parts once, whichever is less. The last columns state whether
 every element is the float32 sum in rank order, and whether "joined" has the bits of two launches.
 
-``--sweep`` instead times other divisions of pagespec's calls into programs (``LaunchShape``). A
-norm with another number of warps has other bits.
+``--mode shots`` compares one-shot and two-shot calls, without and with the norm ("joined"), with
+NCCL, at any number of rows: "ours" is the engine's choice between the two.
+
+``--mode sweep`` times other divisions of pagespec's calls into programs (``LaunchShape``). A norm
+with another number of warps has other bits.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ if __name__ == "__main__":
     require_gpu(number=2)  # before torch is imported
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable
@@ -37,18 +42,28 @@ from pagespec.kernels.collectives.boxes import LaunchShape
 from pagespec.kernels.collectives.communicator import Communicator
 from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
+from pagespec.kernels.fused import rms_norm as fused
 
 _CALLS, _REPLAYS = 50, 7
+_REPLAY_US, _GUESSED_GB_PER_S = 15_000, 150
 _NAMES = ("ours", "NCCL", "one-shot", "two-shot", "+ norm", "joined", "flags", "no flags")
 _NAMES = (*_NAMES, "1-shot+norm", "roofline")
 _MAX_ROWS_WITHOUT_FLAGS = 1024
 _EPS = 1e-6
 # (bytes of a chunk, warps), without a norm; with one, (bytes, warps of a row).
 _SHAPES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16))
+_NEVER = 1 << 62
+_BLOCK_ROWS, _LAGS = (1, 2, 4, 8), (0, 4, 8, 16, 32)
 _NORM_SHAPES = ((4096, 4), (4096, 8), (4096, 16), (4096, 32), (8192, 8), (8192, 16))
 
 
-def _microseconds(call: Callable[[], object]) -> float:
+def _num_calls(num_bytes: int, num_ranks: int) -> int:
+    """The number of calls per replay, equal on all ranks: fewer of large ones."""
+    expected_us = 5 + (num_ranks - 1) * num_bytes / _GUESSED_GB_PER_S / 1e3
+    return max(4, min(_CALLS, int(_REPLAY_US / expected_us)))
+
+
+def _microseconds(call: Callable[[], object], num_calls: int = _CALLS) -> float:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -57,7 +72,7 @@ def _microseconds(call: Callable[[], object]) -> float:
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
+        for _ in range(num_calls):
             call()
     graph.replay()
     times = []
@@ -69,7 +84,7 @@ def _microseconds(call: Callable[[], object]) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / _CALLS * 1e3)
+        times.append(begin.elapsed_time(end) / num_calls * 1e3)
     return statistics.median(times)
 
 
@@ -88,7 +103,7 @@ def _peer_gb_per_s() -> float:
 
 
 def _run(
-    rank: int, num_ranks: int, port: int, widths: list[int], all_rows: list[int], is_sweep: bool
+    rank: int, num_ranks: int, port: int, widths: list[int], all_rows: list[int], modes: list[str]
 ) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
@@ -102,11 +117,13 @@ def _run(
             f"{num_ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL "
             f"{'.'.join(map(str, torch.cuda.nccl.version()))}, peer to peer {bandwidth:.0f} GB/s"
         )
-    for columns in widths:
-        if is_sweep:
+    for mode, columns in itertools.product(modes, widths):
+        if mode == "sweep":
             _sweep(rank, columns, all_rows)
+            _sweep_two_shot(rank, num_ranks, columns, all_rows)
         else:
-            _compare(rank, num_ranks, columns, all_rows, bandwidth)
+            compare = _compare_shots if mode == "shots" else _compare
+            compare(rank, num_ranks, columns, all_rows, bandwidth)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -134,6 +151,62 @@ def _row(rank: int, *cells: object) -> None:
         print("".join(f"{value:>13}" for value in values), flush=True)
 
 
+def _in_rank_order(x: Tensor, num_ranks: int) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(num_ranks)]
+    dist.all_gather(parts, x)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(x.dtype)
+
+
+def _roofline_us(num_bytes: int, num_ranks: int, bandwidth: float) -> float:
+    factor = min(num_ranks - 1, 2 * (num_ranks - 1) / num_ranks)
+    return factor * num_bytes / bandwidth / 1e3 if bandwidth else 0.0
+
+
+def _compare_shots(
+    rank: int, num_ranks: int, columns: int, all_rows: list[int], bandwidth: float
+) -> None:
+    groups = [
+        _communicator(columns, all_rows, LaunchShape(two_shot_bytes=least))
+        for least in (None, _NEVER, 0)
+    ]
+    names = "ours", "one-shot", "two-shot", "NCCL"
+    names += "joined", "1-shot joined", "2-shot joined", "NCCL + norm", "roofline"
+    _row(rank, f"rows x {columns}", *names, "rank order", "same bits")
+    for num_rows in all_rows:
+        x, residual, weight = _inputs(num_rows, columns)
+        dist.broadcast(residual, 0)
+        norm = (residual, weight, _EPS, "rounded")
+        library = x.clone()
+
+        def of_library(
+            x: Tensor = library, residual: Tensor = residual, weight: Tensor = weight
+        ) -> Tensor:
+            dist.all_reduce(x)
+            return fused.add_rms_norm(x, residual, weight, _EPS, "rounded")[0]
+
+        want = _in_rank_order(x, num_ranks)
+        is_same = all(torch.equal(each.all_reduce(x), want) for each in groups)
+        apart = Communicator.all_reduce_norm(groups[1], x, *norm)
+        is_alike = all(
+            torch.equal(one, two)
+            for each in groups
+            for one, two in zip(each.all_reduce_norm(x, *norm), apart, strict=True)
+        )
+        calls: list[Callable[[], object]] = [
+            *(partial(each.all_reduce, x) for each in groups),
+            lambda x=library: dist.all_reduce(x),
+            *(partial(each.all_reduce_norm, x, *norm) for each in groups),
+            of_library,
+        ]
+        num_calls = _num_calls(x.nbytes, num_ranks)
+        times = [_microseconds(call, num_calls) for call in calls]
+        roofline = _roofline_us(x.nbytes, num_ranks, bandwidth)
+        _row(rank, num_rows, *times, roofline, is_same, is_alike)
+
+
 def _compare(
     rank: int, num_ranks: int, columns: int, all_rows: list[int], bandwidth: float
 ) -> None:
@@ -143,8 +216,8 @@ def _compare(
         _communicator(columns, all_rows, shape)
         for shape in (
             LaunchShape(),
-            LaunchShape(few_rows=0),
-            LaunchShape(few_rows=_MAX_ROWS_WITHOUT_FLAGS),
+            LaunchShape(few_rows=0, two_shot_bytes=_NEVER),
+            LaunchShape(few_rows=_MAX_ROWS_WITHOUT_FLAGS, two_shot_bytes=_NEVER),
         )
     )
     group = dist.group.WORLD.group_name
@@ -152,12 +225,7 @@ def _compare(
     for num_rows in all_rows:
         x, residual, weight = _inputs(num_rows, columns)
         norm = (residual, weight, _EPS, "rounded")
-        parts = [torch.empty_like(x) for _ in range(num_ranks)]
-        dist.all_gather(parts, x)
-        want = parts[0].float()
-        for part in parts[1:]:
-            want = want + part.float()
-        is_same = torch.equal(ours.all_reduce(x), want.to(x.dtype))
+        is_same = torch.equal(ours.all_reduce(x), _in_rank_order(x, num_ranks))
         shared = symmetric.empty(x.numel(), dtype=x.dtype, device=x.device)
         symmetric.rendezvous(shared, group)
         library = x.clone()
@@ -183,9 +251,9 @@ def _compare(
             *(partial(each.all_reduce_norm, x, *norm) for each in (ours, flagged, flagless)),
             of_torch,
         ]
-        times = [_microseconds(call) for call in calls]
-        factor = min(num_ranks - 1, 2 * (num_ranks - 1) / num_ranks)
-        roofline = factor * x.nbytes / bandwidth / 1e3 if rank == 0 else 0.0
+        num_calls = _num_calls(x.nbytes, num_ranks)
+        times = [_microseconds(call, num_calls) for call in calls]
+        roofline = _roofline_us(x.nbytes, num_ranks, bandwidth)
         _row(rank, num_rows, *times, roofline, is_same, is_alike)
 
 
@@ -193,9 +261,9 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
     for title, shapes in (("all-reduce", _SHAPES), ("joined", _NORM_SHAPES)):
         is_joined = title == "joined"
         cut = [
-            LaunchShape(size, norm_warps=warps, few_rows=0)
+            LaunchShape(size, norm_warps=warps, few_rows=0, two_shot_bytes=_NEVER)
             if is_joined
-            else LaunchShape(size, warps)
+            else LaunchShape(size, warps, two_shot_bytes=_NEVER)
             for size, warps in shapes
         ]
         groups = [_communicator(columns, all_rows, shape) for shape in cut]
@@ -211,16 +279,36 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
             _row(rank, num_rows, *map(_microseconds, calls))
 
 
+def _sweep_two_shot(rank: int, num_ranks: int, columns: int, all_rows: list[int]) -> None:
+    """Two-shot calls with the norm: rows of blocks, and the lag of steps in units."""
+    _row(rank, "two-shot", *(f"lag {lag}" for lag in _LAGS))
+    for block_rows in _BLOCK_ROWS:
+        groups = [
+            _communicator(
+                columns, all_rows, LaunchShape(two_shot_bytes=0, block_rows=block_rows, lag=lag)
+            )
+            for lag in _LAGS
+        ]
+        for num_rows in all_rows:
+            x, residual, weight = _inputs(num_rows, columns)
+            norm = (residual, weight, _EPS, "rounded")
+            calls = [partial(ours.all_reduce_norm, x, *norm) for ours in groups]
+            num_calls = _num_calls(x.nbytes, num_ranks)
+            times = [_microseconds(call, num_calls) for call in calls]
+            _row(rank, f"{block_rows} x {num_rows}", *times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--columns", type=int, nargs="+", default=[4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024, 8192])
-    parser.add_argument("--sweep", action="store_true", help="other cuts of ours, not the table")
+    modes = ("table", "shots", "sweep")
+    parser.add_argument("--mode", choices=modes, nargs="+", default=["table"])
     options = parser.parse_args()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
-    arguments = (options.num_ranks, port, options.columns, options.rows, options.sweep)
+    arguments = (options.num_ranks, port, options.columns, options.rows, options.mode)
     multiprocessing.spawn(_run, arguments, options.num_ranks)
 
 

@@ -23,6 +23,10 @@ class LaunchShape:
             its bits.
         few_rows, few_row_bytes: with a norm, calls of up to this many rows, of up to this many
             bytes each, use no flags.
+        two_shot_bytes: all-reduces of at least this many bytes are two-shot; None: of
+            ``_TWO_SHOT_BYTES`` for the number of ranks.
+        block_rows: rows of a block of a two-shot call, a power of 2.
+        lag: units between the steps of a two-shot call (:mod:`.two_shot`).
     """
 
     chunk_bytes: int = 4096
@@ -30,6 +34,63 @@ class LaunchShape:
     norm_warps: int | None = None
     few_rows: int = 256
     few_row_bytes: int = 16384
+    two_shot_bytes: int | None = None
+    block_rows: int = 4
+    lag: int = 16
+
+    def min_two_shot_bytes(self, num_ranks: int) -> int:
+        """The size in bytes from which on an all-reduce is two-shot."""
+        if self.two_shot_bytes is not None:
+            return self.two_shot_bytes
+        return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _TWO_SHOT_BYTES
+
+
+_ONE_SHOT_ONLY = 1 << 62
+_MAX_ONE_SHOT_RANKS = 2
+"""Up to this many ranks, two-shot sends no fewer bytes than one-shot."""
+_TWO_SHOT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest calls.
+
+    Attributes:
+        max_chunks: the most chunks of a one-shot call or an all-gather.
+        max_rows, max_row_bytes: the most rows of a two-shot call, 0 for none, and their size.
+    """
+
+    max_chunks: int
+    max_rows: int = 0
+    max_row_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        sums: tuple[int, int],
+        gathers: Sequence[tuple[int, int]],
+        shape: LaunchShape,
+        num_ranks: int,
+    ) -> Capacity:
+        """For calls of up to this many rows, of up to this many bytes each."""
+        num_rows, row_bytes = sums
+        least = shape.min_two_shot_bytes(num_ranks)
+        is_two_shot = num_rows * row_bytes >= least
+        one_shot_rows = min(num_rows, -(-least // row_bytes))
+        calls = [(one_shot_rows, row_bytes), *gathers]
+        max_chunks = max(rows * -(-size // shape.chunk_bytes) for rows, size in calls)
+        if not is_two_shot:
+            return cls(max_chunks)
+        return cls(max_chunks, num_rows, -(-row_bytes // 16) * 16)
+
+    def sender_bytes(self, shape: LaunchShape, num_ranks: int) -> int:
+        """Bytes for the parts of one sender in a two-shot call."""
+        unit_rows = num_ranks * shape.block_rows
+        return -(-self.max_rows // unit_rows) * shape.block_rows * self.max_row_bytes
+
+    def holds(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether a two-shot call of these rows fits."""
+        return num_rows <= self.max_rows and row_bytes <= self.max_row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,59 +98,73 @@ class Boxes:
     """The memory that the ranks push into.
 
     Attributes:
-        max_chunks: the most chunks of a call.
+        capacity: of this memory.
         boxes, flags: addresses, per rank, that this device may write to. They are launch arguments:
             loading them first would take the latency of a load, which adds to the time after the
             push.
         row_boxes: the same, for few rows.
-        numbers, row_numbers: int32 ``[max_chunks]`` and ``[few_rows]``, zeros.
-        own_rows, own_flags, ended: parts of ``memory``: uint8, its box for few rows; int32, its
-            flags; and the word that ends all waiting for few rows.
-        memory: this rank's own memory, which lives as long as this object: its box, the box for few
-            rows, its flags, and ``ended``.
+        sum_boxes, sum_flags: the same, for two-shot calls.
+        numbers, row_numbers, sum_numbers: int32 ``[max_chunks]``, ``[few_rows]`` and
+            ``[max_rows]``, zeros.
+        own_rows, own_flags, own_sum_flags, ended: parts of ``memory``: uint8, its box for few rows;
+            int32, its flags; and the word that ends all waiting for few rows.
+        memory: this rank's own memory, which lives as long as this object.
     """
 
-    max_chunks: int
+    capacity: Capacity
     boxes: tuple[int, ...]
     flags: tuple[int, ...]
     row_boxes: tuple[int, ...]
+    sum_boxes: tuple[int, ...]
+    sum_flags: tuple[int, ...]
     numbers: Tensor
     row_numbers: Tensor
+    sum_numbers: Tensor
     own_rows: Tensor
     own_flags: Tensor
+    own_sum_flags: Tensor
     ended: Tensor
     memory: Tensor
 
     @staticmethod
-    def num_bytes(max_chunks: int, shape: LaunchShape, num_ranks: int) -> tuple[int, ...]:
+    def num_bytes(capacity: Capacity, shape: LaunchShape, num_ranks: int) -> tuple[int, ...]:
         """Sizes of the parts of a rank's memory, in order."""
+        sender_bytes = capacity.sender_bytes(shape, num_ranks)
         return (
-            2 * num_ranks * max_chunks * shape.chunk_bytes,
+            2 * num_ranks * capacity.max_chunks * shape.chunk_bytes,
             2 * num_ranks * shape.few_rows * shape.few_row_bytes,
-            4 * num_ranks * max_chunks,
+            num_ranks * sender_bytes + capacity.max_rows * capacity.max_row_bytes,
             16,
+            4 * num_ranks * capacity.max_rows,
+            4 * num_ranks * capacity.max_chunks,
         )
 
     @classmethod
     def over(
-        cls, memory: Tensor, addresses: Sequence[int], max_chunks: int, shape: LaunchShape
+        cls, memory: Tensor, addresses: Sequence[int], capacity: Capacity, shape: LaunchShape
     ) -> Boxes:
         """Boxes in ``memory``, uint8, of :meth:`num_bytes`. Each rank has its memory at one of
         ``addresses``."""
-        sizes = cls.num_bytes(max_chunks, shape, len(addresses))
-        begins = [sum(sizes[:part]) for part in range(3)]
-        boxes, row_boxes, flags = (tuple(at + begin for at in addresses) for begin in begins)
-        _, own_rows, own_flags, ended = memory.view(-1)[: sum(sizes)].split(sizes)
-        counts = torch.zeros(max_chunks + shape.few_rows, dtype=torch.int32, device=memory.device)
+        sizes = cls.num_bytes(capacity, shape, len(addresses))
+        begins = [sum(sizes[:part]) for part in range(len(sizes))]
+        boxes, row_boxes, sum_boxes, _, sum_flags, flags = (
+            tuple(at + begin for at in addresses) for begin in begins
+        )
+        parts = memory.view(-1)[: sum(sizes)].split(sizes)
+        _, own_rows, _, ended, own_sum_flags, own_flags = parts
+        counts = [capacity.max_chunks, shape.few_rows, capacity.max_rows]
+        numbers = torch.zeros(sum(counts), dtype=torch.int32, device=memory.device).split(counts)
         return cls(
-            max_chunks,
+            capacity,
             boxes,
             flags,
             row_boxes,
-            counts[:max_chunks],
-            counts[max_chunks:],
+            sum_boxes,
+            sum_flags,
+            *numbers,
             own_rows,
             own_flags.view(torch.int32),
+            own_sum_flags.view(torch.int32),
             ended.view(torch.int32),
             memory,
         )
@@ -97,8 +172,8 @@ class Boxes:
     def clear(self) -> None:
         """Initialise this rank's memory. No peer may have pushed before."""
         self.own_rows.fill_(0xFF)
-        self.own_flags.zero_()
-        self.ended.zero_()
+        for words in (self.own_flags, self.own_sum_flags, self.ended):
+            words.zero_()
 
 
 _has_met = threading.Event()
@@ -110,15 +185,17 @@ def has_met() -> bool:
     return _has_met.is_set()
 
 
-def make_boxes(max_chunks: int, shape: LaunchShape, num_ranks: int, device: torch.device) -> Boxes:
+def make_boxes(
+    capacity: Capacity, shape: LaunchShape, num_ranks: int, device: torch.device
+) -> Boxes:
     """Create boxes in symmetric memory. All ranks call it at the same time, once per process."""
     import torch.distributed._symmetric_memory as symmetric
 
     _has_met.set()
-    num_bytes = sum(Boxes.num_bytes(max_chunks, shape, num_ranks))
+    num_bytes = sum(Boxes.num_bytes(capacity, shape, num_ranks))
     memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, dist.distributed_c10d._get_default_group())
-    boxes = Boxes.over(memory, handle.buffer_ptrs, max_chunks, shape)
+    boxes = Boxes.over(memory, handle.buffer_ptrs, capacity, shape)
     boxes.clear()
     torch.cuda.synchronize(device)
     handle.barrier()  # no rank writes memory that another has yet to clear

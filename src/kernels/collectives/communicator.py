@@ -50,8 +50,11 @@ class Communicator(ABC):
     def __init__(self, rank: int, num_ranks: int, *, is_connected: bool = False) -> None:
         self.rank, self.num_ranks, self.is_connected = rank, num_ranks, is_connected
 
-    def reserve(self, *calls: tuple[int, int]) -> None:  # noqa: B027 - few need memory
-        """Allocate the memory for calls of up to this many rows, of up to this many bytes each."""
+    def reserve(  # noqa: B027 - few need memory
+        self, sums: tuple[int, int], gathers: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Allocate the memory for all-reduces and all-gathers of up to this many rows, of up to
+        this many bytes each."""
 
     def connect(self) -> None:
         """From here on the ranks compute together. Before, each may compute by itself."""

@@ -171,7 +171,7 @@ def _push(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _wait_for(flag, number):  # type: ignore[no-untyped-def]
+def wait_for(flag, number):  # type: ignore[no-untyped-def]
     """Wait until ``flag`` is ``number`` or one beyond: a peer whose wait has ended may be a call
     ahead. Then everything pushed before can be read. Numbers may wrap around."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -194,7 +194,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     for peer in tl.static_range(NUM_RANKS):
         term = part.to(tl.float32)
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, flag_chunk, MAX_CHUNKS), number)
+            wait_for(_flag_of(flags, RANK, peer, flag_chunk, MAX_CHUNKS), number)
             here = _part_of(boxes[RANK], part.dtype, half, peer, chunk, MAX_CHUNKS, CHUNK)
             # Bypass the L1 cache, which may contain the data of two calls ago.
             term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
@@ -314,7 +314,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
         begin = tl.load(begins + peer)
         mask = columns < tl.load(begins + peer + 1) - begin
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
+            wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
             here = _part_of(boxes[RANK], values.dtype, half, peer, chunk, MAX_CHUNKS, CHUNK)
             values = tl.load(here + inside, mask=mask, other=0, cache_modifier=".cg")
         else:

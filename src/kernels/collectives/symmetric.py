@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import as_rows, overlap_options, triggers_dependents_late
 from ..fused.dispatch import NormForm
 from ..fused.rms_norm import num_warps
-from .boxes import Boxes, LaunchShape, make_boxes
+from .boxes import Boxes, Capacity, LaunchShape, make_boxes
 from .communicator import Communicator, LoneRank, PushTarget
 from .peer_memory import (
     all_gather_kernel,
@@ -26,6 +26,7 @@ from .peer_memory import (
     all_reduce_norm_kernel,
     few_rows_norm_kernel,
 )
+from .two_shot import two_shot_kernel
 
 _FAR_AHEAD = 1 << 30
 _SHAPE = LaunchShape()
@@ -48,7 +49,7 @@ class PeerCommunicator(Communicator):
         self,
         host: Communicator,
         device: torch.device,
-        make: Callable[[int, LaunchShape, int, torch.device], Boxes] = make_boxes,
+        make: Callable[[Capacity, LaunchShape, int, torch.device], Boxes] = make_boxes,
         shape: LaunchShape = _SHAPE,
     ) -> None:
         super().__init__(host.rank, host.num_ranks)
@@ -58,11 +59,10 @@ class PeerCommunicator(Communicator):
         self._boxes: Boxes | None = None
         self._begins: dict[tuple[int, ...], Tensor] = {}
 
-    def reserve(self, *calls: tuple[int, int]) -> None:
+    def reserve(self, sums: tuple[int, int], gathers: Sequence[tuple[int, int]] = ()) -> None:
         """Create boxes. All ranks call it at the same time."""
-        size = self._shape.chunk_bytes
-        most = max(num_rows * -(-num_bytes // size) for num_rows, num_bytes in calls)
-        self._boxes = self._make(most, self._shape, self.num_ranks, self._device)
+        capacity = Capacity.of(sums, gathers, self._shape, self.num_ranks)
+        self._boxes = self._make(capacity, self._shape, self.num_ranks, self._device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self._boxes is None:
@@ -70,7 +70,14 @@ class PeerCommunicator(Communicator):
         rows = partial.reshape(-1, partial.shape[-1])
         out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
         width = rows.shape[1]
-        self._launch(all_reduce_kernel, self._boxes, rows, out, width, width, rows.stride(0))
+        if self._is_two_shot(self._boxes, rows):
+            strides = rows.stride(0), 0
+            constants: dict[str, Any] = {"N": width, "FORM": None, "HAS_RESIDUAL": False}
+            self._launch_two_shot(
+                self._boxes, rows, out, rows, out, rows, 0.0, *strides, **constants
+            )
+        else:
+            self._launch(all_reduce_kernel, self._boxes, rows, out, width, width, rows.stride(0))
         if self.is_connected:
             return out
         del out  # memory is measured meanwhile, too
@@ -114,7 +121,9 @@ class PeerCommunicator(Communicator):
             "enable_fp_fusion": False,
         }
         b = self._boxes
-        if self._are_few(len(rows), width * rows.element_size()):
+        if not is_pushed and self._is_two_shot(b, rows):
+            self._launch_two_shot(b, rows, out, *tensors, **constants)
+        elif self._are_few(len(rows), width * rows.element_size()):
             self._run(
                 few_rows_norm_kernel, (len(rows), 1),
                 rows, out, b.row_boxes, b.ended, b.row_numbers, *tensors,
@@ -164,14 +173,39 @@ class PeerCommunicator(Communicator):
         """
         chunk = self._shape.chunk_bytes // rows.element_size()
         num_rows, num_chunks = rows.shape[0], -(-num_columns // chunk)
-        if num_rows * num_chunks > b.max_chunks:
-            raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
+        max_chunks = b.capacity.max_chunks
+        if num_rows * num_chunks > max_chunks:
+            raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {max_chunks}")
         self._run(
             kernel, (num_rows, 1 if whole_rows else num_chunks),
             rows, out, b.boxes, b.flags, b.numbers, *arguments,
-            MAX_CHUNKS=b.max_chunks,
+            MAX_CHUNKS=max_chunks,
             CHUNK=chunk,
             **{"num_warps": self._shape.num_warps, **constants},
+        )  # fmt: skip
+
+    def _is_two_shot(self, b: Boxes, rows: Tensor) -> bool:
+        num_rows, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+        if not b.capacity.holds(num_rows, row_bytes):
+            return False
+        return num_rows * row_bytes >= self._shape.min_two_shot_bytes(self.num_ranks)
+
+    def _launch_two_shot(
+        self, b: Boxes, rows: Tensor, out: Tensor, *arguments: Any, N: int, **constants: Any
+    ) -> None:
+        block, block_rows = triton.next_power_of_2(N), self._shape.block_rows
+        num_units = -(-rows.shape[0] // (self.num_ranks * block_rows))
+        lag = min(self._shape.lag, num_units // 4)
+        programs_per_slot = self.num_ranks - 1 + self.num_ranks * block_rows
+        constants = {"BLOCK": block, "num_warps": num_warps(block), **constants}
+        self._run(
+            two_shot_kernel, ((num_units + 2 * lag) * programs_per_slot, 1),
+            rows, out, b.sum_boxes, b.sum_flags, b.sum_numbers, *arguments, rows.shape[0], lag,
+            N=N,
+            ROWS=block_rows,
+            MAX_ROWS=b.capacity.max_rows,
+            SENDER_BYTES=b.capacity.sender_bytes(self._shape, self.num_ranks),
+            **constants,
         )  # fmt: skip
 
     def _are_few(self, num_rows: int, row_bytes: int) -> bool:
@@ -202,8 +236,11 @@ class PeerCommunicator(Communicator):
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with torch.cuda.stream(stream):  # of None: as it is
             b.ended.copy_(torch.ones_like(b.ended, device="cpu"))
-            ahead = b.numbers.cpu() + _FAR_AHEAD
-            b.own_flags.copy_(ahead.repeat(self.num_ranks))
+            for numbers, own_flags in (
+                (b.numbers, b.own_flags),
+                (b.sum_numbers, b.own_sum_flags),
+            ):
+                own_flags.copy_((numbers.cpu() + _FAR_AHEAD).repeat(self.num_ranks))
 
     def _begins_of(self, sizes: tuple[int, ...]) -> Tensor:
         if sizes not in self._begins:

@@ -134,21 +134,23 @@ def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[Ste
                 runner.run_blank(shape)
 
 
-def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[int, int]]:
-    """(rows, bytes per row) of the largest collectives of a step: sums, and whole logits."""
+def _collectives(
+    config: EngineConfig, captured: CapturedModel
+) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """(rows, bytes per row) of the largest all-reduce of a step, and of its largest all-gathers."""
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
     num_rows = max(config.num_samples_per_step, CHUNK_ROWS)
     num_tokens = max(config.num_tokens_per_step, MIN_SIZE)
     itemsize = loaded.dtype.itemsize
-    calls = [(num_tokens, text_config.hidden_size * itemsize)]
+    gathers = []
     for module in loaded.module.modules():
         sizes: list[int] | None = getattr(module, "pagespec_sizes", None)
         if sizes is not None:
-            calls.append((num_tokens, max(sizes) * itemsize))
+            gathers.append((num_tokens, max(sizes) * itemsize))
     if loaded.vocab_sizes is not None:
-        calls.append((num_rows, max(loaded.vocab_sizes) * max(itemsize, 4)))
-    return calls
+        gathers.append((num_rows, max(loaded.vocab_sizes) * max(itemsize, 4)))
+    return (num_tokens, text_config.hidden_size * itemsize), gathers
 
 
 def _can_capture(captured: CapturedModel) -> bool:

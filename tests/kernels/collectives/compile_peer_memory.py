@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from pagespec.kernels.arch import Arch
 from pagespec.kernels.collectives import symmetric
-from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
+from pagespec.kernels.collectives.boxes import Boxes, Capacity, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel, few_rows_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
@@ -33,10 +33,10 @@ from tests.kernels.jit.parallel_build_cases import FakeDriver
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
 
 
-def make_boxes(max_chunks: int, shape: LaunchShape, num_ranks: int, _device: object) -> Boxes:
-    memory = torch.empty(sum(Boxes.num_bytes(max_chunks, shape, num_ranks)), dtype=torch.uint8)
+def make_boxes(capacity: Capacity, shape: LaunchShape, num_ranks: int, _device: object) -> Boxes:
+    memory = torch.empty(sum(Boxes.num_bytes(capacity, shape, num_ranks)), dtype=torch.uint8)
     addresses = [_ADDRESS + rank * (1 << 30) for rank in range(num_ranks)]
-    return Boxes.over(memory, addresses, max_chunks, shape)
+    return Boxes.over(memory, addresses, capacity, shape)
 
 
 def compiled(kernel: Any) -> Any:

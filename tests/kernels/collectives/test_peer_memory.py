@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
+from pagespec.kernels.collectives.boxes import Boxes, Capacity, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
@@ -34,10 +34,16 @@ class Group:
     """Communicators of forked ranks."""
 
     def __init__(
-        self, num_ranks: int, max_chunks: int = MAX_CHUNKS, shape: LaunchShape = SHAPE
+        self,
+        num_ranks: int,
+        max_chunks: int = MAX_CHUNKS,
+        shape: LaunchShape = SHAPE,
+        row_bytes: int = 1,
     ) -> None:
-        self.num_ranks, self._max_chunks, self._shape = num_ranks, max_chunks, shape
-        sizes = Boxes.num_bytes(max_chunks, shape, num_ranks)
+        sums = max_chunks, row_bytes
+        self.num_ranks, self._sums, self._shape = num_ranks, sums, shape
+        self.capacity = Capacity.of(sums, (), shape, num_ranks)
+        sizes = Boxes.num_bytes(self.capacity, shape, num_ranks)
         self._num_box_bytes = sizes[0]
         self.boxes = [shared(sum(sizes), dtype=torch.uint8) for _ in range(num_ranks)]
         for rank in range(num_ranks):
@@ -45,19 +51,19 @@ class Group:
 
     def _boxes_of(self, rank: int) -> Boxes:
         addresses = [memory.data_ptr() for memory in self.boxes]
-        return Boxes.over(self.boxes[rank], addresses, self._max_chunks, self._shape)
+        return Boxes.over(self.boxes[rank], addresses, self.capacity, self._shape)
 
     def box(self, rank: int) -> Tensor:
         return self.boxes[rank][: self._num_box_bytes]
 
     def rank(self, rank: int) -> PeerCommunicator:
-        def make(max_chunks: int, *_: object) -> Boxes:
-            assert max_chunks == self._max_chunks
+        def make(capacity: Capacity, *_: object) -> Boxes:
+            assert capacity == self.capacity
             return self._boxes_of(rank)
 
         host = LoneRank(rank, self.num_ranks)
         communicator = PeerCommunicator(host, torch.device("cpu"), make, self._shape)
-        communicator.reserve((self._max_chunks, 1))
+        communicator.reserve(self._sums)
         communicator.connect()
         return communicator
 
@@ -324,3 +330,44 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     assert re.search(r"wd[bo]+$", matmul), matmul
     assert re.match(r"l+do?l+m+b", behind_it), behind_it
     assert behind_it.endswith("sw"), behind_it
+
+
+@pytest.mark.parametrize("block_rows", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_shot_sums_have_the_bits_of_one_shot_sums(dtype: torch.dtype, block_rows: int) -> None:
+    num_ranks = 3
+    # Sizes change from call to call, so that rows lie elsewhere and calls have other rows.
+    sizes = [(100, 70), (1, 300), (33, 300), (13, 299), (2, 1), (64, 300), (100, 70)]
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*size: int) -> Tensor:
+        return (torch.randn(size, generator=generator) * 30).to(dtype)
+
+    # Rows of a wider tensor.
+    parts = [[normal(r, n + 8)[:, :n] for _ in range(num_ranks)] for r, n in sizes]
+    residuals = [normal(*size) if n % 3 else None for n, size in enumerate(sizes)]
+    weights = [normal(size[1]) for size in sizes]
+    one, two = (
+        Group(num_ranks, 128, LaunchShape(few_rows=0, two_shot_bytes=n, **more), 1200)
+        for n, more in ((1 << 30, {}), (0, {"block_rows": block_rows, "lag": 2}))
+    )
+    found = [
+        [[shared(3, *size, dtype=dtype) for _ in range(num_ranks)] for size in sizes]
+        for _ in range(2)
+    ]
+
+    def run(rank: int) -> None:
+        for group, results in zip((one, two), found, strict=True):
+            communicator = group.rank(rank)
+            for call, (residual, weight) in enumerate(zip(residuals, weights, strict=True)):
+                partial, norm = parts[call][rank], (weight, 1e-6, FORMS[call % 3])
+                total = communicator.all_reduce(partial)
+                joined = communicator.all_reduce_norm(partial, residual, *norm)
+                results[call][rank].copy_(torch.stack([total, *joined]))
+
+    fork_ranks(num_ranks, run)
+    assert two.capacity.max_chunks == 0 < one.capacity.max_chunks
+    for call, (expected, results) in enumerate(zip(*found, strict=True)):
+        for rank in range(num_ranks):
+            assert torch.equal(results[rank], expected[rank]), (call, rank)
+            assert torch.equal(results[rank][0], in_rank_order(parts[call])), (call, rank)
