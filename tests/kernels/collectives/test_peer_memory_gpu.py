@@ -1,4 +1,4 @@
-"""The collectives on two GPUs: the bits of every form of call, alone and in CUDA graphs."""
+"""The collectives on several GPUs: the bits of every form of call, alone and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ pytestmark = [
 ]
 
 
-def test_two_gpus_have_the_bits_of_the_sum_in_rank_order_and_of_the_norm() -> None:
-    script = Path(__file__).with_name("two_gpus.py")
+def test_all_gpus_have_the_bits_of_the_sum_in_rank_order_and_of_the_norm() -> None:
+    script = Path(__file__).with_name("all_gpus.py")
     assert run_apart(str(script)).endswith("ok\n")
