@@ -35,7 +35,7 @@ from .peer_memory import wait_for
 
 @triton.jit
 def _of_rank(addresses, rank, NUM_RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address of a rank that is not a constant."""
+    """The address of a rank, or the addresses of several, that are no constants."""
     found = addresses[0]
     for other in tl.static_range(1, NUM_RANKS):
         found = tl.where(rank == other, addresses[other], found)
@@ -54,9 +54,12 @@ def _wait_for_peers(  # type: ignore[no-untyped-def]
     flags, number, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
     """:func:`.peer_memory.wait_for` for a row's flags of all peers. flags: of rank 0."""
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            wait_for(flags + peer * MAX_ROWS, number)
+    peers = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
+    is_peer = (peers < NUM_RANKS) & (peers != RANK)
+    behind = number * 0 + 1
+    while behind > 0:
+        seen = tl.atomic_add(flags + peers * MAX_ROWS, 0, mask=is_peer, sem="acquire", scope="sys")
+        behind = tl.max(tl.where(is_peer, number - seen, 0), axis=0)
 
 
 @triton.jit
@@ -152,10 +155,12 @@ def two_shot_kernel(  # type: ignore[no-untyped-def]
                         there = _rows_of(box, row, STRIDE, DTYPE)
                         tl.store(there + i, total.to(DTYPE), mask=mask)
                 tl.debug_barrier()
-                for peer in tl.static_range(NUM_RANKS):
-                    if peer != RANK:
-                        flag = flags[peer].to(tl.pointer_type(tl.int32)) + RANK * MAX_ROWS + row
-                        tl.atomic_xchg(flag, number, sem="release", scope="sys")
+                # One thread per peer: a release waits for the earlier writes of its thread.
+                peers = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
+                is_peer = (peers < NUM_RANKS) & (peers != RANK)
+                flag = _of_rank(flags, peers, NUM_RANKS).to(tl.pointer_type(tl.int32))
+                flag += RANK * MAX_ROWS + row
+                tl.atomic_xchg(flag, number, mask=is_peer, sem="release", scope="sys")
             else:
                 wait_for(own_flags + owner * MAX_ROWS, number)
                 box = boxes[RANK] + NUM_RANKS * SENDER_BYTES

@@ -332,12 +332,11 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     assert behind_it.endswith("sw"), behind_it
 
 
-@pytest.mark.parametrize("block_rows", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "block_rows"), [(torch.float32, 1), (torch.bfloat16, 4)])
 def test_two_shot_sums_have_the_bits_of_one_shot_sums(dtype: torch.dtype, block_rows: int) -> None:
     num_ranks = 3
     # Sizes change from call to call, so that rows lie elsewhere and calls have other rows.
-    sizes = [(100, 70), (1, 300), (33, 300), (13, 299), (2, 1), (64, 300), (100, 70)]
+    sizes = [(40, 70), (1, 300), (33, 300), (13, 299), (2, 1), (40, 70)]
     generator = torch.Generator().manual_seed(7)
 
     def normal(*size: int) -> Tensor:
@@ -348,7 +347,7 @@ def test_two_shot_sums_have_the_bits_of_one_shot_sums(dtype: torch.dtype, block_
     residuals = [normal(*size) if n % 3 else None for n, size in enumerate(sizes)]
     weights = [normal(size[1]) for size in sizes]
     one, two = (
-        Group(num_ranks, 128, LaunchShape(few_rows=0, two_shot_bytes=n, **more), 1200)
+        Group(num_ranks, 64, LaunchShape(few_rows=0, two_shot_bytes=n, **more), 1200)
         for n, more in ((1 << 30, {}), (0, {"block_rows": block_rows, "lag": 2}))
     )
     found = [
