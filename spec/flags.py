@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
 
 BUGS = ("equality", "one-half", "flag-first")
 
@@ -82,17 +82,29 @@ def _advanced(state: State, rank: int, num_places: int) -> State:
     )
 
 
-def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """The number of states, and the first violation with its shortest path: R4, or R5 if nothing
-    can happen although calls are left; "" for none."""
-    first = initial(num_ranks)
-    come_from: dict[State, tuple[State, str] | None] = {first: None}
+class Searched(Protocol):
+    """A state of a model; its property ``broken`` names a violated property, or is empty."""
+
+    @property
+    def broken(self) -> str: ...
+
+
+S = TypeVar("S", bound=Searched)
+
+
+def search(
+    first: S,
+    actions: Callable[[S], Iterable[tuple[str, S]]],
+    is_done: Callable[[S], bool],
+) -> tuple[int, str, tuple[str, ...]]:
+    """The number of states, and the first violation with its shortest path: a state's own, or R5 if
+    nothing can happen although calls are left; "" for none."""
+    come_from: dict[S, tuple[S, str] | None] = {first: None}
     todo = deque([first])
     while todo:
         state = todo.popleft()
-        following = list(actions(state, num_ranks, num_calls, bug))
-        is_done = all(call > num_calls for call in state.calls)
-        broken = state.broken or ("" if following or is_done else "R5")
+        following = list(actions(state))
+        broken = state.broken or ("" if following or is_done(state) else "R5")
         if broken:
             names = []
             while (step := come_from[state]) is not None:
@@ -104,6 +116,15 @@ def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tupl
                 come_from[after] = state, name
                 todo.append(after)
     return len(come_from), "", ()
+
+
+def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
+    """The result of :func:`search`: R4, R5 or ""."""
+    return search(
+        initial(num_ranks),
+        lambda state: actions(state, num_ranks, num_calls, bug),
+        lambda state: min(state.calls) > num_calls,
+    )
 
 
 SCOPES = ((2, 6), (3, 3))

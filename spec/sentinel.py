@@ -13,9 +13,10 @@ unread part.
 from __future__ import annotations
 
 import argparse
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from .flags import search
 
 BUGS = ("one-half", "no-clear", "clear-late")
 
@@ -89,27 +90,12 @@ def _steps(peers: list[int], call: int, bug: str) -> list[tuple[str, int, int]]:
 
 
 def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """The number of states, and the first violation with its shortest path: R4, or R5 if nothing
-    can happen although calls are left; "" for none."""
-    first = initial(num_ranks)
-    come_from: dict[State, tuple[State, str] | None] = {first: None}
-    todo = deque([first])
-    while todo:
-        state = todo.popleft()
-        following = list(actions(state, num_ranks, num_calls, bug))
-        is_done = all(call > num_calls for call in state.calls)
-        broken = state.broken or ("" if following or is_done else "R5")
-        if broken:
-            names = []
-            while (step := come_from[state]) is not None:
-                state, name = step
-                names.append(name)
-            return len(come_from), broken, tuple(reversed(names))
-        for name, after in following:
-            if after not in come_from:
-                come_from[after] = state, name
-                todo.append(after)
-    return len(come_from), "", ()
+    """The result of :func:`.flags.search`: R4, R5 or ""."""
+    return search(
+        initial(num_ranks),
+        lambda state: actions(state, num_ranks, num_calls, bug),
+        lambda state: min(state.calls) > num_calls,
+    )
 
 
 SCOPES = ((2, 6), (3, 3))

@@ -18,7 +18,7 @@ programs in the order of their numbers, so every program ends.
 
 A box has no halves. A rank starts a call after its last call has ended: its parts were then read,
 because it has read their sums. An owner writes a sum of a call after the peer's push of that call,
-and the peer has then read the sums of all earlier calls (``spec/flags.py``). This holds wherever
+and the peer has then read the sums of all earlier calls (``spec/two_shot.py``). This holds wherever
 calls place their rows. A flag holds the number of calls that had the row, so it needs no reset.
 """
 
