@@ -1,7 +1,7 @@
 """All-reduce over the GPUs of a host: microseconds per call inside CUDA graphs.
 
     python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64]
-                                    [--mode table | shots | sweep]
+                                    [--mode table shots sweep two-shot overlap]
 
 The table compares pagespec's all-reduce with NCCL and with torch's symmetric-memory kernels, on
 bfloat16 rows. Further columns include the residual and the norm after it: pagespec's all-reduce and
@@ -15,7 +15,8 @@ every element is the float32 sum in rank order, and whether "joined" has the bit
 NCCL, at any number of rows: "ours" is the engine's choice between the two.
 
 ``--mode sweep`` times other divisions of pagespec's calls into programs (``LaunchShape``). A norm
-with another number of warps has other bits.
+with another number of warps has other bits. ``--mode two-shot`` does so for two-shot calls, and
+``--mode overlap`` times a matmul and its all-reduce, one after the other and beside each other.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     require_gpu(number=2)  # before torch is imported
 
 import argparse
+import dataclasses
 import itertools
 import os
 import statistics
@@ -53,7 +55,16 @@ _EPS = 1e-6
 # (bytes of a chunk, warps), without a norm; with one, (bytes, warps of a row).
 _SHAPES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16))
 _NEVER = 1 << 62
-_BLOCK_ROWS, _LAGS = (1, 2, 4, 8), (0, 4, 8, 16, 32)
+# Of two-shot calls: (rows of a block, lag), and (registers of a thread, programs).
+_BLOCKS = ((1, 16), (1, 64), (2, 32), (4, 0), (4, 8), (4, 16), (4, 32), (8, 8), (8, 16))
+_LIMITS = ((None, None), (40, None), (32, None), (64, 264), (64, 132), (64, 64), (64, 32), (64, 16))
+_TWO_SHOT = LaunchShape(two_shot_bytes=0)
+_PARTS = (2, 4)
+_OVERLAPS: dict[str, dict[str, int]] = {
+    "parts": {},
+    "of 64 p": {"max_programs": 64, "max_registers": 64},
+    "of 32 p": {"max_programs": 32, "max_registers": 64},
+}
 _NORM_SHAPES = ((4096, 4), (4096, 8), (4096, 16), (4096, 32), (8192, 8), (8192, 16))
 
 
@@ -120,7 +131,10 @@ def _run(
     for mode, columns in itertools.product(modes, widths):
         if mode == "sweep":
             _sweep(rank, columns, all_rows)
+        elif mode == "two-shot":
             _sweep_two_shot(rank, num_ranks, columns, all_rows)
+        elif mode == "overlap":
+            _overlap(rank, num_ranks, columns, all_rows)
         else:
             compare = _compare_shots if mode == "shots" else _compare
             compare(rank, num_ranks, columns, all_rows, bandwidth)
@@ -280,22 +294,97 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
 
 
 def _sweep_two_shot(rank: int, num_ranks: int, columns: int, all_rows: list[int]) -> None:
-    """Two-shot calls with the norm: rows of blocks, and the lag of steps in units."""
-    _row(rank, "two-shot", *(f"lag {lag}" for lag in _LAGS))
-    for block_rows in _BLOCK_ROWS:
-        groups = [
-            _communicator(
-                columns, all_rows, LaunchShape(two_shot_bytes=0, block_rows=block_rows, lag=lag)
-            )
-            for lag in _LAGS
+    """Two-shot calls with the norm: rows of blocks, and the lag of steps in units; then registers
+    per thread, and the number of programs."""
+    groups = [
+        (LaunchShape(two_shot_bytes=0, block_rows=block_rows, lag=lag), f"{block_rows}, {lag}")
+        for block_rows, lag in _BLOCKS
+    ]
+    _sweep_shapes(rank, num_ranks, columns, all_rows, "rows, lag", groups)
+    default = LaunchShape(two_shot_bytes=0)
+    groups = [
+        (
+            dataclasses.replace(default, max_registers=registers, max_programs=programs),
+            f"{registers} r, {programs} p",
+        )
+        for registers, programs in _LIMITS
+    ]
+    _sweep_shapes(rank, num_ranks, columns, all_rows, "limits", groups)
+
+
+def _sweep_shapes(
+    rank: int,
+    num_ranks: int,
+    columns: int,
+    all_rows: list[int],
+    title: str,
+    groups: list[tuple[LaunchShape, str]],
+) -> None:
+    _row(rank, title, *(name for _, name in groups))
+    communicators = [_communicator(columns, all_rows, shape) for shape, _ in groups]
+    for num_rows in all_rows:
+        x, residual, weight = _inputs(num_rows, columns)
+        norm = (residual, weight, _EPS, "rounded")
+        num_calls = _num_calls(x.nbytes, num_ranks)
+        _row(
+            rank,
+            num_rows,
+            *(
+                _microseconds(partial(each.all_reduce_norm, x, *norm), num_calls)
+                for each in communicators
+            ),
+        )
+
+
+def _overlap(rank: int, num_ranks: int, columns: int, all_rows: list[int]) -> None:
+    """A row-parallel matmul, then its all-reduce with the norm: whole, and in parts of the rows,
+    where the all-reduce of a part runs in another stream beside the matmul of the next one."""
+    groups = {
+        name: _communicator(columns, all_rows, dataclasses.replace(_TWO_SHOT, **limits))
+        for name, limits in _OVERLAPS.items()
+    }
+    names = [f"{n} {name}" for name in groups for n in _PARTS]
+    _row(rank, "rows x K", "matmul", "joined", "in sequence", *names)
+    for k_size, num_rows in itertools.product((2048, 6400, 12800), all_rows):
+        x = torch.randn(num_rows, k_size, device="cuda").bfloat16()
+        weight = torch.randn(columns, k_size, device="cuda").bfloat16() / k_size**0.5
+        part, residual, norm_weight = _inputs(num_rows, columns)
+        first = next(iter(groups.values()))
+        calls: list[Callable[[], object]] = [
+            partial(F.linear, x, weight),
+            partial(first.all_reduce_norm, part, residual, norm_weight, _EPS, "rounded"),
+            *(
+                partial(_in_parts, ours, num_parts, x, weight, residual, norm_weight)
+                for ours, num_parts in [(first, 1), *itertools.product(groups.values(), _PARTS)]
+            ),
         ]
-        for num_rows in all_rows:
-            x, residual, weight = _inputs(num_rows, columns)
-            norm = (residual, weight, _EPS, "rounded")
-            calls = [partial(ours.all_reduce_norm, x, *norm) for ours in groups]
-            num_calls = _num_calls(x.nbytes, num_ranks)
-            times = [_microseconds(call, num_calls) for call in calls]
-            _row(rank, f"{block_rows} x {num_rows}", *times)
+        num_calls = _num_calls(part.nbytes, num_ranks)
+        _row(rank, f"{num_rows} x {k_size}", *(_microseconds(call, num_calls) for call in calls))
+
+
+_SIDE: list[torch.cuda.Stream] = []
+
+
+def _in_parts(
+    ours: PeerCommunicator,
+    num_parts: int,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+) -> object:
+    if num_parts == 1:
+        return ours.all_reduce_norm(F.linear(x, weight), residual, norm, _EPS, "rounded")
+    if not _SIDE:
+        _SIDE.append(torch.cuda.Stream(priority=-1))
+    main, kept = torch.cuda.current_stream(), []
+    for rows, residual_rows in zip(x.chunk(num_parts), residual.chunk(num_parts), strict=True):
+        kept.append(F.linear(rows, weight))  # not freed while the other stream reads it
+        _SIDE[0].wait_stream(main)
+        with torch.cuda.stream(_SIDE[0]):
+            kept.append(ours.all_reduce_norm(kept[-1], residual_rows, norm, _EPS, "rounded"))
+    main.wait_stream(_SIDE[0])
+    return kept
 
 
 def main() -> None:
@@ -303,7 +392,7 @@ def main() -> None:
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--columns", type=int, nargs="+", default=[4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024, 8192])
-    modes = ("table", "shots", "sweep")
+    modes = ("table", "shots", "sweep", "two-shot", "overlap")
     parser.add_argument("--mode", choices=modes, nargs="+", default=["table"])
     options = parser.parse_args()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -27,6 +27,8 @@ class LaunchShape:
             ``_TWO_SHOT_BYTES`` for the number of ranks.
         block_rows: rows of a block of a two-shot call, a power of 2.
         lag: units between the steps of a two-shot call (:mod:`.two_shot`).
+        max_programs: of a two-shot call; None for one per task.
+        max_registers: per thread of a two-shot call; None for the compiler's choice.
     """
 
     chunk_bytes: int = 4096
@@ -37,6 +39,8 @@ class LaunchShape:
     two_shot_bytes: int | None = None
     block_rows: int = 4
     lag: int = 16
+    max_programs: int | None = None
+    max_registers: int | None = None
 
     def min_two_shot_bytes(self, num_ranks: int) -> int:
         """The size in bytes from which on an all-reduce is two-shot."""

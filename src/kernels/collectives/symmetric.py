@@ -196,11 +196,16 @@ class PeerCommunicator(Communicator):
         block, block_rows = triton.next_power_of_2(N), self._shape.block_rows
         num_units = -(-rows.shape[0] // (self.num_ranks * block_rows))
         lag = min(self._shape.lag, num_units // 4)
-        programs_per_slot = self.num_ranks - 1 + self.num_ranks * block_rows
+        num_tasks = (num_units + 2 * lag) * (self.num_ranks - 1 + self.num_ranks * block_rows)
+        num_programs = min(num_tasks, self._shape.max_programs or num_tasks)
         constants = {"BLOCK": block, "num_warps": num_warps(block), **constants}
+        if self._shape.max_registers is not None:
+            constants["maxnreg"] = self._shape.max_registers
         self._run(
-            two_shot_kernel, ((num_units + 2 * lag) * programs_per_slot, 1),
+            two_shot_kernel, (num_programs, 1),
             rows, out, b.sum_boxes, b.sum_flags, b.sum_numbers, *arguments, rows.shape[0], lag,
+            num_tasks,
+            IS_PERSISTENT=num_programs < num_tasks,
             N=N,
             ROWS=block_rows,
             MAX_ROWS=b.capacity.max_rows,

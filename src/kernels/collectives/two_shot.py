@@ -79,32 +79,22 @@ def _push_block(  # type: ignore[no-untyped-def]
     tl.atomic_xchg(flags + first + row, number, mask=is_row, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["num_rows", "lag"])
-def two_shot_kernel(  # type: ignore[no-untyped-def]
-    partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
+@triton.jit
+def _run_task(  # type: ignore[no-untyped-def]
+    task, partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
     residual_stride, num_rows, lag,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
-    MAX_ROWS: tl.constexpr, SENDER_BYTES: tl.constexpr, PDL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, SENDER_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The results of :func:`.peer_memory.all_reduce_norm_kernel`, or of ``all_reduce_kernel``
-    without a FORM, and their bits.
-
-    Grid: ``((units + 2 * lag) * (NUM_RANKS - 1 + NUM_RANKS * ROWS),)``.
-
-    Shapes: partial, residual, out and hidden ``[num_rows, N]``, the last two contiguous, weight
-    ``[N]``. boxes: a tuple with the address of each rank's memory: ``NUM_RANKS * SENDER_BYTES`` for
-    parts, by sender, then rows of sums. flags: likewise, int32 ``[NUM_RANKS, MAX_ROWS]``, by
-    sender. numbers: int32 ``[MAX_ROWS]``, this rank's own: how often each row was in a call.
-    """
+    """A push, a sum or a finish of :func:`two_shot_kernel`."""
     DTYPE: tl.constexpr = partial.dtype.element_ty
     ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     # The stride of rows in boxes: 16-byte loads and stores.
     STRIDE: tl.constexpr = (N * ITEM_BYTES + 15) // 16 * (16 // ITEM_BYTES)
     NUM_PEERS: tl.constexpr = NUM_RANKS - 1
     PER_SLOT: tl.constexpr = NUM_PEERS + ROWS * NUM_RANKS
-    overlap(PDL, LATE_TRIGGER=True)
-    slot, place = tl.program_id(0) // PER_SLOT, tl.program_id(0) % PER_SLOT
+    slot, place = task // PER_SLOT, task % PER_SLOT
     i = tl.arange(0, BLOCK)
     mask = i < N
     if place < NUM_PEERS:
@@ -176,3 +166,41 @@ def two_shot_kernel(  # type: ignore[no-untyped-def]
             if FORM is not None:
                 y = scaled(y * tl.rsqrt(mean_square(y, N) + eps), w.to(tl.float32), FORM, DTYPE)
             tl.store(out + base + i, y.to(DTYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "lag", "num_tasks"])
+def two_shot_kernel(  # type: ignore[no-untyped-def]
+    partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
+    residual_stride, num_rows, lag, num_tasks,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
+    MAX_ROWS: tl.constexpr, SENDER_BYTES: tl.constexpr, IS_PERSISTENT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The results of :func:`.peer_memory.all_reduce_norm_kernel`, or of ``all_reduce_kernel``
+    without a FORM, and their bits.
+
+    Grid: ``(num_tasks,)``, or fewer if IS_PERSISTENT. There are ``(units + 2 * lag) * (NUM_RANKS -
+    1 + NUM_RANKS * ROWS)`` tasks.
+
+    Shapes: partial, residual, out and hidden ``[num_rows, N]``, the last two contiguous, weight
+    ``[N]``. boxes: a tuple with the address of each rank's memory: ``NUM_RANKS * SENDER_BYTES`` for
+    parts, by sender, then rows of sums. flags: likewise, int32 ``[NUM_RANKS, MAX_ROWS]``, by
+    sender. numbers: int32 ``[MAX_ROWS]``, this rank's own: how often each row was in a call.
+    """
+    overlap(PDL, LATE_TRIGGER=True)
+    if IS_PERSISTENT:
+        for step in range(0, num_tasks - tl.program_id(0), tl.num_programs(0)):
+            _run_task(
+                tl.program_id(0) + step,
+                partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
+                residual_stride, num_rows, lag, N, BLOCK, ROWS, FORM, HAS_RESIDUAL, RANK,
+                NUM_RANKS, MAX_ROWS, SENDER_BYTES,
+            )  # fmt: skip
+    else:
+        _run_task(
+            tl.program_id(0),
+            partial, out, boxes, flags, numbers, residual, hidden, weight, eps, row_stride,
+            residual_stride, num_rows, lag, N, BLOCK, ROWS, FORM, HAS_RESIDUAL, RANK, NUM_RANKS,
+            MAX_ROWS, SENDER_BYTES,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compile an all-reduce fused with its norm, and the norm alone, as if on an H100.
+"""Compile all-reduces fused with their norm, and the norm alone, as if on an H100.
 
 Prints properties of the results (JSON). The launches are compiled but not executed, so no GPU is
 needed. ``test_peer_memory.py`` runs this program in a process without Triton's interpreter.
@@ -22,6 +22,7 @@ from pagespec.kernels.collectives.boxes import Boxes, Capacity, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel, few_rows_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
+from pagespec.kernels.collectives.two_shot import two_shot_kernel
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.matmul import dispatch
@@ -46,7 +47,9 @@ def compiled(kernel: Any) -> Any:
 
 def order_of_additions(asm: Any) -> list[str]:
     """The layout of the row that is added up, then the steps between threads."""
-    (kind,) = set(re.findall(r'"tt\.reduce".*?\(tensor<\w+, (#\w+)>\)', asm["ttgir"], re.S))
+    # Integers are reduced as well.
+    kinds = re.findall(r'"tt\.reduce".*?\(tensor<(\w+), (#\w+)>\)', asm["ttgir"], re.S)
+    (kind,) = {kind for of, kind in kinds if of.endswith("f32")}
     (layout,) = re.findall(rf"^{kind} = (.*)$", asm["ttgir"], re.M)
     steps = re.findall(r"shfl\.sync\.bfly\.b32 .*?, (\d+), (\d+), -1", asm["ptx"])
     # What else is reduced, of integers, comes before, and begins with one step for a warp.
@@ -114,6 +117,9 @@ def main() -> None:
     check_compiled_before_ranks_meet(ours, fake)
     few.reserve((64, 1))
     few.connect()
+    many = PeerCommunicator(LoneRank(_RANK, 4), device, make_boxes, LaunchShape(two_shot_bytes=0))
+    many.reserve((64, 4 * 5120))
+    many.connect()
     answer = []
     for name, width, gap in json.loads(sys.argv[1]):
         dtype: torch.dtype = getattr(torch, name)
@@ -122,10 +128,11 @@ def main() -> None:
         few.all_reduce_norm(x, x, *norm)
         ours.all_reduce_norm(x, x, *norm)
         rms_norm.add_rms_norm(x, x, *norm)
-        kernels = few_rows_norm_kernel, all_reduce_norm_kernel, rms_norm._norm_kernel
-        made = [compiled(kernel) for kernel in kernels]
+        many.all_reduce_norm(x, x, *norm)
+        kernels = few_rows_norm_kernel, all_reduce_norm_kernel, two_shot_kernel
+        made = [compiled(kernel) for kernel in (*kernels, rms_norm._norm_kernel)]
         orders = [order_of_additions(asm) for asm in made]
-        answer.append([*orders, *(events(asm["ptx"]) for asm in made[:2])])
+        answer.append([orders, *(events(asm["ptx"]) for asm in made[:3])])
     print(json.dumps([answer, pushed(few)]))
 
 

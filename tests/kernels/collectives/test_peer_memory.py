@@ -265,10 +265,35 @@ def test_nothing_waits_for_a_lost_rank() -> None:
     assert communicator.all_gather(torch.ones(1, 8), [8, 8]).shape == (1, 16)
 
 
+def test_no_two_shot_sum_waits_for_a_lost_rank() -> None:
+    communicator = Group(3, shape=LaunchShape(two_shot_bytes=0), row_bytes=32).rank(1)
+    communicator.end()
+    x = torch.ones(16, 8)
+    assert communicator.all_reduce(x).shape == (16, 8)
+    assert communicator.all_reduce_norm(x, x, x[0], 1e-6, "wide")[1].shape == (16, 8)
+
+
 def test_a_call_that_does_not_fit_is_refused() -> None:
     group = Group(2)
     with pytest.raises(ValueError, match="17 rows of 1 chunks for 16"):
         group.rank(0).all_reduce(torch.zeros(17, 4))
+
+
+def test_memory_for_sums_holds_either_kind_of_call() -> None:
+    sums, gathers = (8192, 10240), [(64, 400_000)]
+    default, never = LaunchShape(), LaunchShape(two_shot_bytes=1 << 62)
+    assert Capacity.of(sums, gathers, default, 2) == Capacity(8192 * 3)
+    assert Capacity.of(sums, gathers, never, 4) == Capacity(8192 * 3)
+    of_four = Capacity.of(sums, gathers, default, 4)
+    least = default.min_two_shot_bytes(4)
+    assert of_four.max_chunks == max(64 * 98, -(-least // 10240) * 3)
+    assert of_four.holds(8192, 10240)
+    assert not of_four.holds(8193, 10240)
+    assert not of_four.holds(1, 10242)
+    # The parts of all owners, and the sums.
+    parts = Boxes.num_bytes(of_four, default, 4)
+    assert parts[2] == 2 * 8192 * 10240
+    assert Capacity.of((100, 100), gathers, default, 4) == Capacity(64 * 98)
 
 
 def test_ranks_choose_the_tokens_that_one_would() -> None:
@@ -317,13 +342,15 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     printed = run_apart(str(script), json.dumps(SHAPES))
     answer, (matmul, behind_it) = json.loads(printed)
     for shape, found in zip(SHAPES, answer, strict=True):
-        few, joined, alone, few_order, order = found
-        assert few == joined == alone, shape
+        orders, few_order, order, many_order = found
+        assert all(one == orders[-1] for one in orders), (shape, orders)
         # The weight is loaded before the wait. The flag follows the pushed data, and nothing is
         # loaded between the two.
         assert re.match(r"l+wd[lo]+s+bfp", order), (shape, order)
         # Few rows: pushes, then the start of the next kernel and the polls for arriving data.
         assert re.match(r"l+w[lo]+s+dm+b", few_order), (shape, few_order)
+        # Many rows: the flags follow the pushed parts, and the pushed sums.
+        assert re.match(r"wd[lo]+s+bf[^f]+[lo]s+bf[^f]+$", many_order), (shape, many_order)
     # A matmul that pushes reads which half of the buffer to use after its wait, which lets the sum
     # start. The sum lets the next kernel start and waits for data only. At its end it waits for
     # all kernels before it.
@@ -332,8 +359,14 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     assert behind_it.endswith("sw"), behind_it
 
 
-@pytest.mark.parametrize(("dtype", "block_rows"), [(torch.float32, 1), (torch.bfloat16, 4)])
-def test_two_shot_sums_have_the_bits_of_one_shot_sums(dtype: torch.dtype, block_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block_rows", "max_programs"),
+    # The interpreter runs programs one after the other.
+    [(torch.float32, 1, 1), (torch.bfloat16, 4, None)],
+)
+def test_two_shot_sums_have_the_bits_of_one_shot_sums(
+    dtype: torch.dtype, block_rows: int, max_programs: int | None
+) -> None:
     num_ranks = 3
     # Sizes change from call to call, so that rows lie elsewhere and calls have other rows.
     sizes = [(40, 70), (1, 300), (33, 300), (13, 299), (2, 1), (40, 70)]
@@ -346,10 +379,13 @@ def test_two_shot_sums_have_the_bits_of_one_shot_sums(dtype: torch.dtype, block_
     parts = [[normal(r, n + 8)[:, :n] for _ in range(num_ranks)] for r, n in sizes]
     residuals = [normal(*size) if n % 3 else None for n, size in enumerate(sizes)]
     weights = [normal(size[1]) for size in sizes]
-    one, two = (
-        Group(num_ranks, 64, LaunchShape(few_rows=0, two_shot_bytes=n, **more), 1200)
-        for n, more in ((1 << 30, {}), (0, {"block_rows": block_rows, "lag": 2}))
+    shapes = (
+        LaunchShape(few_rows=0, two_shot_bytes=1 << 30),
+        LaunchShape(
+            few_rows=0, two_shot_bytes=0, block_rows=block_rows, lag=2, max_programs=max_programs
+        ),
     )
+    one, two = (Group(num_ranks, 64, shape, 1200) for shape in shapes)
     found = [
         [[shared(3, *size, dtype=dtype) for _ in range(num_ranks)] for size in sizes]
         for _ in range(2)
