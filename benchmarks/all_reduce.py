@@ -12,7 +12,8 @@ GPU must receive, divided by the GPU-to-GPU bandwidth that this run measures. Th
 every element is the float32 sum in rank order, and whether "joined" has the bits of two launches.
 
 ``--mode shots`` compares one-shot and two-shot calls, without and with the norm ("joined"), with
-NCCL, at any number of rows: "ours" is the engine's choice between the two.
+NCCL, at any number of rows. "Ours" and "joined" are the engine's choices between the two. "2-shot
+few" has no flags, up to 256 rows.
 
 ``--mode sweep`` times other divisions of pagespec's calls into programs (``LaunchShape``). A norm
 with another number of warps has other bits. ``--mode two-shot`` does so for two-shot calls, and
@@ -183,11 +184,11 @@ def _compare_shots(
     rank: int, num_ranks: int, columns: int, all_rows: list[int], bandwidth: float
 ) -> None:
     groups = [
-        _communicator(columns, all_rows, LaunchShape(two_shot_bytes=least))
-        for least in (None, _NEVER, 0)
+        _communicator(columns, all_rows, LaunchShape(few_two_shot_bytes=few, two_shot_bytes=least))
+        for few, least in ((None, None), (_NEVER, _NEVER), (_NEVER, 0), (0, _NEVER))
     ]
-    names = "ours", "one-shot", "two-shot", "NCCL"
-    names += "joined", "1-shot joined", "2-shot joined", "NCCL + norm", "roofline"
+    names = ["ours", "one-shot", "two-shot", "NCCL"]
+    names += ["joined", "1-shot joined", "2-shot joined", "2-shot few", "NCCL + norm", "roofline"]
     _row(rank, f"rows x {columns}", *names, "rank order", "same bits")
     for num_rows in all_rows:
         x, residual, weight = _inputs(num_rows, columns)
@@ -210,7 +211,7 @@ def _compare_shots(
             for one, two in zip(each.all_reduce_norm(x, *norm), apart, strict=True)
         )
         calls: list[Callable[[], object]] = [
-            *(partial(each.all_reduce, x) for each in groups),
+            *(partial(each.all_reduce, x) for each in groups[:3]),
             lambda x=library: dist.all_reduce(x),
             *(partial(each.all_reduce_norm, x, *norm) for each in groups),
             of_library,
@@ -231,7 +232,9 @@ def _compare(
         for shape in (
             LaunchShape(),
             LaunchShape(few_rows=0, two_shot_bytes=_NEVER),
-            LaunchShape(few_rows=_MAX_ROWS_WITHOUT_FLAGS, two_shot_bytes=_NEVER),
+            LaunchShape(
+                few_rows=_MAX_ROWS_WITHOUT_FLAGS, few_two_shot_bytes=_NEVER, two_shot_bytes=_NEVER
+            ),
         )
     )
     group = dist.group.WORLD.group_name

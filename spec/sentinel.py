@@ -2,9 +2,10 @@
 
 The model has one row and repeated calls. In call n each rank pushes its part into the box that
 every peer has for it, which must contain the sentinel. Then, for each peer in order, it waits until
-its own box contains no sentinel, reads the part, and writes the sentinel back. Each box has two
-halves, used alternately. No rank waits for the readers; the model checks that no rank overwrites an
-unread part.
+its own box contains no sentinel, reads the part, and writes the sentinel back. In a two-shot call
+ranks push their parts to rank 0 only, which reads all parts and then pushes the sum to each. Each
+box has two halves, used alternately. No rank waits for the readers; the model checks that no rank
+overwrites unread data, whichever calls are two-shot.
 
     python -m spec.sentinel                        # states, violations
     python -m spec.sentinel --seed-bug one-half    # a broken rule and its shortest counterexample
@@ -26,7 +27,7 @@ class State(NamedTuple):
 
     Attributes:
         calls: the present call of each rank, from 1.
-        places: its next operation, of 3 (N - 1): pushes, then alternately reads and clears.
+        places: its next operation in that call.
         boxes: by owner, sender and half: the call whose part is stored there, 0 for the sentinel.
         broken: "R4" once a part was lost, or a part of another call was read.
     """
@@ -41,14 +42,17 @@ def initial(num_ranks: int) -> State:
     return State((1,) * num_ranks, (0,) * num_ranks, (0,) * (2 * num_ranks * num_ranks))
 
 
-def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[tuple[str, State]]:
+def actions(
+    state: State, num_ranks: int, num_calls: int, shots: str, bug: str
+) -> Iterator[tuple[str, State]]:
     """All possible next events: one write, or one read, of any rank."""
     for rank in range(num_ranks):
         call, place = state.calls[rank], state.places[rank]
         if call > num_calls:
             continue
         peers = [peer for peer in range(num_ranks) if peer != rank]
-        steps = _steps(peers, call, bug)
+        is_two_shot = shots[call % len(shots)] == "2"
+        steps = _two_shot(rank, peers, call) if is_two_shot else _steps(peers, call, bug)
         kind, peer, of_call = steps[place]
         half = 0 if bug == "one-half" else of_call % 2
         owner, sender = (peer, rank) if kind == "push" else (rank, peer)
@@ -89,27 +93,46 @@ def _steps(peers: list[int], call: int, bug: str) -> list[tuple[str, int, int]]:
     return pushes + [step for pair in zip(reads, clears, strict=True) for step in pair]
 
 
-def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
+def _two_shot(rank: int, peers: list[int], call: int) -> list[tuple[str, int, int]]:
+    """The same in a two-shot call, of rank 0's row."""
+    if rank:
+        return [("push", 0, call), ("read", 0, call), ("clear", 0, call)]
+    reads = [(kind, peer, call) for peer in peers for kind in ("read", "clear")]
+    return reads + [("push", peer, call) for peer in peers]
+
+
+def check(
+    num_ranks: int, num_calls: int, shots: str, bug: str = ""
+) -> tuple[int, str, tuple[str, ...]]:
     """The result of :func:`.flags.search`: R4, R5 or ""."""
     return search(
         initial(num_ranks),
-        lambda state: actions(state, num_ranks, num_calls, bug),
+        lambda state: actions(state, num_ranks, num_calls, shots, bug),
         lambda state: min(state.calls) > num_calls,
     )
 
 
-SCOPES = ((2, 6), (3, 3))
-"""(ranks, calls)."""
+SCOPES = (
+    (2, 6, "1"),
+    (3, 3, "1"),
+    (2, 16, "2"),
+    (3, 5, "2"),
+    (3, 4, "12"),
+    (3, 4, "21"),
+    (3, 5, "1122"),
+)
+"""(ranks, calls, which of them are one-shot or two-shot: a cycle)."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed-bug", choices=BUGS, default="")
     bug = parser.parse_args().seed_bug
-    for num_ranks, num_calls in SCOPES:
-        num_states, broken, path = check(num_ranks, num_calls, bug)
+    for num_ranks, num_calls, shots in SCOPES:
+        num_states, broken, path = check(num_ranks, num_calls, shots, bug)
         found = f"{broken} violated" if broken else "no violation"
-        print(f"{num_ranks} ranks, {num_calls} calls: {num_states:,} states, {found}")
+        scope = f"{num_ranks} ranks, {num_calls} calls, shots {shots}"
+        print(f"{scope}: {num_states:,} states, {found}")
         if broken:
             print("\n".join(f"  {name}" for name in path))
             return 1

@@ -23,6 +23,8 @@ class LaunchShape:
             its bits.
         few_rows, few_row_bytes: with a norm, calls of up to this many rows, of up to this many
             bytes each, use no flags.
+        few_two_shot_bytes: of the calls without flags, those of at least this many bytes are
+            two-shot; None: of ``_FEW_TWO_SHOT_BYTES`` for the number of ranks.
         two_shot_bytes: all-reduces of at least this many bytes are two-shot; None: of
             ``_TWO_SHOT_BYTES`` for the number of ranks.
         block_rows: rows of a block of a two-shot call, a power of 2.
@@ -36,6 +38,7 @@ class LaunchShape:
     norm_warps: int | None = None
     few_rows: int = 256
     few_row_bytes: int = 16384
+    few_two_shot_bytes: int | None = None
     two_shot_bytes: int | None = None
     block_rows: int = 4
     lag: int = 16
@@ -43,16 +46,22 @@ class LaunchShape:
     max_registers: int | None = None
 
     def min_two_shot_bytes(self, num_ranks: int) -> int:
-        """The size in bytes from which on an all-reduce is two-shot."""
+        """The size in bytes from which on an all-reduce with flags is two-shot."""
         if self.two_shot_bytes is not None:
             return self.two_shot_bytes
         return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _TWO_SHOT_BYTES
+
+    def min_few_two_shot_bytes(self, num_ranks: int) -> int:
+        """The same without flags."""
+        if self.few_two_shot_bytes is not None:
+            return self.few_two_shot_bytes
+        return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _FEW_TWO_SHOT_BYTES
 
 
 _ONE_SHOT_ONLY = 1 << 62
 _MAX_ONE_SHOT_RANKS = 2
 """Up to this many ranks, two-shot sends no fewer bytes than one-shot."""
-_TWO_SHOT_BYTES = 4 << 20
+_TWO_SHOT_BYTES, _FEW_TWO_SHOT_BYTES = 4 << 20, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from ..overlap import overlap
 
 
 @triton.jit
-def _bits_of(values):  # type: ignore[no-untyped-def]
+def bits_of(values):  # type: ignore[no-untyped-def]
     """``values`` as integers, without the sentinel."""
     if values.dtype.primitive_bitwidth == 16:
         bits = values.to(tl.int16, bitcast=True)
@@ -59,6 +59,19 @@ def _bits_of(values):  # type: ignore[no-untyped-def]
 def _is_missing(bits):  # type: ignore[no-untyped-def]
     """1 if some element has not arrived yet, else 0."""
     return tl.max((bits == -1).to(tl.int32), axis=0)
+
+
+@triton.jit
+def arrived(here, mask, ended):  # type: ignore[no-untyped-def]
+    """The bits at ``here`` once no element is the sentinel, which is then restored."""
+    found = tl.load(here, mask=mask, other=0, volatile=True)
+    is_missing = _is_missing(found)
+    while is_missing != 0:
+        is_ended = tl.load(ended, volatile=True)
+        found = tl.load(here, mask=mask, other=0, volatile=True)
+        is_missing = tl.where(is_ended != 0, 0, _is_missing(found))
+    tl.store(here, tl.full(found.shape, -1, found.dtype), mask=mask)
+    return found
 
 
 @triton.jit
@@ -100,7 +113,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
     half = (number & 1) * NUM_RANKS
     BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
     if not IS_PUSHED:
-        bits = _bits_of(part)
+        bits = bits_of(part)
         for peer in tl.static_range(NUM_RANKS):
             if peer != RANK:
                 at = boxes[peer] + ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
@@ -113,14 +126,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
         if peer != RANK or IS_PUSHED:
             at = boxes[RANK] + ((half + peer) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
             here = tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i
-            found = tl.load(here, mask=mask, other=0, volatile=True)
-            is_missing = _is_missing(found)
-            while is_missing != 0:
-                is_ended = tl.load(ended, volatile=True)
-                found = tl.load(here, mask=mask, other=0, volatile=True)
-                is_missing = tl.where(is_ended != 0, 0, _is_missing(found))
-            tl.store(here, tl.full(found.shape, -1, found.dtype), mask=mask)
-            term = found.to(DTYPE, bitcast=True).to(tl.float32)
+            term = arrived(here, mask, ended).to(DTYPE, bitcast=True).to(tl.float32)
         else:
             term = part.to(tl.float32)
         # x_0 itself, not 0 + x_0, which would lose the sign of a zero.

@@ -26,7 +26,7 @@ from .peer_memory import (
     all_reduce_norm_kernel,
     few_rows_norm_kernel,
 )
-from .two_shot import two_shot_kernel
+from .two_shot import few_rows_two_shot_kernel, two_shot_kernel
 
 _FAR_AHEAD = 1 << 30
 _SHAPE = LaunchShape()
@@ -123,6 +123,13 @@ class PeerCommunicator(Communicator):
         b = self._boxes
         if not is_pushed and self._is_two_shot(b, rows):
             self._launch_two_shot(b, rows, out, *tensors, **constants)
+        elif not is_pushed and self._are_few_two_shot(rows):
+            self._run(
+                few_rows_two_shot_kernel, (len(rows), 1),
+                rows, out, b.row_boxes, b.ended, b.row_numbers, *tensors,
+                **self._few_rows_sizes(),
+                **constants,
+            )  # fmt: skip
         elif self._are_few(len(rows), width * rows.element_size()):
             self._run(
                 few_rows_norm_kernel, (len(rows), 1),
@@ -216,6 +223,11 @@ class PeerCommunicator(Communicator):
     def _are_few(self, num_rows: int, row_bytes: int) -> bool:
         """Whether ``few_rows_norm_kernel`` supports these rows."""
         return num_rows <= self._shape.few_rows and row_bytes <= self._shape.few_row_bytes
+
+    def _are_few_two_shot(self, rows: Tensor) -> bool:
+        num_rows, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+        is_large = num_rows * row_bytes >= self._shape.min_few_two_shot_bytes(self.num_ranks)
+        return is_large and self._are_few(num_rows, row_bytes)
 
     def _few_rows_sizes(self) -> dict[str, int]:
         return {"MAX_ROWS": self._shape.few_rows, "ROW_BYTES": self._shape.few_row_bytes}

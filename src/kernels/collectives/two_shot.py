@@ -30,7 +30,7 @@ import triton.language as tl
 from ..fused.rms_norm import mean_square
 from ..fused.rounding import rounded, scaled
 from ..overlap import overlap
-from .peer_memory import wait_for
+from .peer_memory import arrived, bits_of, wait_for
 
 
 @triton.jit
@@ -204,3 +204,67 @@ def two_shot_kernel(  # type: ignore[no-untyped-def]
             residual_stride, num_rows, lag, N, BLOCK, ROWS, FORM, HAS_RESIDUAL, RANK, NUM_RANKS,
             MAX_ROWS, SENDER_BYTES,
         )  # fmt: skip
+
+
+@triton.jit
+def few_rows_two_shot_kernel(  # type: ignore[no-untyped-def]
+    partial, out, boxes, ended, numbers, residual, hidden, weight, eps, row_stride,
+    residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The results of :func:`.peer_memory.few_rows_norm_kernel`, in the same memory, and their bits.
+
+    Grid: ``(rows,)``. Row i belongs to rank ``i % NUM_RANKS``. Its part of call n + 1 reaches each
+    rank only after all ranks have ended call n. So a half of a box may be used again in call n + 2,
+    whichever of the two kernels serves these calls (``spec/sentinel.py``).
+    """
+    DTYPE: tl.constexpr = partial.dtype.element_ty
+    BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
+    i = tl.arange(0, BLOCK)
+    mask = i < N
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    overlap(PDL, LATE_TRIGGER=True)
+    row = tl.program_id(0)
+    owner = row % NUM_RANKS
+    number = tl.load(numbers + row)
+    half = (number & 1) * NUM_RANKS
+    part = tl.load(partial + row.to(tl.int64) * row_stride + i, mask=mask, other=0.0)
+    more = tl.zeros((BLOCK,), DTYPE)
+    if HAS_RESIDUAL:
+        place = residual + row.to(tl.int64) * residual_stride
+        more = tl.load(place + i, mask=mask, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if owner == RANK:
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != RANK:
+                at = boxes[RANK] + ((half + peer) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
+                here = tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i
+                term = arrived(here, mask, ended).to(DTYPE, bitcast=True).to(tl.float32)
+            else:
+                term = part.to(tl.float32)
+            # x_0 itself, not 0 + x_0, which would lose the sign of a zero.
+            total = term if peer == 0 else total + term
+        total = rounded(total, DTYPE)
+        bits = bits_of(total.to(DTYPE))
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != RANK:
+                at = boxes[peer] + ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
+                tl.store(tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i, bits, mask=mask)
+    else:
+        sent = ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
+        at = _of_rank(boxes, owner, NUM_RANKS) + sent
+        there = tl.multiple_of(at.to(tl.pointer_type(BITS)), 16)
+        tl.store(there + i, bits_of(part), mask=mask)
+        at = boxes[RANK] + ((half + owner) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
+        here = tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i
+        total = arrived(here, mask, ended).to(DTYPE, bitcast=True).to(tl.float32)
+    tl.store(numbers + row, number + 1)  # all threads have read it: they synchronised since
+    base = row.to(tl.int64) * N
+    h = total
+    if HAS_RESIDUAL:
+        h = rounded(total + more.to(tl.float32), DTYPE)
+        tl.store(hidden + base + i, h.to(DTYPE), mask=mask)
+    y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, DTYPE)
+    tl.store(out + base + i, y.to(DTYPE), mask=mask)

@@ -41,20 +41,27 @@ def rank_program(rank: int, num_ranks: int, port: int) -> None:
     ours.reserve((max(_ROWS), 4 * 8192))
     many = PeerCommunicator(GatherCommunicator(), device, shape=LaunchShape(two_shot_bytes=0))
     many.reserve((max(_MANY_ROWS), 4 * 8192))
+    few = PeerCommunicator(GatherCommunicator(), device, shape=LaunchShape(few_two_shot_bytes=0))
+    few.reserve((max(_ROWS), 4 * 8192))
     torch.manual_seed(rank)
     with torch.inference_mode():
         with parallel_build(device):  # side by side, which one by one would take a minute
             check_calls(ours, _ROWS, is_compiled=False)
+            check_calls(few, _ROWS, is_compiled=False)
             check_calls(many, _MANY_ROWS, is_compiled=False)
             for num_rows in _ROWS:
                 check_replays(ours, num_rows, is_compiled=False)
+                check_replays(few, num_rows, is_compiled=False)
         ours.connect()
+        few.connect()
         many.connect()
         check_calls(ours, _ROWS)
+        check_calls(few, _ROWS)
         check_calls(many, _MANY_ROWS)
         check_drift(many)
         for num_rows in _ROWS:
             check_replays(ours, num_rows)
+            check_replays(few, num_rows)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

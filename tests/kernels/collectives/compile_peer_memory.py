@@ -22,7 +22,7 @@ from pagespec.kernels.collectives.boxes import Boxes, Capacity, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel, few_rows_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
-from pagespec.kernels.collectives.two_shot import two_shot_kernel
+from pagespec.kernels.collectives.two_shot import few_rows_two_shot_kernel, two_shot_kernel
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.matmul import dispatch
@@ -118,8 +118,15 @@ def main() -> None:
     few.reserve((64, 1))
     few.connect()
     many = PeerCommunicator(LoneRank(_RANK, 4), device, make_boxes, LaunchShape(two_shot_bytes=0))
-    many.reserve((64, 4 * 5120))
-    many.connect()
+    owned = PeerCommunicator(
+        LoneRank(_RANK, 4),
+        device,
+        make_boxes,
+        LaunchShape(few_row_bytes=1 << 15, few_two_shot_bytes=0),
+    )
+    for of_owners in (many, owned):
+        of_owners.reserve((64, 4 * 5120))
+        of_owners.connect()
     answer = []
     for name, width, gap in json.loads(sys.argv[1]):
         dtype: torch.dtype = getattr(torch, name)
@@ -129,10 +136,12 @@ def main() -> None:
         ours.all_reduce_norm(x, x, *norm)
         rms_norm.add_rms_norm(x, x, *norm)
         many.all_reduce_norm(x, x, *norm)
+        owned.all_reduce_norm(x, x, *norm)
         kernels = few_rows_norm_kernel, all_reduce_norm_kernel, two_shot_kernel
-        made = [compiled(kernel) for kernel in (*kernels, rms_norm._norm_kernel)]
+        kernels = *kernels, few_rows_two_shot_kernel, rms_norm._norm_kernel
+        made = [compiled(kernel) for kernel in kernels]
         orders = [order_of_additions(asm) for asm in made]
-        answer.append([orders, *(events(asm["ptx"]) for asm in made[:3])])
+        answer.append([orders, *(events(asm["ptx"]) for asm in made[:4])])
     print(json.dumps([answer, pushed(few)]))
 
 

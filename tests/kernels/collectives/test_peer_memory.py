@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,8 @@ def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
     fork_ranks(num_ranks, run)
 
 
-def test_data_that_is_waited_for_may_be_any() -> None:
+@pytest.mark.parametrize("two_shot_bytes", [1 << 30, 0, 1000], ids=["one-shot", "two-shot", "both"])
+def test_data_that_is_waited_for_may_be_any(two_shot_bytes: int) -> None:
     """Of three ranks, calls of one row and of several: NaNs with the bits of the sentinel, widths
     and dtypes that change. What was read is cleared."""
     num_ranks = 3
@@ -205,7 +207,7 @@ def test_data_that_is_waited_for_may_be_any() -> None:
         part = torch.randn(num_ranks, *size, generator=generator).to(dtype)
         part.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[1:, 0, ::3] = -1
         parts.append(part)
-    group = Group(num_ranks)
+    group = Group(num_ranks, shape=replace(SHAPE, few_two_shot_bytes=two_shot_bytes))
     found = [shared(*part.shape, dtype=part.dtype) for part in parts]
 
     def run(rank: int) -> None:
@@ -342,7 +344,7 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     printed = run_apart(str(script), json.dumps(SHAPES))
     answer, (matmul, behind_it) = json.loads(printed)
     for shape, found in zip(SHAPES, answer, strict=True):
-        orders, few_order, order, many_order = found
+        orders, few_order, order, many_order, few_two_order = found
         assert all(one == orders[-1] for one in orders), (shape, orders)
         # The weight is loaded before the wait. The flag follows the pushed data, and nothing is
         # loaded between the two.
@@ -351,6 +353,8 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
         assert re.match(r"l+w[lo]+s+dm+b", few_order), (shape, few_order)
         # Many rows: the flags follow the pushed parts, and the pushed sums.
         assert re.match(r"wd[lo]+s+bf[^f]+[lo]s+bf[^f]+$", many_order), (shape, many_order)
+        # Few rows of owners: they are pushed, or polled, summed and then pushed.
+        assert re.match(r"l+wd[lo]+.*m.*s+", few_two_order), (shape, few_two_order)
     # A matmul that pushes reads which half of the buffer to use after its wait, which lets the sum
     # start. The sum lets the next kernel start and waits for data only. At its end it waits for
     # all kernels before it.
