@@ -8,6 +8,7 @@ detected.
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -351,3 +352,12 @@ PLANTED_AMONG_KERNELS = [
 def test_a_forbidden_import_among_kernels_is_detected(module: str, target: str, found: str) -> None:
     (broken,) = upward([Import(module, target, True, 1)], KERNEL_LAYERS, "kernels")
     assert broken.endswith(f"imports {target}: {found}")
+
+
+def test_the_wheel_has_every_package() -> None:
+    declared = tomllib.loads((SRC.parent / "pyproject.toml").read_text())
+    packages = declared["tool"]["setuptools"]["packages"]
+    folders = {path.parent for path in SRC.rglob("__init__.py") if "__pycache__" not in path.parts}
+    there = {".".join(("pagespec", *folder.relative_to(SRC).parts)) for folder in folders}
+    own = {name for name in packages if not name.startswith("pagespec.spec")}
+    assert own == {name for name in there if not name.startswith("pagespec.spec")}

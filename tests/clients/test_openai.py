@@ -148,8 +148,8 @@ def test_a_forced_tool(model: OpenAI) -> None:
     for choice in "required", {"type": "function", "function": {"name": "weather"}}:
         # Random weights write white space without end; of several answers some are complete.
         answer = model.chat.completions.create(
-            model="tiny", messages=HELLO, tools=[tool], tool_choice=choice, seed=4, n=8,
-            max_tokens=160,
+            model="tiny", messages=HELLO, tools=[tool], tool_choice=choice, seed=4, n=16,
+            max_tokens=200,
         )  # type: ignore[call-overload]  # fmt: skip
         found = [c for c in answer.choices if c.finish_reason == "tool_calls"]
         assert found
