@@ -25,6 +25,7 @@ from pagespec.engine.drafting.costs import StepCosts
 from pagespec.kernels.matmul.quantized.quantized_weight import quantize_fp8
 from pagespec.runner import weight_budget
 from pagespec.runner.cpu import platform as cpu_platform
+from tests.compile.load.gguf_models import write_whole
 from tests.support.captures import use_gpu_passes
 from tests.support.draft_files import (
     eagle3_config,
@@ -252,6 +253,15 @@ def test_a_drafter_quantised_by_another_method_is_refused(tmp_path: Path) -> Non
     with pytest.raises(InvalidInputError, match="are quantised already, by 'awq'") as caught:
         started(folder, {"method": "draft_model", "model": str(tmp_path / "int4")})
     assert caught.value.field == QUANTIZATION_KEY
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
+    write_whole(tmp_path / "tiny.gguf")
+    target = load_model(tiny_model("llama"))
+    with pytest.raises(InvalidInputError, match=r"must be absent for a \.gguf file") as caught:
+        load_drafter("draft_model", str(tmp_path / "tiny.gguf"), target, quantization="fp8")
+    assert (caught.value.field, caught.value.value) == ("quantization", "fp8")
 
 
 def test_a_drafter_without_a_linear_head_is_refused(
