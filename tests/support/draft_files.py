@@ -96,9 +96,13 @@ def _experts_apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def save_with_mtp(folder: Path, arch: str) -> tuple[PreTrainedModel, MtpHead]:
-    """A tiny model with a layer for multi-token prediction, in one folder."""
-    main = tiny_model(arch, **(GLM if arch == "glm4_moe" else {}))
+def save_with_mtp(folder: Path, arch: str, **overrides: Any) -> tuple[PreTrainedModel, MtpHead]:
+    """A tiny model with a layer for multi-token prediction, in one folder.
+
+    Args:
+        overrides: fields of its config.
+    """
+    main = tiny_model(arch, **(GLM if arch == "glm4_moe" else {}) | overrides)
     fields = MTP_FIELDS[arch] if arch.startswith("qwen") else {}
     for name, value in fields.items():
         setattr(main.config, name, value)
