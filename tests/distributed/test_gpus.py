@@ -139,8 +139,8 @@ def test_draft_tokens_change_no_answer(method: str, tmp_path: Path) -> None:
     print(output)
     num_drafts, num_accepted = json.loads(output.splitlines()[-1])
     assert num_drafts > 20
-    # Both models round the same sums at other places.
-    assert method != "draft_model" or num_accepted > 0.7 * num_drafts
+    # It drafts without penalties and allowed tokens, which one row in four has.
+    assert method != "draft_model" or num_accepted > 0.5 * num_drafts
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
