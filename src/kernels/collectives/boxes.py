@@ -166,7 +166,8 @@ class Boxes:
         parts = memory.view(-1)[: sum(sizes)].split(sizes)
         _, own_rows, _, ended, own_sum_flags, own_flags = parts
         counts = [capacity.max_chunks, shape.few_rows, capacity.max_rows]
-        numbers = torch.zeros(sum(counts), dtype=torch.int32, device=memory.device).split(counts)
+        zeros = torch.zeros(sum(counts), dtype=torch.int32, device=memory.device)
+        numbers, row_numbers, sum_numbers = zeros.split(counts)
         return cls(
             capacity,
             boxes,
@@ -174,7 +175,9 @@ class Boxes:
             row_boxes,
             sum_boxes,
             sum_flags,
-            *numbers,
+            numbers,
+            row_numbers,
+            sum_numbers,
             own_rows,
             own_flags.view(torch.int32),
             own_sum_flags.view(torch.int32),

@@ -9,11 +9,11 @@ Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(
     wait     for that number from each peer, or one beyond (acquire)
     combine  the parts in rank order, in float32 (all-reduce), or concatenated (all-gather)
 
-This is a one-shot algorithm, like the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but
-for every size: an element's sum has one order whatever the batch. A box has two halves, used
-alternately: a peer that writes call n + 2 has seen the flags of call n + 1, which the reader of
-call n set after it. Numbers are kept per chunk, so they need no reset, and calls may differ in
-size.
+This is a one-shot algorithm, like the "one-shot" kernels of TensorRT-LLM and vLLM for few rows. The
+kernels of :mod:`.two_shot` add in the same order, so an element's sum has one order whatever the
+batch. A box has two halves, used alternately: a peer that writes call n + 2 has seen the flags of
+call n + 1, which the reader of call n set after it. Numbers are kept per chunk, so they need no
+reset, and calls may differ in size.
 
 The all-reduce of few rows with the norm after it (``few_rows_norm_kernel``) has no flags: a rank
 waits for the data itself. Grid: ``(rows,)``. Program i of every rank has row i::
