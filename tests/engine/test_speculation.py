@@ -36,6 +36,15 @@ def test_a_dict_and_its_json_text_give_one_config(method: str) -> None:
     assert EngineConfig(**sent).speculation == config
 
 
+def test_every_key_is_sent_to_ranks() -> None:
+    given = {
+        "method": "draft_model", "model": "m", "quantization": "fp8", "num_speculative_tokens": 2
+    }  # fmt: skip
+    config = EngineConfig(speculative_config=given)
+    sent = json.loads(json.dumps(config.build_arguments()))
+    assert EngineConfig(**sent).speculation == config.speculation
+
+
 @pytest.mark.parametrize("value", [None, {}, "{}"])
 def test_an_empty_config_is_none(value: Any) -> None:
     assert EngineConfig(speculative_config=value) == EngineConfig()

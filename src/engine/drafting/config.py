@@ -61,7 +61,7 @@ class SpeculativeConfig:
         """The dict from which :func:`speculative` makes this config; serialisable as JSON."""
         names = ["method", "num_speculative_tokens"]
         names += ["prompt_lookup_max", "prompt_lookup_min"] * (self.method == "ngram")
-        names += ["model"] * (self.model is not None)
+        names += [name for name in ("model", "quantization") if getattr(self, name) is not None]
         return {name: getattr(self, name) for name in names}
 
     def serves(self, prediction: Sequence[int]) -> bool:

@@ -127,7 +127,7 @@ def test_drafts_are_those_of_whole_requests(
 
 def test_a_rank_without_the_drafter_computes_the_steps_of_the_rank_with_it(tmp_path: Path) -> None:
     """Two ranks that each have the whole model: the second one gets only staged integers."""
-    loaded, drafter = models(tmp_path, "eagle3")
+    loaded, drafter = models(tmp_path, "eagle3", None)
     runner = make_runner(loaded, Drafting(drafter).captured)
     other = make_runner(loaded, None, has_draft_fields=True)
     assert (runner.has_drafter, other.has_drafter) == (True, False)
