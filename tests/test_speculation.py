@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pagespec import LLM, AsyncLLM, InvalidInputError, SamplingParams
+from pagespec.distributed import launch
 from pagespec.engine.drafting.costs import StepCosts
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu import platform as cpu_platform
@@ -244,7 +245,8 @@ def test_conversations_found_in_the_cache_of_hybrids(arch: str) -> None:
 
 
 @pytest.mark.nightly
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "measure_costs", lambda *_: StepCosts([(1, 1.0), (99, 1.0)]))
     tiny_model("qwen3").save_pretrained(tmp_path)
     settings: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2, "num_blocks": 80}
     params = [

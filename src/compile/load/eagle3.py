@@ -208,14 +208,11 @@ class _Reader:
         config, target = self._config.layers, self._target
         names = {new: old for new, old in self._names.items() if new.startswith(_OWN)}
         checkpoint = CheckpointPart(self._whole, names)
-        shared = {
-            part: owner
-            for part, owner in (
-                ("lm_head", target.head),
-                ("embed_tokens", target.module.get_input_embeddings()),
-            )
-            if f"{part}.weight" not in names
-        }
+        shared: dict[str, Any] = {}
+        if "lm_head.weight" not in names:
+            shared["lm_head"] = target.head
+        if "embed_tokens.weight" not in names:
+            shared["embed_tokens"] = target.module.get_input_embeddings()
         state: dict[str, Any] = {f"{part}.weight": owner.weight for part, owner in shared.items()}
         options: dict[str, Any] = {"config": config, "dtype": target.dtype}
         found = self._config.quantization

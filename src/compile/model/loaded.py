@@ -113,7 +113,8 @@ class LoadedModel:
 
     @property
     def head(self) -> Any:
-        """The LM head: that of all ranks if it was kept, else that of ``module``."""
+        """The LM head, with all rows."""
+        assert self.vocab_sizes is None or self.whole_head is not None, "it was not kept"
         return self.whole_head or self.module.get_output_embeddings()
 
     def without_shard(self) -> LoadedModel:
