@@ -95,6 +95,7 @@ def pagespec(
             "engine": f"pagespec, torch {torch.__version__}",
             "kv_tokens": llm.num_blocks * llm.config.block_size,
             "memory_bytes": llm.stats().memory_bytes,
+            "startup_s": llm.stats().startup_s,
         }
         measure(
             llm.generate,

@@ -56,6 +56,28 @@ _QWEN3_MOE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+_LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
 _SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "hidden_size": 1024,
@@ -82,27 +104,14 @@ _SHAPES: dict[str, dict[str, Any]] = {
     # create.
     "30b-a3b": _QWEN3_MOE,
     "30b-a3b-4": {**_QWEN3_MOE, "num_hidden_layers": 4},
-    "llama-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-05,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        "vocab_size": 128256,
+    "llama-8b": _LLAMA_8B,
+    # Llama-3.3-70B: for four GPUs.
+    "llama-70b": {
+        **_LLAMA_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
     },
     # Heads of 256; five of six layers see a window of 1,024.
     "gemma3-4b": {

@@ -63,13 +63,11 @@ def check_weights_fit(
     is_dummy = config.load_format == "dummy"
     if not is_dummy and (upper := _max_bytes(source)) is not None and upper <= free:
         return
-    need = _need_of(source, config, devices[0])
+    need = _need_of(source, config, devices)
     if need is None:
         return
     num_bytes = need.num_bytes
-    if is_cpu and is_dummy:  # each rank makes all weights and keeps its part
-        num_bytes *= len(devices)
-    elif not is_cpu and not is_dummy:
+    if not is_cpu:  # each rank has its slices alone
         num_bytes = -(-num_bytes // len(devices))
     if num_bytes > free:
         whose = "its weights" if len(devices) == 1 or is_cpu else "the weights of one rank"
@@ -162,14 +160,17 @@ def _header(file: Path) -> Iterable[tuple[str, int]]:
     return [(entry["dtype"], math.prod(entry["shape"])) for entry in header.values()]
 
 
-def _need_of(source: ModelSource, config: EngineConfig, device: torch.device) -> Need | None:
-    """A lower bound of what loading allocates; None for weights that stay mapped from the files."""
+def _need_of(source: ModelSource, config: EngineConfig, devices: list[torch.device]) -> Need | None:
+    """A lower bound of what loading allocates; None for weights that stay mapped from the files,
+    as those of one rank may."""
     from ..compile.load.build_module import skeleton_of
 
+    device = devices[0]
     hf_config = read_config(source)
     dtype = dtype_of(hf_config, config.dtype, device)
     stays = config.load_format == "auto" and stays_quantised(hf_config)
-    if device.type == "cpu" and config.load_format == "auto" and not stays:
+    may_map = device.type == "cpu" and len(devices) == 1
+    if may_map and config.load_format == "auto" and not stays:
         names = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
         tensors = _tensors(source)
         if tensors is None or {kind for kind, _ in tensors} & {*_FLOATS} <= {names[str(dtype)]}:

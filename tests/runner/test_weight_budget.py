@@ -50,9 +50,10 @@ def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
         ({}, [CPU], 4 * NUM_ELEMENTS, "float32"),
         ({"dtype": "bfloat16"}, [CPU], 2 * NUM_ELEMENTS, "bfloat16"),
         ({"quantization": "fp8"}, [CPU], NUM_ELEMENTS, "fp8"),
-        ({}, [CPU, CPU], 8 * NUM_ELEMENTS, "float32"),  # each rank makes all of it
+        ({}, [CPU, CPU], 4 * NUM_ELEMENTS, "float32"),  # each rank has its slices alone
         ({}, [GPU], 2 * NUM_ELEMENTS, "bfloat16"),
         ({"dtype": "float32"}, [GPU], 4 * NUM_ELEMENTS, "float32"),
+        ({}, [GPU] * 4, NUM_ELEMENTS // 2, "bfloat16"),
     ],
 )
 def test_random_weights_are_counted_by_the_config(
@@ -93,6 +94,9 @@ def test_weights_of_files_are_counted_in_the_engines_dtype(
     # In the file's dtype they stay in the memory of the file.
     set_free(monkeypatch, 0)
     check_weights_fit(source, EngineConfig(dtype="bfloat16"), [CPU])
+    # Several ranks copy their slices.
+    with pytest.raises(InvalidInputError, match="in bfloat16, more than the"):
+        check_weights_fit(source, EngineConfig(dtype="bfloat16"), [CPU, CPU])
     # Of several GPUs each holds a part.
     set_free(monkeypatch, num_elements)
     check_weights_fit(source, EngineConfig(), [GPU, torch.device("cuda:1")])

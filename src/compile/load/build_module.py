@@ -1,8 +1,10 @@
-"""Build the transformers module of a config, with the weights of its files or random ones."""
+"""Build the transformers module of a config, on the meta device or with its files' weights."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ..model.loaded import Shard
 from .checkpoint import as_input_error, code_not_run, needs_own_code
 
 
@@ -38,41 +39,41 @@ def skeleton_of(config: PreTrainedConfig, kind: Any = None, **options: Any) -> P
 
 
 def build_module(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    load_format: str,
-    device: torch.device,
-    shard: Shard,
+    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The module of ``config``, built on ``device`` if that needs no second copy of its weights.
+    """The module of ``config`` with its weights, built on ``device`` if that needs no second copy
+    of them.
 
     Args:
         source: the folder or hub id that transformers reads. name: the model's name, for refusals.
-        load_format: "dummy" for random weights.
-        shard: with several ranks, each reads only its slices.
+
+    Raises: as :func:`building`, and InvalidInputError if weights are missing or incomplete.
+    """
+    with building(name, config):
+        return read_weights(
+            auto_class(config),
+            source,
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,  # by default, transformers prompts on the terminal
+            device_map={"": device} if _is_read_to(device) else None,
+        )
+
+
+@contextmanager
+def building(name: str, config: PreTrainedConfig, *, is_dummy: bool = False) -> Iterator[None]:
+    """Convert errors while a module is built to refusals of the model ``name``.
 
     Raises:
-        InvalidInputError: weights are missing or incomplete, or a file is damaged.
+        InvalidInputError: a file is damaged, or the config fits no model.
         UnsupportedModelError: transformers has no causal language model for the config, or only
             the model's own code has one.
     """
-    is_dummy = load_format == "dummy"
     limit = "must have a config.json" if is_dummy else "must have weights"
     with as_input_error(name, f"{limit} that a model can be built from"):
         try:
-            if is_dummy:
-                return _dummy(config, dtype, device)
-            return read_weights(
-                auto_class(config),
-                source,
-                name,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,  # by default, transformers prompts on the terminal
-                **_placement(device, shard),
-            )
+            yield
         except ValueError as error:
             if needs_own_code(error):
                 raise code_not_run(name, "class") from error
@@ -84,35 +85,9 @@ def build_module(
             raise
 
 
-def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    devices = [device] if device.type == "cuda" else []
-    # Created on the target device: a CPU needs minutes for the random values of a large model.
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(0)
-        module: PreTrainedModel = auto_class(config).from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
-    return module
-
-
-def require_accelerate(num_ranks: int) -> None:
-    """Raises InvalidInputError if several ranks could not read their slices."""
-    if importlib.util.find_spec("accelerate") is None:
-        limit = "needs the package accelerate: pip install accelerate, or install pagespec[tp]"
-        raise InvalidInputError("tensor_parallel_size", num_ranks, limit)
-
-
-def _placement(device: torch.device, shard: Shard) -> dict[str, Any]:
-    """With accelerate, weights are read directly from the file to a GPU. With several ranks, each
-    reads only the slices of transformers' plan."""
-    has_accelerate = importlib.util.find_spec("accelerate") is not None
-    if shard.num_ranks == 1:
-        is_direct = device.type == "cuda" and has_accelerate
-        return {"device_map": {"": device} if is_direct else None}
-    require_accelerate(shard.num_ranks)
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}
+def _is_read_to(device: torch.device) -> bool:
+    """Whether transformers reads weights directly to a GPU: with accelerate."""
+    return device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
 
 
 def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
@@ -133,13 +108,19 @@ def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> Pr
     )
     module: PreTrainedModel = result[0]
     # transformers would use random weights for these.
+    raise_incomplete(name, result[1]["missing_keys"], result[1]["mismatched_keys"])
+    return module
+
+
+def raise_incomplete(name: str, missing: Collection[Any], mismatched: Collection[Any]) -> None:
+    """Raise InvalidInputError for a model that has no values, or ones of other shapes, for some
+    parameters."""
     for what, keys in (
-        ("are missing", result[1]["missing_keys"]),
-        ("have other shapes than config.json says", result[1]["mismatched_keys"]),
+        ("are missing", missing),
+        ("have other shapes than config.json says", mismatched),
     ):
         if keys:
             first = sorted(map(str, keys))[:3]
             raise InvalidInputError(
                 "model", name, f"must have all weights; {len(keys)} {what}: {first}"
             )
-    return module

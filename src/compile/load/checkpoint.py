@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import InvalidInputError, PagespecError, UnsupportedModelError, shortened
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_NUM_READERS = 4
+NUM_READERS = 4
 # Not caused by the files: a device without memory, or a device error.
 _PASSED_ON = (PagespecError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_MEMORY_ON_CPU = "can't allocate memory"  # torch raises a plain RuntimeError there
@@ -94,7 +94,7 @@ class Checkpoint:
     ) -> list[Tensor]:
         """Read tensors in order, with parallel reads, because copies to a device wait for the
         disk."""
-        with ThreadPoolExecutor(_NUM_READERS) as readers:
+        with ThreadPoolExecutor(NUM_READERS) as readers:
             return list(readers.map(lambda of: self.read(of[0], of[1], device), names))
 
 

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.matmul.quantized.quantized_weight import QuantizedWeight
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
-from ..weights import Cut
-from .build_module import build_module, require_accelerate
+from .build_module import build_module, building
 from .checkpoint import as_input_error, cause, code_not_run, needs_own_code
 from .generation_config import default_sampling, end_tokens, ignored_settings, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
@@ -26,11 +25,11 @@ from .quantized_load import (
     check_quantized,
     load_quantized,
     quantization_of,
-    quantize_module,
     stays_quantised,
 )
+from .slices import build_slices
 from .source import ModelSource, find_source
-from .tensor_parallel import check_heads, shard_model
+from .tensor_parallel import check_heads
 
 _DTYPES = {
     "float32": torch.float32,
@@ -68,8 +67,7 @@ def load_model(
         max_model_len: the longest context, for a model whose config gives none.
         cache_dir: folder of the conversion of a GGUF file; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
-        shard: the part to load. Nothing else is read from files. With more than one rank all of
-            them load at the same time, in one process group.
+        shard: the part to load. Nothing else is read from files, or allocated.
         keeps_head: whether a rank also keeps the whole head, see :func:`.shard_model`.
 
     Raises:
@@ -114,23 +112,32 @@ def load_model(
         options = {"quantization": scheme, "is_quantized_at_load": is_made}
     elif quantization == "gguf":
         # Parameters are identified by their values, which are float32.
-        cpu = torch.device("cpu")
-        module = build_module(source, name, config, torch.float32, load_format, cpu, shard)
+        module = build_module(source, name, config, torch.float32, torch.device("cpu"))
         weights = kept_blocks(Path(name), Path(source), module)
         _cast(module, torch_dtype)
         module = module.to(device)  # type: ignore[arg-type]
-    else:
-        module = build_module(source, name, config, torch_dtype, load_format, device, shard)
-        cuts: dict[str, Cut] = {}
-        options = {"shard": shard, "cuts": cuts}
-        if shard.num_ranks > 1:
-            sizes, head = shard_model(module, shard, cuts, keeps_head=keeps_head)
-            whole = head.to(device) if head is not None else None
-            options |= {"vocab_sizes": sizes, "whole_head": whole}
+    elif shard.num_ranks == 1 and load_format == "auto":
+        module = build_module(source, name, config, torch_dtype, device)
         module = module.to(device)  # type: ignore[arg-type]
-        if is_quantised:
-            weights, scheme = quantize_module(module)
-            options |= {"quantization": scheme, "is_quantized_at_load": True}
+    else:
+        is_dummy = load_format == "dummy"
+        with building(name, config, is_dummy=is_dummy):
+            files = None if is_dummy else source
+            module, cuts, head, made = build_slices(
+                files,
+                name,
+                config,
+                torch_dtype,
+                device,
+                shard,
+                keeps_head=keeps_head,
+                is_fp8=is_quantised,
+            )
+        options = {"shard": shard, "vocab_sizes": head.sizes, "cuts": cuts}
+        options |= {"whole_head": head.whole}
+        if made is not None:
+            weights = made.weights
+            options |= {"quantization": made.scheme.name, "is_quantized_at_load": True}
     options["files"] = source
     if load_format == "auto":
         options["names"] = partial(ModelSource(name, source).weight_names, quantization)
@@ -171,7 +178,6 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
     """Refuse a missing model, or one whose heads cannot be distributed over this many ranks. This
     takes a fraction of the time to start the ranks. Raises as :func:`load_model`."""
-    require_accelerate(num_ranks)
     _, _, config = _config_of(model, None)
     check_heads(config, num_ranks)
 

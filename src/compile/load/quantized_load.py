@@ -209,7 +209,9 @@ def read_quantized(
     _move(module, device)
     if is_made:
         # Parameters that transformers builds from several tensors, or from a part of one.
-        weights |= _quantize(module, scheme)
+        quantize = LayerQuantizer(module, device, scheme)
+        quantize.replace_all(module)
+        weights |= quantize.weights
         if not weights:
             raise UnsupportedModelError(f"{name}: has no linear layer except its head")
     return module, weights
@@ -225,23 +227,48 @@ def quantize_module(
     Raises:
         InvalidInputError: the module's GPU does not support it.
     """
-    scheme = fp8_at_load(head_of(module))
-    check_capability(scheme.format, module.device)
-    return _quantize(module, scheme), scheme.name
+    quantize = LayerQuantizer(module, module.device)
+    quantize.replace_all(module)
+    return quantize.weights, quantize.scheme.name
 
 
-def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWeight]:
-    """Quantise the linear layers that contain their weight, and insert stand-ins."""
-    weights: dict[str, QuantizedWeight] = {}
-    for layer, linear in linears_of(module).items():
-        weight = linear.weight.data
-        if scheme.is_excluded(layer) or is_stand_in(weight):
-            continue
-        shape = (linear.out_features, linear.in_features)
-        weights[f"{layer}.weight"] = scheme.read_layer(layer, {"weight": weight}, shape)
-        linear.weight.data = stand_in(shape, weight.dtype, weight.device)
-        del weight
-    return weights
+class LayerQuantizer:
+    """Quantises the weights of linear layers that contain them, except the head's.
+
+    Args:
+        module: may be on the meta device. scheme: FP8 by default.
+
+    Attributes:
+        weights: the quantised ones so far, by parameter name.
+
+    Raises:
+        InvalidInputError: the device does not support the format.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, device: torch.device, scheme: Scheme | None = None
+    ) -> None:
+        self.scheme = scheme or fp8_at_load(head_of(module))
+        check_capability(self.scheme.format, device)
+        self.weights: dict[str, QuantizedWeight] = {}
+        layers = (layer for layer in linears_of(module) if not self.scheme.is_excluded(layer))
+        self._names = {f"{layer}.weight": layer for layer in layers}
+
+    def __call__(self, name: str, weight: Tensor) -> Tensor:
+        """A stand-in for the weight of a layer; other parameters as they are."""
+        layer = self._names.get(name)
+        if layer is None or is_stand_in(weight):
+            return weight
+        num_outputs, num_inputs = weight.shape
+        shape = num_outputs, num_inputs
+        self.weights[name] = self.scheme.read_layer(layer, {"weight": weight}, shape)
+        return stand_in(shape, weight.dtype, weight.device)
+
+    def replace_all(self, module: PreTrainedModel) -> None:
+        """Quantise the weights of a module, one after the other."""
+        for name, layer in self._names.items():
+            linear: Any = module.get_submodule(layer)
+            linear.weight.data = self(name, linear.weight.data)
 
 
 def linears_of(module: nn.Module) -> dict[str, nn.Linear]:

@@ -110,8 +110,6 @@ STYLES = {
     "replicate": REPLICATED,
     "local_params": REPLICATED,
 }
-# Attributes that transformers leaves on a distributed model, which this model no longer is.
-_LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
 # Layers whose outputs are heads, by the names that all models of transformers use.
 _OF_ALL_HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
 _OF_KV_HEADS = ("k_proj", "v_proj")
@@ -187,7 +185,7 @@ def shard_model(
 ) -> ShardedHead:
     """Keep this rank's part of ``model``, in place, and make its modules reduce and gather.
 
-    The parameters may be whole, or slices that transformers has read (``DTensor``).
+    The parameters may be on the meta device; then nothing is allocated.
 
     Args:
         cuts: receives this rank's part of each parameter that is cut, by name.
@@ -209,14 +207,6 @@ def shard_model(
     sharder = _Sharder(model, plan, shard, {} if cuts is None else cuts, keeps_head)
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
-        if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
-            # The memory of the whole parameter is returned to the device. Otherwise the next slice
-            # would be placed in it and keep all of it allocated: a quarter of the KV cache, for 32B
-            # over two GPUs.
-            torch.cuda.empty_cache()
-    for name in _LEFT_BY_TRANSFORMERS:
-        model.__dict__.pop(name, None)
-        model.config.__dict__.pop(name, None)
     return ShardedHead(sharder.vocab_sizes, sharder.whole_head)
 
 
@@ -239,10 +229,6 @@ class _Sharder:
         self.whole_head: nn.Module | None = None
 
     def shard_module(self, name: str, module: nn.Module) -> None:
-        # The forward that transformers inserted when it read slices works on its distributed
-        # tensors.
-        module.__dict__.pop("forward", None)
-        module._backward_hooks.clear()
         style = self._style_of(name)
         is_head = module is self._head
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -251,7 +237,7 @@ class _Sharder:
             dim = of_parameter.dim(parameter_name, parameter)
             if is_head and dim is not None:
                 sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
-                part = _gathered(parameter).detach()
+                part = parameter.detach()
                 if sizes is not None:
                     begin = sum(sizes[: self._shard.rank])
                     span = begin, begin + sizes[self._shard.rank]
@@ -264,7 +250,7 @@ class _Sharder:
                     is_shared = self._keeps_head or self._is_embedded(part)
                     part = part if is_shared else part.clone()
             elif dim is None:
-                part = _gathered(parameter).detach()
+                part = parameter.detach()
             else:
                 part = self._part(f"{name}.{parameter_name}", parameter, dim, of_parameter)
             if part is not parameter:
@@ -283,7 +269,7 @@ class _Sharder:
     def _is_embedded(self, part: Tensor) -> bool:
         """Whether the input embedding is stored in the same memory."""
         weight = getattr(self._model.get_input_embeddings(), "weight", part)
-        return part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()  # type: ignore[no-any-return]
+        return part.untyped_storage()._cdata == weight.untyped_storage()._cdata
 
     def _style_of(self, name: str) -> Style | None:
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
@@ -308,11 +294,7 @@ class _Sharder:
         length = size // num_groups
         begins = [g * length + rank * length // num_parts for g in range(num_groups)]
         self._cuts[name] = Cut(dim, tuple((b, b + length // num_parts) for b in begins))
-        local = getattr(parameter, "to_local", None)
-        if local is not None and num_parts == self._shard.num_ranks:
-            return local().detach()  # type: ignore[no-any-return]
-        whole = _gathered(parameter).detach()
-        groups = whole.chunk(num_groups, dim)
+        groups = parameter.detach().chunk(num_groups, dim)
         parts = [group.chunk(num_parts, dim)[rank] for group in groups]
         return torch.cat(parts, dim)  # a copy, so that the whole is freed
 
@@ -335,9 +317,3 @@ def _in_front(forward: type, own: type) -> type:
     """The class ``own`` with the forward of ``forward``; one class for all modules of the same
     kind."""
     return type(f"{forward.__name__}{own.__name__}", (forward, own), {})
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    """The whole of a parameter."""
-    whole = getattr(parameter, "full_tensor", None)
-    return parameter if whole is None else whole()

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -63,17 +63,12 @@ class FolderNames:
             raise refused(name, f"has no safetensors files ({error})") from error
         self.names: Sequence[str] = sorted(self._checkpoint.names, key=dot_natural_key)
         self._shapes = {n: t.shape for n, t in self._skeleton.state_dict().items()}
-        self._aliases = aliases_of(self._skeleton)
 
-    @cached_property
+    @property
     def ties(self) -> Sequence[Sequence[str]]:
-        groups: dict[str, dict[str, str]] = {}
-        for name in self.names:
-            found = self._table[name]
-            for region in found if isinstance(found, list) else ():
-                first = self._aliases[region.parameter][0]
-                groups.setdefault(first, {})[region.parameter] = name
-        return [list(group.values()) for group in groups.values() if len(set(group.values())) > 1]
+        return [
+            list(group.values()) for group in self._regions.tied if len(set(group.values())) > 1
+        ]
 
     def regions(self, name: str) -> Sequence[Region]:
         if name not in self._checkpoint:
@@ -82,7 +77,7 @@ class FolderNames:
         if layer is not None:
             parameter = f"{layer[0]}.weight"
             return [Region.whole(parameter, self._shapes[parameter])]
-        found = self._table[name]
+        found = self._regions.table[name]
         if isinstance(found, str):
             raise refused(name, found)
         return found
@@ -119,8 +114,8 @@ class FolderNames:
         return parameter, self._scheme.read_layer(layer, moved, (num_outputs, num_inputs))
 
     @cached_property
-    def _conversions(self) -> CheckpointNames:
-        return CheckpointNames(self._skeleton)
+    def _regions(self) -> CheckpointRegions:
+        return CheckpointRegions(self._checkpoint, self._skeleton)
 
     @cached_property
     def _layers(self) -> dict[str, str]:
@@ -128,7 +123,7 @@ class FolderNames:
         if self._scheme is None:
             return {}
         linears = linears_of(self._skeleton)
-        found = self._scheme.layers(self.names, self._conversions.parameter)
+        found = self._scheme.layers(self.names, self._regions.conversions.parameter)
         return {file: layer for file, layer, is_out in found if layer in linears and not is_out}
 
     def _layer_of(self, name: str) -> tuple[str, str] | None:
@@ -138,30 +133,74 @@ class FolderNames:
             return None
         return self._layers[file], file
 
+
+class Group(NamedTuple):
+    """A conversion of several tensors, or to several parameters.
+
+    Attributes:
+        parameter: the first one that is made.
+        sources: the names of its tensors by pattern of the converter, in order.
+    """
+
+    parameter: str
+    converter: WeightConverter
+    sources: dict[str, list[str]]
+
+
+class CheckpointRegions:
+    """The regions of a module that the tensors of a checkpoint fill.
+
+    Args:
+        module: whole; may be on the meta device.
+
+    Attributes:
+        table: for each tensor the regions that it fills, including those of tied parameters, or
+            the reason why they are unknown.
+        not_followed: by parameter, conversions that no boxes describe.
+        mismatched: parameters whose tensors have other shapes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, module: PreTrainedModel) -> None:
+        self.conversions = CheckpointNames(module)
+        self.not_followed: dict[str, Group] = {}
+        self.mismatched: list[str] = []
+        self._checkpoint = checkpoint
+        self._shapes = {n: t.shape for n, t in module.state_dict().items()}
+        self._aliases = aliases_of(module)
+        self.table = self._read()
+
     @cached_property
-    def _table(self) -> dict[str, list[Region] | str]:
-        """For each tensor the regions that it fills, including those of tied parameters, or the
-        reason why they are unknown."""
+    def tied(self) -> Sequence[Mapping[str, str]]:
+        """For each tied parameter, the tensors that fill it, by its names."""
+        groups: dict[str, dict[str, str]] = {}
+        for name, found in self.table.items():
+            for region in found if isinstance(found, list) else ():
+                first = self._aliases[region.parameter][0]
+                groups.setdefault(first, {})[region.parameter] = name
+        return list(groups.values())
+
+    def _read(self) -> dict[str, list[Region] | str]:
         table: dict[str, list[Region] | str] = {}
-        groups: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
-        for name in self.names:
-            parameter, pattern, converter = self._conversions.match(name)
+        groups: dict[str, Group] = {}
+        for name in sorted(self._checkpoint.names, key=dot_natural_key):
+            parameter, pattern, converter = self.conversions.match(name)
             if parameter is None:
                 table[name] = "is not read by the model"
             elif converter is None or pattern is None:
                 table[name] = self._whole(parameter, name)
             else:
-                _, sources = groups.setdefault(parameter, (converter, {}))
-                sources.setdefault(pattern, []).append(name)
-        for parameter, (converter, sources) in groups.items():
+                group = groups.setdefault(parameter, Group(parameter, converter, {}))
+                group.sources.setdefault(pattern, []).append(name)
+        for parameter, group in groups.items():
             try:
                 shapes = {
                     pattern: {name: self._checkpoint.get(name).shape for name in names}
-                    for pattern, names in sources.items()
+                    for pattern, names in group.sources.items()
                 }
-                table |= regions_of(parameter, converter, shapes, self._shapes)
+                table |= regions_of(parameter, group.converter, shapes, self._shapes)
             except ValueError as error:
-                table |= {name: str(error) for names in sources.values() for name in names}
+                table |= {name: str(error) for names in group.sources.values() for name in names}
+                self.not_followed |= dict.fromkeys(_targets_of(group), group)
         self._tie(table)
         return table
 
@@ -170,6 +209,7 @@ class FolderNames:
         found = self._checkpoint.get(name).shape
         if found == shape:
             return [Region.whole(parameter, shape)]
+        self.mismatched.append(parameter)
         return f"has shape {tuple(found)}, and {parameter} has {tuple(shape)}"
 
     def _tie(self, table: dict[str, list[Region] | str]) -> None:
@@ -181,6 +221,16 @@ class FolderNames:
                 for alias in self._aliases[region.parameter]:
                     if alias not in filled:
                         found.append(replace(region, parameter=alias))
+
+
+def _targets_of(group: Group) -> list[str]:
+    """The parameters that a conversion makes."""
+    targets = group.converter.target_patterns
+    first = next((target for target in targets if target in group.parameter), None)
+    if first is None:
+        return [group.parameter]
+    prefix, _, suffix = group.parameter.partition(first)
+    return [prefix + target + suffix for target in targets]
 
 
 def aliases_of(module: nn.Module) -> dict[str, list[str]]:
@@ -289,6 +339,8 @@ def _stacked(parts: Sequence[_Merged], dim: int) -> _Merged:
 
 
 def _concatenated(parts: Sequence[_Merged], dim: int) -> _Merged:
+    if len({_set(part.shape, dim, 0) for part in parts}) != 1:
+        raise ValueError("is joined with tensors of other shapes")
     regions, size = [], 0
     for part in parts:
         for name, r in part.regions:

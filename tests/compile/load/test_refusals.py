@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagespec.compile.load.load import check_shared, load_model
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.compile.load.load import load_model
+from pagespec.errors import UnsupportedModelError
 from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level
 
@@ -121,11 +121,3 @@ def test_the_end_token_of_the_config_is_the_fallback(folder: Path) -> None:
     _change(folder / "config.json", eos_token_id=[7, 9])
     (folder / "generation_config.json").write_text('{"bos_token_id": 1}')
     assert load_model(folder).eos_token_ids == {7, 9}
-
-
-def test_ranks_without_accelerate_are_refused_before_they_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(InvalidInputError, match=r"install pagespec\[tp\]"):
-        check_shared("any", 2)
