@@ -143,7 +143,7 @@ def _collectives(
     num_rows = max(config.num_samples_per_step, CHUNK_ROWS)
     num_tokens = max(config.num_tokens_per_step, MIN_SIZE)
     itemsize = loaded.dtype.itemsize
-    gathers = []
+    gathers = [(num_rows, 4)]  # sampled tokens
     for module in loaded.module.modules():
         sizes: list[int] | None = getattr(module, "pagespec_sizes", None)
         if sizes is not None:
