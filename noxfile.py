@@ -109,6 +109,8 @@ def tests(session: nox.Session) -> None:
         "pytest",
         "-m",
         "not gpu and not nightly and not browser",
+        "--durations=30",
+        "--durations-min=8",
         *SPREAD,
         *session.posargs,
     )

@@ -92,6 +92,9 @@ NUM_BY_DAY = {
         "test_every_three_neighbouring_zero_points": 2,
         "test_words_that_borrow_throughout": 5,
     },
+    "compile/load/test_quantized_drafter.py": {
+        "test_linear_layers_and_the_head_become_fp8": 3,
+    },
     "compile/lowering/test_gpu_quantized.py": {
         "test_integers_are_lowered_for_a_gpu": 0,
         "test_lowered_for_a_gpu": 1,
@@ -134,7 +137,7 @@ NUM_BY_DAY = {
     },
     "golden/test_drafters.py": {
         "test_eagle3_computes_what_plain_torch_does": 4,
-        "test_mtp_computes_what_transformers_does": 3,
+        "test_mtp_computes_what_transformers_does": 2,
     },
     "golden/test_golden.py": {
         "test_smollm2_equals_generate": 1,
@@ -143,6 +146,7 @@ NUM_BY_DAY = {
     },
     "golden/test_latent.py": {
         "test_answers_do_not_depend_on_the_schedule": 0,
+        "test_bfloat16_errs_no_more_than_with_heads_cached": 0,
         "test_the_gate_sees_matmuls_of_heads_that_follow_the_batch": 0,
     },
     "golden/test_odd_sizes.py": {
@@ -311,7 +315,7 @@ NUM_BY_DAY = {
         "test_forced_tool_calls_do_not_depend_on_draft_tokens": 3,
     },
     "verify/test_draft_groups.py": {
-        "test_answers_do_not_depend_on_draft_tokens": 2,
+        "test_answers_do_not_depend_on_draft_tokens": 1,
     },
     "verify/test_gate.py": {
         "test_answers_do_not_depend_on_the_schedule": 1,

@@ -149,14 +149,14 @@ def saved_drafter(method: str, folder: Path) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("method", "num_ranks"),
     [
-        ("mtp deepseek_v3", 1),
+        pytest.param("mtp deepseek_v3", 1, marks=pytest.mark.nightly),
         # runner/gpu/test_drafters.py has it by day.
         pytest.param("mtp glm4_moe", 1, marks=pytest.mark.nightly),
         ("eagle3", 1),
         ("mtp deepseek_v3", 2),
         pytest.param("mtp glm4_moe", 2, marks=pytest.mark.nightly),
-        ("eagle3", 2),
-        ("eagle3 with the target's head", 2),
+        pytest.param("eagle3", 2, marks=pytest.mark.nightly),
+        pytest.param("eagle3 with the target's head", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_drafts_of_a_head_are_those_of_whole_passes(
@@ -231,7 +231,7 @@ def test_the_kv_cache_has_space_for_both_models(target: str) -> None:
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
-        ({"model": "nowhere/at-all"}, {}, "nowhere/at-all"),
+        ({"model": "/nowhere/at-all"}, {}, "/nowhere/at-all"),
         ({"draft_tensor_parallel_size": 2}, {"tensor_parallel_size": 2}, "a model drafts on one"),
         ({"num_speculative_tokens": 17}, {}, "num_speculative_tokens = 17: must be at most 16"),
     ],

@@ -89,6 +89,7 @@ def test_all_ranks_compute_the_measured_steps(folder: Path) -> None:
     assert answers == tokens(make_llm(folder))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_lost_meanwhile_ends_the_group(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,8 +157,12 @@ SERVED = [
 if "gpu" in both_runners.RUNNERS:
     SERVED += [(8, False, "gpu"), (64, True, "gpu")]
 # Models with recurrent layers run in one process: no rank sends them a step.
-CASES = [("llama", *how) for how in SERVED]
-CASES += [("lfm2", *how) for how in SERVED if how[-1] != "staged"]
+_INTERPRETED = (8, False, "gpu")  # an interpreted step takes long
+CASES = [
+    pytest.param("llama", *how, marks=[pytest.mark.nightly] * (how == _INTERPRETED))
+    for how in SERVED
+]
+CASES += [pytest.param("lfm2", *how) for how in SERVED if how[-1] != "staged"]
 
 
 @pytest.mark.parametrize(("captured", "budget", "overlap", "kind"), CASES, indirect=["captured"])

@@ -75,8 +75,15 @@ def make_runner(
     )
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        ("mtp", None),
+        ("eagle3", "fp8"),
+        pytest.param("mtp", "fp8", marks=pytest.mark.nightly),
+        pytest.param("eagle3", None, marks=pytest.mark.nightly),
+    ],
+)
 def test_drafts_are_those_of_whole_requests(
     tmp_path: Path, kind: str, quantization: str | None
 ) -> None:
