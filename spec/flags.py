@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 BUGS = ("equality", "one-half", "flag-first")
 
@@ -131,18 +131,36 @@ SCOPES = ((2, 6), (3, 3))
 """(ranks, calls)."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed-bug", choices=BUGS, default="")
+def run(
+    doc: str,
+    bugs: Sequence[str],
+    label: str,
+    scopes: Iterable[tuple[Any, ...]],
+    check: Callable[..., tuple[int, str, tuple[str, ...]]],
+) -> int:
+    """A program that checks a model, or a broken rule of it, and prints what it finds.
+
+    Args:
+        label: a format for a scope. check: called with a scope, and ``bug``.
+
+    Returns:
+        The exit status: 1 after a violation.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--seed-bug", choices=bugs, default="")
     bug = parser.parse_args().seed_bug
-    for num_ranks, num_calls in SCOPES:
-        num_states, broken, path = check(num_ranks, num_calls, bug)
+    for scope in scopes:
+        num_states, broken, path = check(*scope, bug=bug)
         found = f"{broken} violated" if broken else "no violation"
-        print(f"{num_ranks} ranks, {num_calls} calls: {num_states:,} states, {found}")
+        print(f"{label.format(*scope)}: {num_states:,} states, {found}")
         if broken:
             print("\n".join(f"  {name}" for name in path))
             return 1
     return 0
+
+
+def main() -> int:
+    return run(__doc__, BUGS, "{} ranks, {} calls", SCOPES, check)
 
 
 if __name__ == "__main__":

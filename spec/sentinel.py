@@ -13,11 +13,10 @@ overwrites unread data, whichever calls are two-shot.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .flags import search
+from .flags import run, search
 
 BUGS = ("one-half", "no-clear", "clear-late")
 
@@ -125,18 +124,7 @@ SCOPES = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed-bug", choices=BUGS, default="")
-    bug = parser.parse_args().seed_bug
-    for num_ranks, num_calls, shots in SCOPES:
-        num_states, broken, path = check(num_ranks, num_calls, shots, bug)
-        found = f"{broken} violated" if broken else "no violation"
-        scope = f"{num_ranks} ranks, {num_calls} calls, shots {shots}"
-        print(f"{scope}: {num_states:,} states, {found}")
-        if broken:
-            print("\n".join(f"  {name}" for name in path))
-            return 1
-    return 0
+    return run(__doc__, BUGS, "{} ranks, {} calls, shots {}", SCOPES, check)
 
 
 if __name__ == "__main__":

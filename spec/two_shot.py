@@ -14,11 +14,10 @@ change from call to call, as they do when calls have rows of other sizes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .flags import search
+from .flags import run, search
 
 BUGS = ("flag-first", "early-call", "finish-before-sum")
 
@@ -142,18 +141,7 @@ SCOPES = ((2, 6, 1), (2, 6, 3), (3, 3, 1), (3, 3, 2))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed-bug", choices=BUGS, default="")
-    bug = parser.parse_args().seed_bug
-    for num_ranks, num_calls, num_slots in SCOPES:
-        num_states, broken, path = check(num_ranks, num_calls, num_slots, bug)
-        found = f"{broken} violated" if broken else "no violation"
-        scope = f"{num_ranks} ranks, {num_calls} calls, {num_slots} slots"
-        print(f"{scope}: {num_states:,} states, {found}")
-        if broken:
-            print("\n".join(f"  {name}" for name in path))
-            return 1
-    return 0
+    return run(__doc__, BUGS, "{} ranks, {} calls, {} slots", SCOPES, check)
 
 
 if __name__ == "__main__":
