@@ -129,9 +129,7 @@ class GpuRunner(LocalRunner):
         self._sample_constrained()
         begin = time.perf_counter()
         with self.step_context():
-            index, _, array = self._staging.take()
-            staged, array = self._pack(plan, array)
-            handle = self._launch(staged, index, array, plan)
+            _, handle = self._queue(plan, plan)
         self.pack_s += time.perf_counter() - begin
         return handle
 
@@ -141,9 +139,7 @@ class GpuRunner(LocalRunner):
         try:
             with self.step_context():
                 begin = time.perf_counter()
-                index, _, array = self._staging.take()
-                staged, array = self._pack(plan, array)
-                handle = self._launch(staged, index, array, None)
+                staged, handle = self._queue(plan, None)
                 self._synchronize()
                 self._sampler.results(handle)
                 host_s = time.perf_counter() - begin
@@ -159,9 +155,7 @@ class GpuRunner(LocalRunner):
             return 0.0
         try:
             with self.step_context():
-                index, _, array = self._staging.take()
-                staged, array = self._pack(plan, array)
-                self._launch(staged, index, array, None)
+                staged, _ = self._queue(plan, None)
                 return self._mean_seconds(partial(self.drafting.queue, plan, staged.shape, 0))
         finally:
             self.reset()
@@ -189,6 +183,15 @@ class GpuRunner(LocalRunner):
             shape = self._graphs.shape_of(plan.total_num_tokens, num_rows, is_decode)
         result_row, is_edited = self._sampler.begin(plan)
         return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
+
+    def _queue(
+        self, plan: StepPlan, of_sampler: StepPlan | None
+    ) -> tuple[StagedStep, GpuStepHandle]:
+        """Pack a plan and queue its step. ``of_sampler``: the plan, for its edited and constrained
+        rows and its draft tokens; None leaves them out."""
+        index, _, array = self._staging.take()
+        staged, array = self._pack(plan, array)
+        return staged, self._launch(staged, index, array, of_sampler)
 
     def _launch(
         self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
