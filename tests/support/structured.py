@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,25 @@ NUM_TOKENS = 266
 @cache
 def tokenizer() -> Any:
     return byte_level()
+
+
+def saved_qwen3(**changes: Any) -> str:
+    """A new folder with a Qwen3 of two layers and heads of 64, for kernels of a GPU. Its logits
+    have more columns than there are tokens. ``changes``: see :func:`.tiny_model`."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+    }
+    path = tempfile.mkdtemp(prefix="qwen3-")
+    model = tiny_model("qwen3", **sizes | changes)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(Path(path))
+    tokenizer().save_pretrained(path)
+    return path
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

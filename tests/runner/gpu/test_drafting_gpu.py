@@ -16,7 +16,7 @@ from pagespec import LLM, RequestOutput, SamplingParams
 from pagespec.engine.drafting.costs import StepCosts
 from tests.support.draft_files import eagle3_config, eagle3_tensors, save_eagle3, save_with_mtp
 from tests.support.models import tiny_model
-from tests.support.structured import END, tokenizer
+from tests.support.structured import saved_qwen3
 
 pytestmark = pytest.mark.gpu
 
@@ -26,22 +26,7 @@ NUM_DRAFTS = 3
 @functools.cache
 def folder(num_hidden_layers: int = 2, seed: int = 0) -> str:
     """Qwen3 with heads of 64."""
-    path = tempfile.mkdtemp(prefix="drafting-")
-    model = tiny_model(
-        "qwen3",
-        seed=seed,
-        num_hidden_layers=num_hidden_layers,
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
-    model.generation_config.eos_token_id = END
-    model.save_pretrained(Path(path))
-    tokenizer().save_pretrained(path)
-    return path
+    return saved_qwen3(seed=seed, num_hidden_layers=num_hidden_layers)
 
 
 def engine(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,7 @@ import pytest
 from pagespec import LLM, RequestOutput, SamplingParams
 from pagespec.engine.inputs import PromptInput
 from tests.runner.test_structured_reasoning import LIKELY, MAY_OPEN, OPEN, content_of, text_of
-from tests.support.models import tiny_model
-from tests.support.structured import END, check_output, random_outputs, tokenizer
+from tests.support.structured import END, check_output, random_outputs, saved_qwen3
 
 pytestmark = pytest.mark.gpu
 
@@ -26,20 +23,7 @@ NUM_REQUESTS = 96
 @functools.cache
 def folder() -> str:
     """Qwen3 with two layers and heads of 64; its logits have more columns than there are tokens."""
-    path = tempfile.mkdtemp(prefix="structured-")
-    model = tiny_model(
-        "qwen3",
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
-    model.generation_config.eos_token_id = END
-    model.save_pretrained(Path(path))
-    tokenizer().save_pretrained(path)
-    return path
+    return saved_qwen3()
 
 
 def engine(**settings: Any) -> LLM:
