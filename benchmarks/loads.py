@@ -40,8 +40,8 @@ from benchmarks.workload import (
 )
 
 MAX_NUM_SEQS = 512
-# Prompts of one length, each computed for one output token; this many tokens in total.
-_PREFILL_LENGTHS = {"512": 512, "2k": 2048, "8k": 8192, "32k": 32_000}
+# Prompts of one length, each computed for one output token; about this many tokens in total.
+_PREFILL_LENGTHS = {"512": 512, "2k": 2048, "8k": 8192, "32k": 32_000, "130k": 130_000}
 _NUM_PREFILL_TOKENS = 65_536
 _LOGPROBS = {"nano-logprobs0": 0, "nano-logprobs5": 5}
 ONE = "one"
@@ -249,7 +249,7 @@ def workload(name: str) -> Workload:
         rng = random.Random(2)
         prompts = [
             [rng.randint(0, LARGEST_TOKEN_ID) for _ in range(length)]
-            for _ in range(_NUM_PREFILL_TOKENS // length)
+            for _ in range(max(1, _NUM_PREFILL_TOKENS // length))
         ]
         return Workload(name, prompts, [1] * len(prompts))
     return make_workload("nano" if name in _LOGPROBS else name)

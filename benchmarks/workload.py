@@ -235,6 +235,8 @@ LOADS = {
     "nano32": Load(1, 32, _NANO, _NANO, 16384),
     "1024": Load(1, 1024, _NANO, _NANO, 16384),
     "long": Load(1, 32, (8192, 8192), (256, 256), 16384),
+    # Prompts alone, as for a classifier: every request ends with its first token.
+    "short": Load(3, 2000, (20, 200), (1, 1), 4096),
     "tiny": Load(0, 8, (8, 64), (8, 32), 128),
 }
 # Batch 1, greedy. Seed, prompt and output length are those of the peer's latency mode.

@@ -61,7 +61,7 @@ class LaunchShape:
 _ONE_SHOT_ONLY = 1 << 62
 _MAX_ONE_SHOT_RANKS = 2
 """Up to this many ranks, two-shot sends no fewer bytes than one-shot."""
-_TWO_SHOT_BYTES, _FEW_TWO_SHOT_BYTES = 4 << 20, 1 << 20
+_TWO_SHOT_BYTES, _FEW_TWO_SHOT_BYTES = 256 << 10, 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
