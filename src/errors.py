@@ -52,7 +52,8 @@ class ContextLengthError(InvalidInputError):
         value = f"{'at least ' if is_least else ''}{num_tokens} tokens"
         limit = f"must be at most {max_model_len - (not is_scored)} tokens, "
         limit += "" if is_scored else "one less than "
-        super().__init__(field, value, f"{limit}max_model_len = {max_model_len}")
+        limit += f"max_model_len = {max_model_len}: the maximum context length is {max_model_len} "
+        super().__init__(field, value, f"{limit}tokens. Please reduce the length of the prompt")
 
     def renamed(self, field: str, limit: str | None = None) -> InvalidInputError:  # noqa: ARG002
         return ContextLengthError(

@@ -219,7 +219,7 @@ def test_a_seed_decides_the_sample_whatever_runs_beside_it(llm: LLM) -> None:
     ("prompts", "params", "words"),
     [
         ([[1], []], GREEDY, r"prompts\[1\] = \[\]: must not be empty"),
-        ([[1], [VOCAB_SIZE]], GREEDY, f"{VOCAB_SIZE}: token ids must be integers from 0 to"),
+        ([[1], [VOCAB_SIZE]], GREEDY, f"{VOCAB_SIZE}: out of vocabulary: token ids must be"),
         ([[1] * 512], GREEDY, "prompt = '512 tokens': must be at most 511"),
         ([[1], [2]], [GREEDY], "1 given for 2 prompts"),
         ([1], SamplingParams(stop_token_ids=[VOCAB_SIZE]), "ids must be below"),

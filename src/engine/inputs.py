@@ -24,9 +24,14 @@ _MAX_CHARS_PER_TOKEN = 8
 _PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
 # A cut between pieces, for tokenizers whose tokens may absorb white space: few blanks are near it.
 _CUT = re.compile(r"\S\s{0,8}(?=\S)")
-_PROMPT_FORMS = ("prompt", "prompt_token_ids", "segments")
-# Fields of vLLM's prompts for content other than tokens.
-_CONTENT_KEYS = ("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs")
+_TEXT_AND_IDS = ("prompt", "prompt_token_ids")
+_PROMPT_FORMS = (*_TEXT_AND_IDS, "segments")
+# Fields of vLLM's prompts that must be None or empty here.
+_CONTENT_KEYS = (
+    *("multi_modal_data", "prompt_embeds", "multi_modal_uuids", "mm_processor_kwargs"),
+    *("token_type_ids", "prompt_token_offsets"),
+)
+_EMPTY = "must not be empty: a decoder prompt cannot be empty"
 _NO_CONTENT = "is not supported: a prompt has tokens only"
 _PLACEHOLDER = 0
 """The token id at positions of other content."""
@@ -41,7 +46,7 @@ class PromptInput:
     """A checked prompt.
 
     Attributes:
-        text: None when token ids were given.
+        text: None when token ids were given without their text.
         token_ids: with placeholders at the positions of content segments.
         priority: 0 (the most urgent) to ``MAX_PRIORITY``; used by the policy "priority" only.
         owner: the owner that the policy "fair" charges.
@@ -226,26 +231,32 @@ class PromptReader:
         """
         marks: dict[str, Any] = {}
         segments: tuple[Segment, ...] | None = None
+        text: str | None = None
         if isinstance(prompt, Mapping):
             for key in _CONTENT_KEYS:
-                if prompt.get(key) is not None:
+                if prompt.get(key) is not None and prompt[key] != {}:
                     raise InvalidInputError(f"{field}.{key}", prompt[key], _NO_CONTENT)
             unknown = set(prompt).difference(_PROMPT_FORMS, Marks.__annotations__, _CONTENT_KEYS)
-            if unknown or sum(form in prompt for form in _PROMPT_FORMS) != 1:
+            forms = tuple(form for form in _PROMPT_FORMS if form in prompt)
+            if unknown or (len(forms) != 1 and forms != _TEXT_AND_IDS):
                 limit = (
-                    "must have either 'prompt' or 'prompt_token_ids' or 'segments', "
+                    "must have either 'prompt' or 'prompt_token_ids', or both, or 'segments', "
                     "and at most 'cache_salt', 'priority', 'owner' and 'prediction' besides"
                 )
                 raise InvalidInputError(field, dict(prompt), limit)
             marks = self._checked_marks(field, prompt)
-            if "prompt" in prompt:
-                prompt = prompt["prompt"]
-                if not isinstance(prompt, str):
-                    limit = "must be text; token ids go into 'prompt_token_ids'"
-                    raise InvalidInputError(f"{field}.prompt", prompt, limit)
-            elif "segments" in prompt:
+            text = prompt.get("prompt")
+            is_none = text is None and forms == _TEXT_AND_IDS
+            if "prompt" in prompt and not isinstance(text, str) and not is_none:
+                limit = "must be text; token ids go into 'prompt_token_ids'"
+                raise InvalidInputError(f"{field}.prompt", text, limit)
+            if text is not None:
+                require_unicode(field, text)
+            if "segments" in prompt:
                 given = prompt["segments"]
                 prompt, segments = _read_segments(f"{field}.segments", given, self._kinds)
+            elif forms == ("prompt",):
+                prompt = text
             else:
                 prompt = prompt["prompt_token_ids"]
                 if not is_list(prompt):
@@ -255,7 +266,7 @@ class PromptReader:
             token_ids = self._tokenize(prompt, field, truncate)
             text = prompt
         elif is_list(prompt):
-            token_ids, text = list(prompt), None
+            token_ids = list(prompt)
         else:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
         if is_scored and segments is not None:
@@ -452,16 +463,17 @@ class PromptReader:
     def _tokenize(self, text: str, field: str, truncate: int | None) -> list[int]:
         if self._tokenizer is None:
             raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
-        if not text:
-            raise InvalidInputError(field, text, "must not be empty")
         require_unicode(field, text)
         if truncate is None:
             self._require_room(text, field)
-        return self._encode(text)
+        token_ids = self._encode(text)
+        if not token_ids:
+            raise InvalidInputError(field, text, _EMPTY)
+        return token_ids
 
     def _check(self, token_ids: list[Any], field: str, *, is_scored: bool = False) -> list[int]:
         if not token_ids:
-            raise InvalidInputError(field, token_ids, "must not be empty")
+            raise InvalidInputError(field, token_ids, _EMPTY)
         if len(token_ids) >= self._max_model_len + is_scored:
             raise ContextLengthError(
                 field, len(token_ids), self._max_model_len, is_scored=is_scored
@@ -476,9 +488,10 @@ class PromptReader:
             return
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                size = self._vocab_size
-                limit = f"must be integers from 0 to {size - 1}, the vocabulary has {size}"
-                raise InvalidInputError(field, token_id, f"token ids {limit}")
+                limit = f"token ids must be integers from 0 to {self._vocab_size - 1}"
+                if type(token_id) is int:
+                    limit = f"out of vocabulary: {limit}"
+                raise InvalidInputError(field, token_id, limit)
 
 
 def _pieces(text: str, num_chars: int, spares_spaces: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagespec import InvalidInputError, SamplingParams
-from pagespec.engine.inputs import PromptReader, pair_params, split_prompts
+from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
 from pagespec.engine.policy import ARRIVALS_PER_PRIORITY, MAX_PRIORITY, Policy
 from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
@@ -21,20 +21,22 @@ SURROGATE = "a\ud800"  # JSON can spell it, UTF-8 cannot
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([], "must not be empty"),
-        ([1, 2, 3, 4, 5], "5 tokens.*at most 4"),
-        ([10], "from 0 to 9"),
+        ([], "decoder prompt cannot be empty"),
+        ([1, 2, 3, 4, 5], "5 tokens.*at most 4.*maximum context length is 5 tokens. Please reduce"),
+        ([10], "= 10: out of vocabulary: .* from 0 to 9"),
         ([-1], "from 0 to 9"),
         ([1.0], "from 0 to 9"),
         ("text", "no tokenizer"),
         (b"bytes", "must be text or a list"),
         ({}, "either 'prompt' or 'prompt_token_ids'"),
+        ({"prompt_token_ids": [1], "prompt": 3}, "^prompt.prompt = 3: must be text"),
+        ({"prompt_token_ids": [1], "prompt": SURROGATE}, "not Unicode"),
         ({"prompt_token_ids": [1], "image": 1}, "at most 'cache_salt'"),
         *(
             ({"prompt_token_ids": [1], key: {"image": 1}}, f"^prompt.{key} = .*not supported")
             for key in (
                 *("multi_modal_data", "prompt_embeds", "multi_modal_uuids"),
-                "mm_processor_kwargs",
+                *("mm_processor_kwargs", "token_type_ids", "prompt_token_offsets"),
             )
         ),
         ({"segments": [{"prompt_token_ids": [1]}], "prompt": "a"}, "either 'prompt'"),
@@ -115,6 +117,18 @@ def test_a_priority_reaches_the_request() -> None:
     assert policy.max_overtakes == overtaken, "no smaller number would do the same"
     assert policy.rank(request({}, overtaken - 1)) < policy.rank(least)
     assert policy.rank(least) < policy.rank(request({"priority": 0}, overtaken))
+
+
+def test_token_ids_are_used_and_the_text_beside_them_is_kept() -> None:
+    both = {"prompt": "one", "prompt_token_ids": [1, 2], "multi_modal_data": {}}
+    assert READER.read(both) == PromptInput("one", [1, 2])
+    assert READER.read(both | {"prompt": None}) == PromptInput(None, [1, 2])
+
+
+def test_an_empty_text_is_a_prompt_if_the_tokenizer_adds_a_token() -> None:
+    assert PromptReader(lambda _, **__: {"input_ids": [1]}, 10, 5).read("").token_ids == [1]
+    with pytest.raises(InvalidInputError, match=r"^prompt = '': .*decoder prompt cannot be empty"):
+        TEXT_READER.read("")
 
 
 def test_prompts_of_all_shapes() -> None:
