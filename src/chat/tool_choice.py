@@ -17,13 +17,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.structured_outputs import (
-    MAX_CONSTRAINT_BYTES,
-    MAX_SCHEMA_DEPTH,
-    NAMED_SCHEMAS,
-    PLAIN_VALUES,
-    StructuredOutputs,
-)
+from ..engine.json_schemas import map_schemas
+from ..engine.structured_outputs import MAX_CONSTRAINT_BYTES, StructuredOutputs
 from ..errors import InvalidInputError
 from .answer_text import Kind, Piece
 from .deltas import ContentDelta, Delta, ToolCallDelta, call_id
@@ -106,25 +101,15 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, root: str, depth: int = 0) -> Any:
+def _moved(schema: Any, root: str) -> Any:
     """A schema whose references are relative to ``root`` instead of ``#``."""
-    if depth > MAX_SCHEMA_DEPTH:
-        limit = f"must be nested at most {MAX_SCHEMA_DEPTH} deep"
-        raise InvalidInputError("tools", "a schema", limit)
-    if isinstance(schema, list):
-        return [_moved(item, root, depth + 1) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            found[keyword] = {k: _moved(v, root, depth + 1) for k, v in value.items()}
-        elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found[keyword] = root + value[1:]
-        else:
-            is_plain = keyword in PLAIN_VALUES
-            found[keyword] = value if is_plain else _moved(value, root, depth + 1)
-    return found
+
+    def move(one: dict[str, Any]) -> dict[str, Any]:
+        reference = one.get("$ref")
+        is_own = isinstance(reference, str) and reference.startswith("#")
+        return {**one, "$ref": root + reference[1:]} if is_own else one
+
+    return map_schemas(schema, move, "tools")
 
 
 class ForcedAnswer:

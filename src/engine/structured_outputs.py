@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import InvalidInputError
 from ..params.checks import is_list
+from .json_schemas import check_keywords
 
 MAX_CONSTRAINT_BYTES = 1 << 18
-MAX_SCHEMA_DEPTH = 64
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Keywords whose values are not schemas, or are schemas under arbitrary names.
-PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
-NAMED_SCHEMAS = frozenset(("$defs", "definitions", "properties"))
-# The compiler ignores these, or implements only a part of them.
-_UNSUPPORTED = {
-    "patternProperties": "is not supported",
-    "minProperties": "is not supported: nothing keeps a key from being written twice",
-    "disallow": "is of a draft that is not supported",
-    "divisibleBy": "is of a draft that is not supported; write multipleOf",
-    "extends": "is of a draft that is not supported; write allOf",
-    "x-guidance": "is not supported; see disable_any_whitespace and whitespace_pattern",
-}
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+BACKENDS = ("auto", "guidance")
+"""Names of the library that compiles constraints, llguidance."""
 
 
 class Constraint(NamedTuple):
@@ -33,17 +23,20 @@ class Constraint(NamedTuple):
 
     Attributes:
         kind: "json" (a schema), "regex", "choice" (a JSON list) or "grammar".
+        closes_objects: whether ``additionalProperties`` is false by default.
     """
 
     kind: str
     text: str
     any_whitespace: bool = True
     whitespace_pattern: str | None = None
+    closes_objects: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A constraint on the text of an answer; exactly one of the first five. Names as in vLLM.
+    """A constraint on the text of an answer; exactly one of the first five. Names and order as in
+    vLLM.
 
     Attributes:
         json: a JSON schema, as a dict, as JSON text, or as a pydantic model class.
@@ -53,8 +46,12 @@ class StructuredOutputs:
         grammar: Lark syntax as in llguidance, or GBNF; its start rule is ``start`` or ``root``.
         json_object: True: any JSON object.
         disable_any_whitespace: for JSON: no whitespace between tokens.
+        disable_additional_properties: for ``json``: objects with named properties have no others,
+            unless the schema has ``additionalProperties``.
         whitespace_pattern: for JSON: a regex for whitespace between tokens.
-        disable_additional_properties, structural_tag: not supported.
+        structural_tag: not supported.
+        backend: "auto" or "guidance"; llguidance compiles all constraints.
+        disable_fallback: no effect, because there is one backend.
 
     Raises:
         InvalidInputError: not exactly one constraint is given, or it is malformed, too large, or
@@ -67,21 +64,22 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
     disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
     structural_tag: str | None = None
+    backend: str | None = field(default=None, kw_only=True, compare=False)
+    disable_fallback: bool = field(default=False, kw_only=True, compare=False)
     constraint: Constraint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.disable_additional_properties:
-            _refuse("disable_additional_properties", True, "write it in the schema")
         if self.structural_tag is not None:
             _refuse("structural_tag", self.structural_tag, "is not supported")
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            limit = f"exactly one of {', '.join(_KINDS)} must be given"
-            raise InvalidInputError("structured_outputs", given, limit)
-        kind = given[0]
+        if self.backend not in (None, *BACKENDS):
+            _refuse("backend", self.backend, f"must be {' or '.join(BACKENDS)}")
+        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "must be True or False")
+        kind = self._kind()
         makers = {
             "json": self._json_text,
             "json_object": self._json_object_text,
@@ -90,13 +88,24 @@ class StructuredOutputs:
         text = makers[kind]() if kind in makers else _require_text(kind, getattr(self, kind))
         _require_short(kind, text)
         kind = "json" if kind == "json_object" else kind
-        constraint = Constraint(kind, text, *self._whitespace(kind == "json"))
+        if self.disable_additional_properties and kind != "json":
+            _refuse("disable_additional_properties", True, "is for json only")
+        whitespace = self._whitespace(kind == "json")
+        constraint = Constraint(kind, text, *whitespace, self.disable_additional_properties)
         object.__setattr__(self, "constraint", constraint)
+
+    def _kind(self) -> str:
+        """The name of the one constraint."""
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) == 1:
+            return given[0]
+        limit = "You must use one kind of structured outputs constraint"
+        if given:
+            limit = "You can only use one kind of structured outputs constraint"
+        raise InvalidInputError("structured_outputs", given, f"{limit}: {', '.join(_KINDS)}")
 
     def _whitespace(self, is_json: bool) -> tuple[bool, str | None]:
         disabled, pattern = self.disable_any_whitespace, self.whitespace_pattern
-        if not isinstance(disabled, bool):
-            _refuse("disable_any_whitespace", disabled, "must be True or False")
         if pattern is not None and (not isinstance(pattern, str) or disabled):
             limit = "must be text, and cannot be used with disable_any_whitespace"
             _refuse("whitespace_pattern", pattern, limit)
@@ -121,9 +130,7 @@ class StructuredOutputs:
         if not isinstance(schema, (dict, bool)) and not isinstance(schema, Mapping):
             _refuse("json", self.json, "a JSON schema is an object")
         _require_short("json", text)  # before walking all of it
-        for keyword in _keywords(json.loads(text), 0):
-            if keyword in _UNSUPPORTED:
-                _refuse("json", keyword, _UNSUPPORTED[keyword])
+        check_keywords(json.loads(text))
         return text
 
     def _json_object_text(self) -> str:
@@ -173,22 +180,6 @@ def _require_few(name: str, value: Any) -> None:
             limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
             _refuse(name, f"more than {MAX_CONSTRAINT_BYTES} characters", limit)
         waiting += inside
-
-
-def _keywords(schema: object, depth: int) -> Iterator[str]:
-    """Every keyword in a schema and its nested schemas."""
-    if depth > MAX_SCHEMA_DEPTH:
-        _refuse("json", "a schema", f"must be nested at most {MAX_SCHEMA_DEPTH} deep")
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _keywords(item, depth + 1)
-    elif isinstance(schema, dict):
-        for keyword, value in schema.items():
-            yield keyword
-            if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-                value = list(value.values())
-            if keyword not in PLAIN_VALUES:
-                yield from _keywords(value, depth + 1)
 
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.json_schemas import implemented
 from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..engine.text.reasoning import Reasoning
 from ..engine.text.token_bytes import TokenBytes
@@ -184,6 +185,8 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Any:
         try:
             grammar = _grammar(constraint)
+        except InvalidInputError:
+            raise
         except Exception as error:  # llguidance converts GBNF in Python
             raise _refusal(constraint, str(error)) from error
         try:
@@ -257,8 +260,9 @@ def _grammar(constraint: Constraint) -> str:
     """A constraint in llguidance's own format."""
     from llguidance import LLMatcher, grammar_from
 
-    kind, text, any_whitespace, pattern = constraint
+    kind, text, any_whitespace, pattern, closes_objects = constraint
     if kind == "json":
+        text = json.dumps(implemented(json.loads(text), closes_objects=closes_objects))
         return LLMatcher.grammar_from_json_schema(
             text,
             overrides={

@@ -28,13 +28,24 @@ def test_its_name_in_vllm_is_the_same_class() -> None:
     assert StructuredOutputsParams is StructuredOutputs
 
 
+def test_positions_are_those_of_vllm() -> None:
+    made = StructuredOutputs(None, None, None, None, True, False, True, " ?", None)
+    named = StructuredOutputs(
+        json_object=True, disable_additional_properties=True, whitespace_pattern=" ?"
+    )
+    assert made == named
+    assert made.constraint == named.constraint
+    others = {"backend": "guidance", "disable_fallback": True}
+    assert StructuredOutputs(regex="a", **others) == StructuredOutputs(regex="a")
+
+
 def test_names_in_a_schema_are_no_keywords() -> None:
     names = {"patternProperties": {"type": "string"}, "x-guidance": {"const": {"extends": 1}}}
     StructuredOutputs(json={"properties": names, "default": {"minProperties": 3}})
 
 
 def test_a_schema_that_is_too_large_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagespec.engine.structured_outputs._keywords", None)
+    monkeypatch.setattr("pagespec.engine.structured_outputs.check_keywords", None)
     large = {"properties": {f"name{i}": {} for i in range(20_000)}}
     for schema in (large, json.dumps(large)):
         with pytest.raises(InvalidInputError, match=f"at most {MAX_CONSTRAINT_BYTES} bytes"):
@@ -73,16 +84,17 @@ for _ in range(100):
     _NESTED = {"items": _NESTED}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "exactly one"),
-    ({"regex": "a", "choice": ["b"]}, "exactly one"),
+    ({}, "You must use one kind of structured outputs constraint"),
+    ({"regex": "a", "choice": ["b"]}, "You can only use one kind of structured outputs constraint"),
+    ({"regex": "a", "json_object": False}, "You can only use one kind"),
+    ({"json_object": False}, "json_object"),
     ({"json": "{"}, "json = .*must be a JSON schema"),
     ({"json": "[1]"}, "a JSON schema is an object"),
     ({"json": {"type": {1, 2}}}, "must be a JSON schema"),
     ({"json": int}, "must be a JSON schema"),
     ({"json": {"minimum": float("nan")}}, "must be a JSON schema"),
     ({"json": _NESTED}, "nested at most"),
-    ({"json": {"items": {"patternProperties": {}}}}, "patternProperties.*not supported"),
-    ({"json": {"anyOf": [{"minProperties": 1}]}}, "minProperties"),
+    ({"json": {"items": {"patternProperties": {"a": {"extends": 1}}}}}, "extends"),
     ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
     ({"json": {"$defs": {"a": {"divisibleBy": 2}}}}, "divisibleBy"),
     ({"json_object": 1}, "json_object"),
@@ -96,7 +108,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": ["start"]}, "grammar"),
     ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "pattern"),
     ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
-    ({"json_object": True, "disable_additional_properties": True}, "write it in the schema"),
+    ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties"),
+    ({"regex": "a", "disable_fallback": 1}, "disable_fallback"),
+    ({"regex": "a", "backend": "xgrammar"}, "backend.*auto or guidance"),
     ({"structural_tag": "{}"}, "structural_tag"),
 ]
 

@@ -60,7 +60,7 @@ def test_one_wrong_item_is_enough(
     assert len(error["message"]) < 200
 
 
-SCHEMA = {"patternProperties": {}}
+SCHEMA = {"extends": []}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 NAMED: list[tuple[str, dict[str, Any], str]] = [

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagespec import EngineBusyError, InvalidInputError, StructuredOutputs
+from pagespec.engine.json_schemas import implemented
 from pagespec.structured import grammars as module
 from pagespec.structured.grammars import Grammars
 from tests.support.structured import END, NUM_TOKENS, check_output, random_outputs, tokenizer
@@ -46,7 +47,12 @@ def test_allowed_texts_match_their_constraints(seed: int) -> None:
     check_output(*walk(outputs, rng, 80), is_met)
 
 
+_PATTERNS = {"patternProperties": {"^a": {"type": "integer"}, "^b": {"type": "null"}}}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json": _PATTERNS}, "patternProperties.*needs additionalProperties = false"),
+    ({"json": {"patternProperties": {"^a": {}, "b$": {}}, "additionalProperties": False}}, "disj"),
+    ({"json": {"minProperties": 2, "required": ["a", "a"]}}, r"at most 1.*names \(1\)"),
     ({"json": {"not": {}}}, "not"),
     ({"json": {"uniqueItems": True}}, "uniqueItems"),
     ({"json": {"type": "string", "format": "nothing"}}, "nothing"),
@@ -83,6 +89,49 @@ def test_whitespace_follows_the_setting() -> None:
     assert allows(tight, json_object=True, disable_any_whitespace=True)
     assert not allows(loose, json_object=True, whitespace_pattern="[ ]?")
     assert allows('{ "a": 1}', json_object=True, whitespace_pattern="[ ]?")
+
+
+_NAMED = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a", "b"]}
+# A schema, texts that it allows, and texts that it does not.
+OBJECTS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {**_PATTERNS, "additionalProperties": False},
+        '{} {"a":1} {"ab":2,"b":null} {"b":null,"a":1}',
+        '{"a":null} {"c":1} {"\\u0061":1} {"b":1}',
+    ),
+    (
+        {**_PATTERNS, "properties": {"a": {"minimum": 3}}, "additionalProperties": False},
+        '{"a":3} {"a":5,"aa":1}',
+        '{"a":2} {"a":"x"} {"a":5,"a":1}',
+    ),
+    ({"minProperties": 1}, '{"a":1} [] 3', "{}"),
+    ({"minProperties": 2, **_NAMED}, '{"a":1,"b":2} {"a":1,"b":2,"c":3}', '{"a":1} {}'),
+    ({"maxProperties": 1}, '{} {"a":1}', '{"a":1,"b":2}'),
+    ({"uniqueItems": False}, "[1,1]", "[1"),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "others"), OBJECTS)
+def test_schemas_of_objects_mean_what_the_standard_says(
+    schema: dict[str, Any], allowed: str, others: str
+) -> None:
+    for is_allowed, texts in ((True, allowed), (False, others)):
+        for text in texts.split():
+            assert allows(text, json=schema) == is_allowed, text
+
+
+def test_additional_properties_can_be_disabled() -> None:
+    inner = {"properties": {"x": {}}, "const": {"properties": {}}}
+    schema = {"properties": {"properties": {"anyOf": [inner, {"additionalProperties": True}]}}}
+    assert allows('{"a":1}', json=schema)
+    assert not allows('{"a":1}', json=schema, disable_additional_properties=True)
+    outputs = StructuredOutputs(json=_PATTERNS, disable_additional_properties=True)
+    GRAMMARS.check(outputs)
+    closed = implemented(schema, closes_objects=True)
+    first, second = closed["properties"]["properties"]["anyOf"]
+    assert closed["additionalProperties"] is False
+    assert first == {**inner, "additionalProperties": False}
+    assert second == {"additionalProperties": True}
 
 
 def test_regexes_match_the_whole_text() -> None:
