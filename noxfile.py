@@ -141,6 +141,16 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def peer_tests(session: nox.Session) -> None:
+    """vLLM's own tests and examples against pagespec; `-- --quick` for a first impression.
+
+    Fetches vLLM's sources into a cache folder. Half an hour on two cores.
+    """
+    install_all(session, "pytest-asyncio")
+    python(session, "-m", "tests.peer", *session.posargs)
+
+
+@nox.session
 def spec(session: nox.Session) -> None:
     """Model check every scope (minutes), prove the pool, drive the real classes through it."""
     install_all(session)

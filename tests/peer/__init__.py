@@ -1,0 +1,1 @@
+"""vLLM's own tests and examples, run against pagespec: ``python -m tests.peer``."""

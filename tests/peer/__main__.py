@@ -1,0 +1,76 @@
+"""``python -m tests.peer``: run vLLM's tests and examples, and compare with ``expected.md``.
+
+Without paths: all of ``files.OFFLINE`` and ``files.HTTP``, and the examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import examples, expected, files, reasons, run, sources
+
+TABLE = Path(__file__).with_name("expected.md")
+_TITLE = f"vLLM {sources.VERSION}'s tests and examples against pagespec"
+_MORE = """Written by `python -m tests.peer --write`, compared by `nox -s peer_tests`. Every name
+of a text-generation model stands for SmolLM2-135M-Instruct in float32 on a CPU, so texts and token
+ids of other models differ. Tests are counted by pytest's ids, parameters included."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns: 0, or 1 if the run differs from the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peer", description=__doc__)
+    parser.add_argument("paths", nargs="*", help="test files, folders or examples of vLLM")
+    parser.add_argument("--quick", action="store_true", help="three files and one example")
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    parser.add_argument("--from-records", action="store_true", help="run nothing: the last records")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
+    given = parser.parse_args(arguments)
+
+    cache = sources.cache_folder()
+    stage, records = sources.stage(cache), cache / "records"
+    sources.model_folder(cache)
+    records.mkdir(exist_ok=True)
+    all_paths = (*files.OFFLINE, *files.HTTP, *examples.OFFLINE)
+    chosen = tuple(given.paths) or (files.QUICK if given.quick else all_paths)
+    names = files.test_files(stage, chosen)
+
+    def results_of(name: str) -> list[expected.Result]:
+        if given.from_records:
+            entries = run.read_record(run.record_of(records, name))
+        elif name.startswith("examples/"):
+            entries = examples.run_example(stage, name, records)
+        else:
+            entries = run.run_file(stage, name, records)
+        found = [reasons.result_of(entry) for entry in entries]
+        counts = [sum(each.outcome == one for each in found) for one in expected.OUTCOMES]
+        words = ", ".join(
+            f"{n} {one}" for n, one in zip(counts, expected.OUTCOMES, strict=True) if n
+        )
+        seconds = sum(each.seconds for each in found)
+        print(f"{name}: {words or 'no tests'} ({seconds:.0f} s)", flush=True)
+        return found
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = [one for found in pool.map(results_of, names) for one in found]
+    refused = run.refused_flags(records, names)
+    if refused:
+        print("flags of `vllm serve` that were refused, and left out:", ", ".join(refused))
+    if given.write:
+        if chosen != all_paths:
+            parser.error("--write needs a run of all files: give no paths and no --quick")
+        TABLE.write_text(expected.render(results, _TITLE, _MORE), encoding="utf-8")
+        return 0
+    text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    differences = expected.compare(results, expected.parse(text))
+    for line in differences:
+        print(line)
+    print(f"{len(results)} tests, {len(differences)} differences from {TABLE.name}")
+    return bool(differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Offline examples of vLLM, with the import line and the model changed.
+
+``python -m peer_harness.examples FILE ARGUMENTS`` runs one in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import models, run
+
+_LIMIT_S = 300
+_GREEDY = ("--max-tokens", "16", "--max-model-len", "1024")
+
+# Each with the arguments that keep it short.
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "basic/offline_inference/basic.py": (),
+    "basic/offline_inference/generate.py": _GREEDY,
+    "basic/offline_inference/chat.py": _GREEDY,
+    "basic/offline_inference/classify.py": (),
+    "basic/offline_inference/embed.py": (),
+    "basic/offline_inference/score.py": (),
+    "deployment/async_llm_streaming.py": (),
+    "deployment/llm_engine_example.py": (),
+    "features/automatic_prefix_caching/automatic_prefix_caching_offline.py": (),
+    "features/automatic_prefix_caching/prefix_caching_offline.py": (),
+    "features/batch_invariance/reproducibility_offline.py": (),
+    "features/context_extension/context_extension_offline.py": (),
+    "features/logits_processor/custom.py": (),
+    "features/logits_processor/custom_req.py": (),
+    "features/logits_processor/custom_req_init.py": (),
+    "features/lora/multilora_offline.py": (),
+    "features/pause_resume/pause_resume_offline.py": (),
+    "features/profiling/run_one_batch_offline.py": ("--max-model-len", "1024"),
+    "features/profiling/simple_profiling_offline.py": (),
+    "features/prompt_embed/prompt_embed_offline.py": (),
+    "features/reset_kv/reset_kv_offline.py": (),
+    "features/speculative_decoding/spec_decode_offline.py": ("--method", "ngram", "--test"),
+    "features/structured_outputs/structured_outputs_offline.py": (),
+    "observability/metrics/offline.py": (),
+    "tool_calling/chat_with_tools_offline.py": (),
+}
+OFFLINE = tuple(f"examples/{name}" for name in ARGUMENTS)
+
+
+def run_example(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]]:
+    """Run one example in a process of its own.
+
+    Returns:
+        A record of one entry, as :mod:`.plugin` describes it.
+    """
+    record = run.record_of(records, name)
+    log = record.with_suffix(".log")
+    arguments = ARGUMENTS.get(name.removeprefix("examples/"), ())
+    command = [sys.executable, "-m", "peer_harness.examples", name, *arguments]
+    begin = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=stage,
+            env=run.environment(stage),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            run.end(process)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    reason = f"did not end in {_LIMIT_S} s" if code is None else " ".join(lines[-1:])[:300]
+    entry = {
+        "id": name,
+        "outcome": "failed" if code else "passed",
+        "reason": reason if code else "",
+        "seconds": round(time.monotonic() - begin, 2),
+    }
+    if code is None:
+        entry |= {"outcome": "failed", "reason": reason}
+    record.write_text(json.dumps(entry) + "\n")
+    return [entry]
+
+
+def main() -> None:
+    """Run the example with ``vllm`` replaced by ``pagespec`` in its import lines."""
+    path = Path(sys.argv[1])
+    text = re.sub(r"(?m)^(\s*(?:from|import) )vllm\b", r"\1pagespec", path.read_text())
+    models.replace_models()
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / path.name
+        changed.write_text(text)
+        sys.argv = sys.argv[1:]
+        runpy.run_path(str(changed), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

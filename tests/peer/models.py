@@ -1,0 +1,85 @@
+"""Every text-generation model of its tests becomes the one model that is at hand."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any
+
+from . import sources, stand_in
+
+# Names of models that are for a feature that pagespec refuses.
+_OF_FEATURES = {
+    r"VL-|llava|SmolVLM|chameleon|gemma-3n|Audio|whisper|ultravox|gemma-4|translategemma": (
+        "images and audio"
+    ),
+    r"e5-|Embedding|bge-|MiniLM|jina": "embeddings",
+    r"[Ll]o[Rr][Aa]": "LoRA",
+    r"gpt-oss": "Harmony (gpt-oss)",
+}
+
+
+def model_of(name: str) -> str:
+    """The folder in place of a model's name; a path remains. Ends a test of another modality."""
+    if os.path.exists(name):
+        return name
+    for pattern, feature in _OF_FEATURES.items():
+        if re.search(pattern, name) and stand_in.is_running_test:
+            stand_in.not_applicable(feature, name)
+    return str(sources.model_folder(sources.cache_folder()))
+
+
+def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``LLM`` with the model replaced, and float32, which a CPU computes fastest."""
+    replaced = dict(arguments)
+    for name in ("model", "tokenizer"):
+        if isinstance(replaced.get(name), str):
+            replaced[name] = model_of(replaced[name])
+    if replaced.get("dtype") not in (None, "auto"):
+        replaced["dtype"] = "float32"
+    draft = replaced.get("speculative_config")
+    if isinstance(draft, dict) and isinstance(draft.get("model"), str):
+        method = draft.get("method")
+        if method not in ("ngram", "suffix"):
+            replaced["speculative_config"] = draft | {"model": model_of(draft["model"])}
+    return replaced
+
+
+def replace_models() -> None:
+    """Replace models wherever this process loads one: ``LLM`` and transformers."""
+    import huggingface_hub
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    import pagespec
+
+    # Adapters and data sets: no such path exists.
+    huggingface_hub.snapshot_download = lambda repo_id, **_: f"/not-downloaded/{repo_id}"
+    _replace_of_llm(pagespec.LLM)
+    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+        _replace_of_auto(auto)
+
+
+def _replace_of_llm(llm: Any) -> None:
+    init = llm.__init__
+
+    @functools.wraps(init)
+    def start(self: Any, *positional: Any, **arguments: Any) -> None:
+        if positional:
+            arguments = {"model": positional[0]} | arguments
+        init(self, *positional[1:], **engine_arguments(arguments))
+
+    llm.__init__ = start
+
+
+def _replace_of_auto(auto: Any) -> None:
+    load = auto.from_pretrained.__func__
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, name: Any, *rest: Any, **arguments: Any) -> Any:
+        if isinstance(name, str):
+            name = model_of(name)
+            arguments.pop("revision", None)
+        return load(cls, name, *rest, **arguments)
+
+    auto.from_pretrained = classmethod(from_pretrained)

@@ -1,0 +1,90 @@
+"""Names of vLLM that only its tests need: the machine, and helpers of its test code."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+
+class Platform:
+    """Answers as a machine with one large NVIDIA GPU, so that no test is left out for the machine.
+
+    What computes on a GPU in its tests is internal and does not run in any case.
+    """
+
+    device_type = "cuda"
+    device_name = "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("is_"):
+            return lambda *_, **__: name in ("is_cuda", "is_cuda_alike")
+        if name.startswith(("supports_", "has_")):
+            return lambda *_, **__: True
+        raise AttributeError(name)
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_total_memory(self, _device: int = 0) -> int:
+        return 80 << 30
+
+    def has_device_capability(self, _wanted: object) -> bool:
+        return True
+
+    def get_device_capability(self) -> tuple[int, int]:
+        return (9, 0)
+
+
+class Environment:
+    """``vllm.envs``: no variable is set."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("VLLM_"):
+            return None
+        raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def set_default_torch_num_threads(_count: int | None = None) -> Iterator[None]:
+    yield
+
+
+def set_random_seed(seed: int | None) -> None:
+    import torch
+
+    if seed is not None:
+        random.seed(seed)
+        torch.manual_seed(seed)
+
+
+def open_port() -> int:
+    """A free TCP port of this machine."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def clean_up(*_: object, **__: object) -> None:
+    gc.collect()
+
+
+platform = Platform()
+NAMES: dict[str, Any] = {
+    "vllm.platforms.current_platform": platform,
+    "vllm.envs": Environment(),
+    "vllm.envs.disable_envs_cache": lambda: None,
+    "vllm.logger.init_logger": logging.getLogger,
+    "vllm.triton_utils.HAS_TRITON": False,
+    "vllm.utils.network_utils.get_open_port": open_port,
+    "vllm.utils.torch_utils.set_default_torch_num_threads": set_default_torch_num_threads,
+    "vllm.utils.torch_utils.set_random_seed": set_random_seed,
+    "vllm.distributed.cleanup_dist_env_and_memory": clean_up,
+    "vllm._aiter_ops.is_aiter_found": lambda: False,
+    "vllm._aiter_ops.is_aiter_found_and_supported": lambda: False,
+}

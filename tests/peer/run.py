@@ -1,0 +1,91 @@
+"""Runs test files of vLLM, each in a process of its own, and reads their records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILE_S = 900
+TEST_S = 240
+
+
+def environment(stage: Path, **more: str) -> dict[str, str]:
+    """The environment of a process that runs in ``stage``."""
+    # Tests hold the key of each client, and need no network.
+    paths = [str(stage), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    absolute = [str((REPOSITORY / path).resolve()) for path in paths if path]
+    own = {"PYTHONPATH": os.pathsep.join(absolute), "HF_HUB_OFFLINE": "1"}
+    return dict(os.environ) | own | more
+
+
+def run_file(stage: Path, name: str, records: Path, more: tuple[str, ...] = ()) -> list[Any]:
+    """Run one file.
+
+    Returns:
+        Its record, as :mod:`.plugin` describes it. A process that ends early adds an entry for the
+        file itself.
+    """
+    record = record_of(records, name)
+    for old in (record, record.with_suffix(".flags")):
+        old.unlink(missing_ok=True)
+    log = record.with_suffix(".log")
+    flags = ("-q", "-p", "no:cacheprovider", "-p", "peer_harness.plugin", f"--timeout={TEST_S}")
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", *flags, name, *more]
+    begin = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=stage,
+            env=environment(stage, PEER_RECORD=str(record)),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(FILE_S)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            end(process)
+    found = read_record(record)
+    if code not in (0, 1, 2, 5):
+        seconds = round(time.monotonic() - begin, 1)
+        reason = f"the process ended with {code} after {seconds} s"
+        found.append({"id": name, "outcome": "failed", "reason": reason, "seconds": 0.0})
+    return found
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    # Servers that the tests started are in the same session.
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(10)
+    except ProcessLookupError:
+        pass
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def record_of(records: Path, name: str) -> Path:
+    return records / (name.replace("/", "+") + ".jsonl")
+
+
+def refused_flags(records: Path, names: list[str]) -> list[str]:
+    """Flags that ``pagespec serve`` refused while these files ran."""
+    paths = [record_of(records, name).with_suffix(".flags") for name in names]
+    return sorted({flag for path in paths if path.exists() for flag in path.read_text().split()})
+
+
+def read_record(path: Path) -> list[Mapping[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
