@@ -20,13 +20,18 @@ _OF_FEATURES = {
 }
 
 
+def feature_of(name: str) -> str:
+    """The refused feature that a model is for, or ""."""
+    return next((what for each, what in _OF_FEATURES.items() if re.search(each, name)), "")
+
+
 def model_of(name: str) -> str:
     """The folder in place of a model's name; a path remains. Ends a test of another modality."""
     if os.path.exists(name):
         return name
-    for pattern, feature in _OF_FEATURES.items():
-        if re.search(pattern, name) and stand_in.is_running_test:
-            stand_in.not_applicable(feature, name)
+    feature = feature_of(name)
+    if feature and stand_in.is_running_test:
+        stand_in.not_applicable(feature, name)
     return str(sources.model_folder(sources.cache_folder()))
 
 

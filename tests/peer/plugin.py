@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,36 @@ def _reason(report: Any) -> str:
     return " ".join(text.split())[:_MAX_CHARACTERS]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out a test whose parameters equal those of another after models are replaced."""
+    seen: set[tuple[str, ...]] = set()
+    kept, left_out = [], []
+    for item in items:
+        call = getattr(item, "callspec", None)
+        parameters = call.params.items() if call else ()
+        key = (
+            item.nodeid.partition("[")[0],
+            *(f"{name}={_replaced(name, value)}" for name, value in parameters),
+        )
+        (left_out if key in seen else kept).append(item)
+        seen.add(key)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def _replaced(name: str, value: object) -> str:
+    if name == "dtype" or (isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value)):
+        features = models.feature_of(str(value))
+        return features or "replaced"
+    return repr(value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before the first ``conftest.py``, which may import vllm."""
     stand_in.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     models.replace_models()
     config.pluginmanager.register(Recorder(Path(os.environ["PEER_RECORD"])), "peer-recorder")

@@ -42,7 +42,25 @@ def _differs(reason: str, test: str = "", message: str = "") -> Rule:
 
 ANOTHER_MODEL = "another model"
 
-RULES: tuple[Rule, ...] = ()
+# Packages that only tests of a refused feature, or of internals, need.
+_PACKAGES = {
+    "datasets": "data sets of the hub",
+    "flashinfer": "internal",
+    "lm_eval": "data sets of the hub",
+    "model_hosting_container_standards": "SageMaker",
+    "openai_harmony": "Harmony (gpt-oss)",
+    "prometheus_fastapi_instrumentator": "internal",
+}
+
+RULES: tuple[Rule, ...] = (
+    *(_no(feature, message=f"No module named '{name}") for name, feature in _PACKAGES.items()),
+    _no("internal", message="Torch not compiled with CUDA|ATen_cuda|simple_compile_backend"),
+    _no("LoRA", message=r"LoRA|enable_lora|zephyr-lora"),
+    _no("LoRA", test="zephyr-lora"),
+    _no("beam search", message="beam search"),
+    _no("beam search", test="beam_search"),
+    _no("embeddings", message="embeddings are not supported"),
+)
 
 
 def result_of(entry: Mapping[str, Any]) -> Result:

@@ -8,7 +8,7 @@ from typing import Any
 from . import stand_in
 
 # What its runner gives where a test gives nothing.
-_DEFAULTS = {"seed": 0, "max_model_len": 1024, "block_size": 16, "trust_remote_code": True}
+_DEFAULTS = {"seed": 0, "max_model_len": 1024, "block_size": 16}
 
 
 def _prompts(prompts: list[Any], **media: Any) -> list[Any]:
