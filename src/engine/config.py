@@ -34,6 +34,7 @@ _MANY_SAMPLES = 256  # per step on a GPU
 _CPU_INTER_TOKEN_MS = 500.0
 _STATE_INTERVAL = 256  # tokens
 _FLOATS = {"half": "float16", "float": "float32"}
+_TYPES = choice("auto", "float32", "bfloat16", "float16", aliases=_FLOATS)
 
 
 def check_device(name: object) -> None:
@@ -67,8 +68,18 @@ def check_model(name: str, model: Any) -> Any:
     return model
 
 
+def _dtype(name: str, value: Any) -> str:
+    # torch is not imported here; its types print as torch.float16.
+    text = value if isinstance(value, str) else str(value)
+    known = text.removeprefix("torch.")
+    try:
+        return _TYPES(name, known if known != text or text is value else value)
+    except InvalidInputError as error:
+        raise InvalidInputError(name, value, error.limit) from None
+
+
 def _generation_config(name: str, value: Any) -> str:
-    given = path_of(value)
+    given = "vllm" if value == "pagespec" else path_of(value)  # as `sed s/vllm/pagespec/` leaves it
     if given not in GENERATION_CONFIGS and not (
         given and os.path.isfile(os.path.join(given, "generation_config.json"))
     ):
@@ -90,7 +101,7 @@ class EngineConfig:
         "auto",
         "Type of weights and KV cache: auto, float32, bfloat16 or float16. auto: float32 on a CPU, "
         "the model's own type on a GPU. A model in memory keeps its type.",
-        choice("auto", "float32", "bfloat16", "float16", aliases=_FLOATS),
+        _dtype,
         metavar="TYPE",
     )
     device: str = param(

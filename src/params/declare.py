@@ -108,23 +108,36 @@ def takes(
 ) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:
     """Decorator: the ``__init__`` takes the fields of a dataclass as keyword arguments, instead of
     the dataclass. Type checkers, ``inspect.signature`` and ``help`` show names, types and defaults.
-    Arguments of other engines are translated (:mod:`.foreign`).
+    Arguments of other engines are translated (:mod:`.foreign`). None stands for the default.
 
     Raises (when called):
         UnknownArgumentError: there is no such argument.
     """
     signature = inspect.signature(arguments)
+    # None stands for the default, as in vLLM. A default of None is checked as such.
+    never_none = {
+        name
+        for name, p in declared(arguments).items()
+        if not p.takes_none and signature.parameters[name].default is not inspect.Parameter.empty
+    }
 
     def decorate(init: Callable[[_Self, _Args], None]) -> Callable[Concatenate[_Self, _P], None]:
         @wraps(init)
         def run(self: _Self, *given: _P.args, **named: _P.kwargs) -> None:
-            own = {k: v for k, v in named.items() if k in signature.parameters}
+            own = {
+                name: value
+                for name, value in named.items()
+                if name in signature.parameters and not (value is None and name in never_none)
+            }
             first = signature.bind_partial(*given).arguments
-            for name in [name for name in named if name not in own]:
+            # A default says nothing, so that another name of the argument may differ from it.
+            said = {k: v for k, v in own.items() if v != signature.parameters[k].default}
+            for name in [name for name in named if name not in signature.parameters]:
                 from .foreign import translate  # a large table that few calls need
 
                 try:
-                    own |= translate(name, named[name], {**first, **own})
+                    found = translate(name, named[name], {**first, **said})
+                    own, said = own | found, said | found
                 except KeyError:
                     names = signature.parameters
                     raise UnknownArgumentError(name, named[name], names) from None

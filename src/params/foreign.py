@@ -1,8 +1,9 @@
-"""Engine arguments of vLLM (0.6 to 0.33) and nano-vllm that have no equal name here.
+"""Arguments of vLLM (0.6 to 0.33) and nano-vllm that have no equal name here.
 
 An argument with the same meaning is accepted under its own name. A value without effect is ignored.
 Any other value raises an error that names the replacement. Names of ``EngineConfig`` are not in
-the table. ``docs/engine_arguments.md`` shows the table.
+the tables. ``docs/from_vllm.md`` shows the tables, and ``compat/arguments.py`` makes ``EngineArgs``
+of them.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ class Foreign:
 
     Attributes:
         harmless: values without effect, or predicates of a value and the other arguments. None is
-            always harmless.
+            always harmless. The first value is the default in ``EngineArgs``; without one it is
+            None.
         instead: the replacement, for the error.
         same_as: our argument with the same meaning and values.
+        key: the value is this key of the dict ``same_as``.
         as_ours: our arguments for each value.
     """
 
     harmless: tuple[Any, ...] = ()
     instead: str = ""
     same_as: str = ""
+    key: str = ""
     as_ours: Mapping[Any, Arguments] = field(default_factory=dict)
+
+    @property
+    def default(self) -> Any:
+        """The value in ``EngineArgs`` that says nothing."""
+        first = self.harmless[0] if self.harmless else None
+        return None if callable(first) or self.same_as else first
 
     def is_harmless(self, value: Any, others: Arguments) -> bool:
         return value is None or any(
@@ -65,6 +75,7 @@ def _is_path_of_runs(value: Any, _others: Arguments) -> bool:
 
 
 _OFF = (False,)
+_EITHER = (False, True)
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _SPECULATION = "use speculative_config"
 _NO_IMAGES = "only text is supported"
@@ -75,6 +86,11 @@ _REVISION = (
 _CONFIG = "change config.json in a copy of the folder, or give a transformers model in memory"
 _GRAPHS = "use compile and graph_batch_sizes"
 _LONG = "long prompts are cut by max_inter_token_ms and max_num_batched_tokens"
+_NO_POOLING = "embeddings, classification and pooling are not supported"
+_ONE_HOST = "ranks are processes of this host: use tensor_parallel_size"
+_MOE = "experts are computed by one kernel: leave it out"
+_NO_OFFLOAD = "use quantization, kv_cache_dtype or tensor_parallel_size"
+_STATE = "use state_interval"
 _OWN_TOKENIZER = "the tokenizer of the model is used: give a folder that has both"
 
 ENGINE: dict[str, Foreign] = {
@@ -92,11 +108,7 @@ ENGINE: dict[str, Foreign] = {
         _OFF, "must be True or False", as_ours={True: {"compile": "graph", "graph_batch_sizes": ()}}
     ),
     # Model and tokenizer.
-    "trust_remote_code": Foreign(
-        _OFF,
-        "no code of a checkpoint is run: leave it out; transformers has the model, or it "
-        "is refused",
-    ),
+    "trust_remote_code": Foreign(_EITHER, "must be True or False"),  # a permission, never used
     "tokenizer": Foreign((_is_our_model,), _OWN_TOKENIZER),
     "tokenizer_mode": Foreign(("auto", "hf"), _OWN_TOKENIZER),
     "skip_tokenizer_init": Foreign(
@@ -124,22 +136,92 @@ ENGINE: dict[str, Foreign] = {
     "served_model_name": Foreign((_is_our_model,), "use `pagespec serve --served-model-name`"),
     "model_loader_extra_config": Foreign(({},), "leave it out"),
     "max_parallel_loading_workers": Foreign((), "leave it out"),
+    "model_weights": Foreign(("", _is_our_model), "use model"),
+    "model_class_overrides": Foreign(({},), "models are traced from transformers"),
+    "chat_template": Foreign((), "use LLM.chat(chat_template=...)"),
+    "ignore_patterns": Foreign(([], ["original/**/*"], "original/**/*"), "leave it out"),
+    "pt_load_map_location": Foreign(("cpu",), "use device"),
+    "safetensors_load_strategy": Foreign(("lazy", "eager", "prefetch"), "leave it out"),
+    "safetensors_prefetch_num_threads": Foreign((_any,)),
+    "safetensors_prefetch_block_size": Foreign((_any,)),
+    "renderer_num_workers": Foreign((1,), "leave it out"),
+    "tokens_only": Foreign(_OFF, "use SamplingParams(detokenize=False)"),
+    "device_ids": Foreign((), 'use device="cuda:N"'),
     # Parallel engines.
     "data_parallel_size": Foreign((1,), _REPLICAS),
     "data_parallel_rank": Foreign((0,), _REPLICAS),
     "data_parallel_size_local": Foreign((1,), _REPLICAS),
+    "data_parallel_start_rank": Foreign((0,), _REPLICAS),
+    "data_parallel_address": Foreign((), _REPLICAS),
+    "data_parallel_rpc_port": Foreign((), _REPLICAS),
+    "data_parallel_hybrid_lb": Foreign(_OFF, _REPLICAS),
+    "data_parallel_external_lb": Foreign(_OFF, _REPLICAS),
+    "data_parallel_multi_port_external_lb": Foreign(_OFF, _REPLICAS),
+    "_api_process_count": Foreign((1,), _REPLICAS),
+    "_api_process_rank": Foreign((0,), _REPLICAS),
+    "nnodes": Foreign((1,), _ONE_HOST),
+    "node_rank": Foreign((0,), _ONE_HOST),
     "pipeline_parallel_size": Foreign((1,), "use tensor_parallel_size"),
     "context_parallel_size": Foreign((1,), "use tensor_parallel_size"),
+    "prefill_context_parallel_size": Foreign((1,), "use tensor_parallel_size"),
     "decode_context_parallel_size": Foreign((1,), "use tensor_parallel_size"),
     "enable_expert_parallel": Foreign(_OFF, "use tensor_parallel_size"),
-    "distributed_executor_backend": Foreign(
-        ("mp", "uni"), "use tensor_parallel_size: ranks are processes of this host"
-    ),
+    "enable_ep_weight_filter": Foreign(_OFF, "use tensor_parallel_size"),
+    "enable_elastic_ep": Foreign(_OFF, "use tensor_parallel_size"),
+    "enable_eplb": Foreign(_OFF, "use tensor_parallel_size"),
+    "enable_dbo": Foreign(_OFF, "leave it out"),
+    "distributed_executor_backend": Foreign(("mp", "uni"), _ONE_HOST),
+    "worker_cls": Foreign(("auto",), "leave it out"),
+    "worker_extension_cls": Foreign(("",), "leave it out"),
+    "distributed_timeout_seconds": Foreign((), "leave it out"),
+    "cpu_distributed_timeout_seconds": Foreign((), "leave it out"),
+    "numa_bind": Foreign(_OFF, "run the command under numactl"),
+    "numa_bind_nodes": Foreign(([],), "run the command under numactl"),
+    "numa_bind_cpus": Foreign(([],), "run the command under numactl"),
+    # Of those above, which refuse to use them.
+    "master_addr": Foreign((_any,)),
+    "master_port": Foreign((_any,)),
+    "data_parallel_backend": Foreign((_any,)),
+    "all2all_backend": Foreign((_any,)),
+    "dcp_comm_backend": Foreign((_any,)),
+    "dcp_kv_cache_interleave_size": Foreign((_any,)),
+    "cp_kv_cache_interleave_size": Foreign((_any,)),
+    "expert_placement_strategy": Foreign((_any,)),
+    "eplb_config": Foreign((_any,)),
+    "ubatch_size": Foreign((_any,)),
+    "dbo_decode_token_threshold": Foreign((_any,)),
+    "dbo_prefill_token_threshold": Foreign((_any,)),
+    "disable_nccl_for_dp_synchronization": Foreign((_any,)),
     "disable_custom_all_reduce": Foreign(_OFF, "leave it out"),
     "ray_workers_use_nsight": Foreign(_OFF, "leave it out"),
     # Memory and cache.
-    "swap_space": Foreign((0,), "preempted requests are computed again: leave it out"),
-    "cpu_offload_gb": Foreign((0,), "use quantization, kv_cache_dtype or tensor_parallel_size"),
+    "swap_space": Foreign((0, _any)),  # preempted requests are computed again
+    "cpu_offload_gb": Foreign((0,), _NO_OFFLOAD),
+    "offload_group_size": Foreign((0,), _NO_OFFLOAD),
+    "kv_offloading_size": Foreign((), _NO_OFFLOAD),
+    # Of the three above, which refuse to offload anything.
+    "offload_backend": Foreign((_any,)),
+    "cpu_offload_params": Foreign((_any,)),
+    "offload_num_in_group": Foreign((_any,)),
+    "offload_prefetch_step": Foreign((_any,)),
+    "offload_params": Foreign((_any,)),
+    "kv_offloading_backend": Foreign((_any,)),
+    "prefix_caching_hash_algo": Foreign(
+        ("xxhash", "xxhash_cbor"), "block keys are 128 bits of xxHash: use cache_salt to separate"
+    ),
+    "prefix_match_unit": Foreign((), "use block_size"),
+    "kv_cache_dtype_skip_layers": Foreign(([],), "use kv_cache_dtype"),
+    "kv_sharing_fast_prefill": Foreign(_OFF, "leave it out"),
+    "disable_hybrid_kv_cache_manager": Foreign(_OFF, "leave it out"),
+    "mamba_block_size": Foreign((), _STATE),
+    "mamba_cache_mode": Foreign(("none",), _STATE),
+    "mamba_cache_dtype": Foreign(("auto",), _STATE),
+    "mamba_ssm_cache_dtype": Foreign(("auto",), _STATE),
+    "mamba_backend": Foreign(("triton",), "leave it out"),
+    "mamba_config": Foreign(({},), "leave it out"),
+    "enable_mamba_cache_stochastic_rounding": Foreign(_OFF, "leave it out"),
+    "mamba_cache_philox_rounds": Foreign((_any,)),
+    "gdn_prefill_backend": Foreign((), "leave it out"),
     "kv_cache_memory_bytes": Foreign((), "use num_blocks or memory_utilization"),
     "preemption_mode": Foreign(("recompute",), "leave it out"),
     "use_v2_block_manager": Foreign((_any,)),
@@ -148,6 +230,9 @@ ENGINE: dict[str, Foreign] = {
     "kv_transfer_config": Foreign(({},), "KV caches are not moved: leave it out"),
     "kv_events_config": Foreign(({},), "use trace"),
     "enable_sleep_mode": Foreign(_OFF, "make a new LLM"),
+    "enable_cumem_allocator": Foreign(_OFF, "leave it out"),
+    "weight_transfer_config": Foreign(({},), "make a new LLM"),
+    "ec_transfer_config": Foreign(({},), _NO_IMAGES),
     # Scheduling.
     "enable_chunked_prefill": Foreign(
         (True,), "prompts are cut at max_num_batched_tokens: raise it"
@@ -158,10 +243,38 @@ ENGINE: dict[str, Foreign] = {
     "num_scheduler_steps": Foreign((1,), "use overlap"),
     "scheduler_delay_factor": Foreign((0,), "leave it out"),
     "num_lookahead_slots": Foreign((0,), _SPECULATION),
+    "max_num_scheduled_tokens": Foreign((), "use max_num_batched_tokens"),
+    "scheduler_reserve_full_isl": Foreign((True,), "leave it out"),
+    "prefill_schedule_interval": Foreign((1,), _LONG),
+    "watermark": Foreign((0.0,), "leave it out"),
+    "scheduler_cls": Foreign((), "use policy"),
+    "stream_interval": Foreign((1,), "each step is streamed: join the pieces"),
     # Computation.
     "compilation_config": Foreign(({},), _GRAPHS),
+    "max_cudagraph_capture_size": Foreign((), "use graph_batch_sizes"),
+    "optimization_level": Foreign((2,), "use compile"),
+    "performance_mode": Foreign(("balanced",), "leave it out"),
+    "disable_cascade_attn": Foreign((True, False), "must be True or False"),
+    "override_attention_dtype": Foreign((), "use dtype"),
+    "kernel_config": Foreign(({},), "leave it out"),
+    "ir_op_priority": Foreign(({},), "leave it out"),
+    "linear_backend": Foreign(("auto",), "leave it out"),
+    "moe_backend": Foreign(("auto",), _MOE),
+    "enable_bf16x3_router_gemm": Foreign(_OFF, _MOE),
+    "enable_return_routed_experts": Foreign(_OFF, "leave it out"),
+    "enable_flashinfer_autotune": Foreign(_EITHER, "must be True or False"),
+    "use_fp64_gumbel": Foreign(_OFF, "leave it out"),
+    "quantization_config": Foreign(({},), "use quantization"),
+    "allow_deprecated_quantization": Foreign((_any,)),
     "max_seq_len_to_capture": Foreign((_any,)),  # graphs serve every length
-    "attention_backend": Foreign((), "use attention"),
+    "attention_backend": Foreign(
+        ("AUTO",),
+        "use attention",
+        as_ours={
+            "TRITON_ATTN": {"attention": "triton"},
+            "FLASH_ATTN": {"attention": "flash"},
+        },
+    ),
     "attention_config": Foreign(({},), "use attention"),
     "max_logprobs": Foreign((_up_to(20),), "at most 20 are given; on_logits"),
     "logits_processors": Foreign(([],), "use SamplingParams(logits_processors=[...])"),
@@ -170,16 +283,38 @@ ENGINE: dict[str, Foreign] = {
         ("auto", "guidance"), "llguidance compiles all: leave it out"
     ),
     "structured_outputs_config": Foreign(({},), "llguidance compiles all: leave it out"),
+    "reasoning_config": Foreign(({},), "use reasoning_format"),
+    "reasoning_parser_plugin": Foreign(("",), "use reasoning_format"),
     # Logs.
-    "disable_log_stats": Foreign((True,), "use LLM.stats(), or /metrics of `pagespec serve`"),
+    "disable_log_stats": Foreign(_EITHER, "must be True or False"),  # counted, and not logged
+    "aggregate_engine_logging": Foreign(_OFF, "leave it out"),
     "disable_log_requests": Foreign((True,), "use trace"),
     "enable_log_requests": Foreign(_OFF, "use trace"),
     "use_tqdm_on_load": Foreign((True,), "leave it out"),
     "show_hidden_metrics_for_version": Foreign((), "leave it out"),
     "otlp_traces_endpoint": Foreign((), "use trace"),
-    # Features that are not supported.
+    "collect_detailed_traces": Foreign(([],), "use trace"),
+    "kv_cache_metrics": Foreign(_OFF, "use LLM.stats()"),
+    "kv_cache_metrics_sample": Foreign((_any,)),
+    "cudagraph_metrics": Foreign(_OFF, "use LLM.stats()"),
+    "enable_mfu_metrics": Foreign(_OFF, "use LLM.stats()"),
+    "enable_logging_iteration_details": Foreign(_OFF, "use trace"),
+    "enable_layerwise_nvtx_tracing": Foreign(_OFF, "use torch.profiler around the call"),
+    "profiler_config": Foreign(({},), "use torch.profiler around the call"),
+    "jit_monitor_mode": Foreign(("warn",), "leave it out"),
+    "jit_monitor_verbose": Foreign(_OFF, "leave it out"),
+    "fail_on_environ_validation": Foreign(_OFF, "no variable VLLM_* is read: leave it out"),
+    "shutdown_timeout": Foreign((0,), "use AsyncLLM.shutdown(drain_s)"),
+    "additional_config": Foreign(({},), "leave it out"),
+    # Speculation.
+    "spec_method": Foreign(same_as="speculative_config", key="method"),
+    "spec_model": Foreign(same_as="speculative_config", key="model"),
+    "spec_tokens": Foreign(same_as="speculative_config", key="num_speculative_tokens"),
     "speculative_model": Foreign((), _SPECULATION),
     "num_speculative_tokens": Foreign((0,), _SPECULATION),
+    "diffusion_config": Foreign(({},), "leave it out"),
+    # Features that are not supported.
+    "pooler_config": Foreign(({},), _NO_POOLING),
     "enable_lora": Foreign(_OFF, _NO_LORA),
     "lora_modules": Foreign(([],), _NO_LORA),
     "enable_prompt_adapter": Foreign(_OFF, _NO_LORA),
@@ -187,14 +322,87 @@ ENGINE: dict[str, Foreign] = {
     "max_lora_rank": Foreign((_any,)),
     "max_cpu_loras": Foreign((_any,)),
     "fully_sharded_loras": Foreign((_any,)),
+    "lora_dtype": Foreign((_any,)),
+    "lora_target_modules": Foreign((_any,)),
+    "default_mm_loras": Foreign((_any,)),
+    "specialize_active_lora": Foreign((_any,)),
+    "enable_tower_connector_lora": Foreign((_any,)),
+    "enable_mixed_moe_lora_format": Foreign((_any,)),
+    "enable_moe_shared_loras": Foreign((_any,)),
     "limit_mm_per_prompt": Foreign((_asks_for_no_inputs,), _NO_IMAGES),
     "mm_processor_kwargs": Foreign(({},), _NO_IMAGES),
     "language_model_only": Foreign((True,), _NO_IMAGES),
     "is_multimodal": Foreign(_OFF, _NO_IMAGES),
     "allowed_local_media_path": Foreign(("",), _NO_IMAGES),
+    "allowed_media_domains": Foreign(([],), _NO_IMAGES),
     "enable_prompt_embeds": Foreign(_OFF, _NO_IMAGES),
+    "enable_mm_embeds": Foreign(_OFF, _NO_IMAGES),
+    "mm_encoder_only": Foreign(_OFF, _NO_IMAGES),
+    "io_processor_plugin": Foreign(("",), _NO_IMAGES),
+    # Of images, which limit_mm_per_prompt and prompts refuse.
+    "interleave_mm_strings": Foreign((_any,)),
+    "media_io_kwargs": Foreign((_any,)),
+    "mm_processor_cache_gb": Foreign((_any,)),
+    "mm_processor_cache_type": Foreign((_any,)),
+    "mm_shm_cache_max_object_size_mb": Foreign((_any,)),
+    "mm_encoder_tp_mode": Foreign((_any,)),
+    "mm_encoder_attn_backend": Foreign((_any,)),
+    "mm_encoder_attn_dtype": Foreign((_any,)),
+    "mm_encoder_fp8_scale_path": Foreign((_any,)),
+    "mm_encoder_fp8_scale_save_path": Foreign((_any,)),
+    "mm_encoder_fp8_scale_save_margin": Foreign((_any,)),
+    "skip_mm_profiling": Foreign((_any,)),
+    "video_pruning_rate": Foreign((_any,)),
+    "mm_tensor_ipc": Foreign((_any,)),
+    "mm_ipc_gpu_memory_gb": Foreign((_any,)),
+    "disable_chunked_mm_input": Foreign((_any,)),
+    "enable_mm_processor_stats": Foreign((_any,)),
 }
 """By name, for ``LLM``, ``AsyncLLM`` and the commands that load a model."""
+
+CALL: dict[str, Foreign] = {
+    "lora_request": Foreign(([],), _NO_LORA),
+    "prompt_text": Foreign((), "give a dict of prompt and prompt_token_ids as the prompt"),
+    "trace_headers": Foreign(({},), "use the engine argument trace"),
+    "data_parallel_rank": Foreign((0,), _REPLICAS),
+    "tokenization_kwargs": Foreign(({},), "use SamplingParams(truncate_prompt_tokens=...)"),
+    "mm_processor_kwargs": Foreign(({},), _NO_IMAGES),
+    "reasoning_ended": Foreign(_OFF, "use StructuredOutputs and reasoning_format"),
+    "reasoning_parser_kwargs": Foreign(({},), "use reasoning_format"),
+}
+"""Arguments of ``AsyncLLM.generate``."""
+
+ASYNC: dict[str, Foreign] = {
+    "start_engine_loop": Foreign((True,), "leave it out"),
+    "usage_context": Foreign((_any,)),
+    "stat_loggers": Foreign(([],), "use AsyncLLM.observers, or /metrics of `pagespec serve`"),
+    "enable_log_requests": Foreign(_OFF, "use trace"),
+    "disable_log_stats": Foreign(_EITHER, "must be True or False"),
+    "internal": Foreign(_OFF, "give the ids of generate"),
+    "clear_cache": Foreign(_EITHER, "must be True or False"),
+}
+"""Arguments of other methods of ``AsyncLLM``."""
+
+INSTEAD = {
+    "encode": _NO_POOLING,
+    "sleep": "call shutdown(), and make a new AsyncLLM",
+    "wake_up": "make a new AsyncLLM",
+    "is_sleeping": "an AsyncLLM is awake until shutdown()",
+    "add_lora": _NO_LORA,
+    "remove_lora": _NO_LORA,
+    "list_loras": _NO_LORA,
+    "pin_lora": _NO_LORA,
+    "collective_rpc": "ranks run no calls of the user",
+    "start_profile": "use torch.profiler around the call",
+    "stop_profile": "use torch.profiler around the call",
+    "update_weights": "make a new AsyncLLM",
+    "scale_elastic_ep": _ONE_HOST,
+    "add_request": "use submit()",
+    "from_vllm_config": "use from_engine_args()",
+    "reset_mm_cache": _NO_IMAGES,
+    "reset_encoder_cache": _NO_IMAGES,
+}
+"""Methods of vLLM's ``AsyncLLM`` that are not supported, and the replacement."""
 
 _NO_TEMPLATE = "the template of the model is used: give a folder that has another"
 
@@ -231,6 +439,15 @@ SHORT = {
 """Short options of ``vllm serve``."""
 
 
+def refuse(name: str, value: Any, table: Mapping[str, Foreign]) -> None:
+    """Accept only a value without effect, for tables in which no row has an argument of ours.
+
+    Raises:
+        InvalidInputError: the value is refused.
+    """
+    translate(name, value, {}, table)
+
+
 def translate(
     name: str, value: Any, others: Arguments, table: Mapping[str, Foreign] = ENGINE
 ) -> dict[str, Any]:
@@ -247,6 +464,12 @@ def translate(
     if known.is_harmless(value, others):
         return {}
     found: Arguments | None = {known.same_as: value} if known.same_as else None
+    if known.key:
+        there = others.get(known.same_as) or {}
+        if not isinstance(there, Mapping) or there.get(known.key, value) != value:
+            whole = f"stands for {known.key} of {known.same_as}; give one of them"
+            raise InvalidInputError(name, value, whole)
+        return {known.same_as: {**there, known.key: value}}
     for one, ours in known.as_ours.items():
         found = ours if _is_same(value, one) else found
     if found is None:

@@ -10,8 +10,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -21,16 +22,24 @@ from ..engine.inputs import Marks, PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
-from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
+from ..errors import (
+    EngineBusyError,
+    EngineError,
+    EngineStoppedError,
+    InvalidInputError,
+    UnknownArgumentError,
+)
 from ..llm import LLM
 from ..params.checks import integer, is_list
 from ..params.declare import Param, defaults, param, takes
+from ..params.foreign import ASYNC, CALL, INSTEAD, refuse
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
 from .lanes import SHORT, lane_of
 from .served import Loops, Observers, Served
 from .snapshot import EngineSnapshot, block_map, take_snapshot
+from .started import Started
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +99,26 @@ class AsyncLLM:
         is_stopping: whether :meth:`shutdown` was called.
     """
 
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: Any, start_engine_loop: bool = True, **others: Any
+    ) -> AsyncLLM:
+        """Make an engine from ``AsyncEngineArgs``, as vLLM does.
+
+        Args:
+            engine_args: any object whose attributes are arguments of this class.
+            start_engine_loop: must be True: the engine always has its thread.
+            others: vLLM's ``usage_context`` is ignored; ``stat_loggers`` must be None.
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as for the class.
+        """
+        for name, value in {"start_engine_loop": start_engine_loop, **others}.items():
+            if name not in ASYNC:
+                raise UnknownArgumentError(name, value, ASYNC)
+            refuse(name, value, ASYNC)
+        return cls(**vars(engine_args))
+
     @takes(AsyncArgs)
     def __init__(self, args: AsyncArgs) -> None:
         model, arguments = args.model, args.arguments()
@@ -104,6 +133,7 @@ class AsyncLLM:
         self._engine = self.llm.engine
         self._numbers = itertools.count()
         self.is_stopping = False
+        self._ended: Future[None] | None = None  # set by shutdown
         self._resumed: Future[None] | None = None  # set while generation is paused
         # Nothing that the thread refers to may refer to this object, or it would never be freed.
         observers, wake = weakref.ref(self.observers), threading.Event()
@@ -118,6 +148,14 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, _end_dropped, self._thread)
         self._finalizer.atexit = False
 
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for names that are not found, such as methods of vLLM's AsyncLLM."""
+            hint = INSTEAD.get(name)
+            text = f"'AsyncLLM' object has no attribute {name!r}" + (f": {hint}" if hint else "")
+            raise AttributeError(text, name=name, obj=self)
+
     # Requests ---------------------------------------------------------------------------------
 
     async def generate(
@@ -125,13 +163,33 @@ class AsyncLLM:
         prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
         **marks: Unpack[Marks],
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt. Yields the whole answers so far, each time; the last one, with
         ``finished``, equals the result of ``LLM.generate``. Closing the iterator aborts it.
 
-        See :meth:`submit` for the arguments and errors.
+        See :meth:`submit` for the arguments and errors. Arguments that :meth:`submit` lacks are
+        vLLM's. They must be None, or say what is done anyway (docs/from_vllm.md).
         """
+        for name, value in (
+            ("prompt_text", prompt_text),
+            ("lora_request", lora_request),
+            ("tokenization_kwargs", tokenization_kwargs),
+            ("trace_headers", trace_headers),
+            ("data_parallel_rank", data_parallel_rank),
+            ("reasoning_ended", reasoning_ended),
+            ("reasoning_parser_kwargs", reasoning_parser_kwargs),
+        ):
+            if value is not None:
+                refuse(name, value, CALL)
         async with await self.submit(prompt, sampling_params, request_id, **marks) as generation:
             if generation.has_parts:
                 async for output in cumulative(generation):
@@ -233,22 +291,45 @@ class AsyncLLM:
         second owner is seen. No effect except under the policy "fair"."""
         self._host.has_several_owners = True
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now, with reason "abort"; a no-op if it is not live."""
-        await self._call(lambda: self._host.abort_id(request_id))
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests now, with reason "abort"; a no-op for those that are not live.
+
+        Args:
+            request_id: an id, or several.
+            internal: must be False; vLLM has ids of its own besides the caller's.
+        """
+        refuse("internal", internal, ASYNC)
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+
+        def abort() -> None:
+            for one in ids:
+                self._host.abort_id(one)
+
+        await self._call(abort)
 
     # The engine -------------------------------------------------------------------------------
 
-    async def pause_generation(self, mode: str = "keep") -> None:
+    async def pause_generation(
+        self,
+        mode: str = "keep",
+        *,
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
         """Stop computing. New requests are accepted, and wait until the engine is resumed.
 
         Args:
             mode: "keep": live requests keep their blocks and continue later; "abort": they end
                 with reason "abort"; "wait": they are completed first.
+            wait_for_inflight_requests: vLLM's older argument; True is "wait".
+            clear_cache: vLLM's; either value keeps the prefix cache, which changes no answer.
 
         Raises:
             EngineStoppedError: the engine was resumed or shut down while waiting.
         """
+        refuse("clear_cache", clear_cache, ASYNC)
+        if wait_for_inflight_requests:
+            mode = "wait"
         if mode not in PAUSE_MODES:
             raise InvalidInputError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
 
@@ -302,18 +383,45 @@ class AsyncLLM:
             return False
         return True
 
-    async def shutdown(self, drain_s: float = 0.0) -> None:
+    def shutdown(
+        self, drain_s: float = 0.0, *, timeout: float | None = None
+    ) -> Coroutine[Any, Any, None]:
         """Refuse new requests, complete live ones within ``drain_s`` seconds, abort the rest, and
-        end the engine's thread. The ``LLM`` remains usable."""
+        end the engine's thread. The ``LLM`` remains usable.
+
+        Await the result to wait for the end. Without a drain the call alone is enough, as in vLLM:
+        the thread ends after its current step.
+
+        Args:
+            timeout: vLLM's name for ``drain_s``.
+        """
         self.is_stopping = True
         self._let_go()
+        drain_s = drain_s if timeout is None else timeout
         if self._thread.is_paused:
             drain_s = 0.0
-        await self.wait_for_requests_to_drain(drain_s)
-        if self._thread.is_alive:
-            await self._call(self._host.abort_all)
-            await asyncio.to_thread(self._thread.close, "the engine was shut down")
-        self._finalizer.detach()
+        if not drain_s:
+            self._end()
+        return Started(self._shut_down(drain_s), self._end)
+
+    async def _shut_down(self, drain_s: float) -> None:
+        if drain_s:
+            await self.wait_for_requests_to_drain(drain_s)
+        with suppress(EngineError):  # the thread may have ended before
+            await asyncio.wrap_future(self._end())
+        await asyncio.to_thread(self._thread.close)
+
+    def _end(self) -> Future[None]:
+        """Abort all requests and let the engine's thread end, without waiting for it."""
+
+        def end() -> None:
+            self._host.abort_all()
+            self._thread.close("the engine was shut down", waits=False)
+
+        if self._ended is None:
+            self._ended = self._thread.call(end)
+            self._finalizer.detach()
+        return self._ended
 
     async def check_health(self) -> None:
         """Raises:
@@ -329,6 +437,40 @@ class AsyncLLM:
     def failure(self) -> str | None:
         """Why the engine cannot compute; None if it can."""
         return self._host.failure if self._thread.is_alive else "the engine's thread has ended"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return not self.is_stopping and self._thread.is_alive
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine cannot compute; :attr:`failure` has the reason."""
+        return self.failure is not None
+
+    @property
+    def dead_error(self) -> EngineError:
+        """The error of a request that finds the engine failed."""
+        return EngineError(self.failure or "the engine has not failed")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def is_tracing_enabled(self) -> bool:
+        """Whether OpenTelemetry spans are sent: never."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Log the engine's counts, at level INFO."""
+        logger.info("%s", self.snapshot())
 
     @property
     def num_live_requests(self) -> int:

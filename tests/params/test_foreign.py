@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from pagespec import LLM, AsyncLLM, InvalidInputError
 from pagespec.engine.config import EngineConfig
-from pagespec.params.foreign import ENGINE, SERVER, translate
+from pagespec.params.foreign import CALL, ENGINE, SERVER, translate
 
 
 class Built(Exception):
@@ -49,6 +50,11 @@ def config_of(monkeypatch: pytest.MonkeyPatch, cls: Any = LLM, **given: Any) -> 
         ({"load_format": "safetensors"}, {"load_format": "auto"}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
         ({"num_gpu_blocks_override": 9, "num_blocks": 9}, {"num_blocks": 9}),
+        ({"num_gpu_blocks_override": 9, "num_blocks": None}, {"num_blocks": 9}),
+        ({"enforce_eager": True, "compile": "auto"}, {"compile": "graph"}),
+        ({"attention_backend": "TRITON_ATTN"}, {"attention": "triton"}),
+        ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
+        ({"generation_config": "pagespec"}, {"generation_config": "vllm"}),
     ],
 )
 def test_arguments_of_equal_meaning_are_accepted(
@@ -59,16 +65,22 @@ def test_arguments_of_equal_meaning_are_accepted(
 
 
 HARMLESS = {
-    "trust_remote_code": [False, None],
+    "trust_remote_code": [False, True, None],
     "tokenizer": [None, "m"],
     "tokenizer_mode": ["auto", "hf"],
     "revision": [None],
     "download_dir": [None],
     "data_parallel_size": [1],
     "pipeline_parallel_size": [1],
-    "swap_space": [0, 0.0],
+    "swap_space": [0, 0.0, 4],
     "enable_chunked_prefill": [True, None],
-    "disable_log_stats": [True],
+    "disable_log_stats": [True, False],
+    "compilation_config": [{}],
+    "master_port": [29501],
+    "nnodes": [1],
+    "max_num_seqs": [None],
+    "enable_prefix_caching": [None],
+    "seed": [None],
     "speculative_config": [None, {}],
     "enable_lora": [False],
     "max_lora_rank": [16],
@@ -94,17 +106,20 @@ def test_values_that_equal_the_behaviour_are_accepted(
 
 
 REFUSED = {
-    "trust_remote_code": (True, "leave it out"),
+    "trust_remote_code": ("yes", "True or False"),
     "tokenizer": ("other", "folder"),
     "tokenizer_mode": ("slow", "folder"),
     "revision": ("main", "snapshot_download"),
     "download_dir": ("/x", "HF_HUB_CACHE"),
     "data_parallel_size": (2, "--replicas"),
     "pipeline_parallel_size": (2, "tensor_parallel_size"),
-    "swap_space": (4, "leave it out"),
+    "nnodes": (2, "this host"),
+    "prefix_caching_hash_algo": ("sha256", "cache_salt"),
+    "pooler_config": ({"pooling_type": "MEAN"}, "embeddings"),
+    "optimization_level": (0, "use compile"),
     "cpu_offload_gb": (1.5, "quantization"),
     "enable_chunked_prefill": (False, "max_num_batched_tokens"),
-    "disable_log_stats": (False, "LLM.stats()"),
+    "disable_log_stats": ("no", "True or False"),
     "num_speculative_tokens": (5, "speculative_config"),
     "speculative_model": ("m", "speculative_config"),
     "enable_lora": (True, "merge"),
@@ -138,6 +153,7 @@ def test_other_values_are_refused_with_an_alternative(name: str) -> None:
         {"enforce_eager": True, "compile": "inductor"},
         {"enforce_eager": True, "graph_batch_sizes": [1]},
         {"num_gpu_blocks_override": 9, "num_kvcache_blocks": 8},
+        {"spec_method": "ngram", "speculative_config": {"method": "suffix"}},
     ],
 )
 def test_two_names_of_one_argument_must_agree(given: dict[str, Any]) -> None:
@@ -145,13 +161,20 @@ def test_two_names_of_one_argument_must_agree(given: dict[str, Any]) -> None:
         LLM("m", **given)
 
 
+def test_keys_of_the_speculative_config_may_be_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(monkeypatch, spec_method="ngram", spec_tokens=3)
+    assert config.speculation is not None
+    assert config.speculation.method == "ngram"
+    assert config.speculation.num_speculative_tokens == 3
+
+
 def test_zero_is_not_false_and_one_is_not_true() -> None:
-    for name, value in {"enable_lora": 0, "data_parallel_size": True, "swap_space": False}.items():
+    for name, value in {"enable_lora": 0, "data_parallel_size": True, "nnodes": True}.items():
         with pytest.raises(InvalidInputError, match=f"^{name} = "):
             translate(name, value, {})
 
 
-@pytest.mark.parametrize("table", [ENGINE, SERVER])
+@pytest.mark.parametrize("table", [ENGINE, SERVER, CALL])
 def test_each_row_names_an_alternative_unless_it_accepts_every_value(table: Any) -> None:
     for name, row in table.items():
         takes_all = row.same_as or any(

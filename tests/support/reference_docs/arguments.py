@@ -48,6 +48,8 @@ def _foreign(known: Mapping[str, Foreign]) -> Iterator[str]:
     rows = []
     for name, row in sorted(known.items()):
         ours = [code(row.same_as)] if row.same_as else []
+        if row.key:
+            ours = [f"{code(row.key)} of {code(row.same_as)}"]
         for value, values in row.as_ours.items():
             ours.append(f"{value}: " + code(*(f"{k}={v!r}" for k, v in values.items())))
         accepted = [code("None")]
