@@ -19,7 +19,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 
 # From top to bottom: a package may import packages of lower lines, but none of its own line.
 LAYERS = (
-    ("cli",),
+    ("cli", "compat"),
     ("server",),
     ("serving",),
     ("verify", "viewer", "distributed.ray"),
@@ -60,10 +60,15 @@ KERNEL_LAYERS = (
     ("families",),
     ("arch",),
 )
-# The tests of a package are in the folder of the same name below `tests`, except for these two.
+# The tests of a package are in the folder of the same name below `tests`, except for these.
 TESTED_ELSEWHERE = {
     "kernels/families": "kernels/test_registry.py finds all that they register",
     "server/protocol": "server: through HTTP",
+    **{
+        path.relative_to(SRC).as_posix(): "compat/test_vllm.py imports every module"
+        for path in (SRC / "compat" / "vllm", *(SRC / "compat" / "vllm").rglob("*"))
+        if (path / "__init__.py").exists()
+    },
 }
 # Folders of `tests` that do not test a single package; `src/spec` is a link to `spec`.
 WITHOUT_PACKAGE = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
@@ -71,6 +76,7 @@ WITHOUT_PACKAGE = {"benchmarks", "clients", "coverage", "golden", "mutants", "pr
 # `params` and the lowest line.
 ABOVE_ENGINE = (
     "cli",
+    "compat",
     "server",
     "serving",
     "verify",
@@ -84,7 +90,7 @@ ABOVE_ENGINE = (
 )
 NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # `pagespec/__init__.py` loads public names on first use and has the version.
-ROOT, ABOVE_ROOT = "", ("cli", "server")
+ROOT, ABOVE_ROOT = "", ("cli", "compat", "server")
 # The specification is outside `src`. The wheel contains it for `pagespec trace`.
 SPEC, ABOVE_SPEC = "spec", ("cli", "viewer")
 
@@ -317,7 +323,7 @@ PLANTED = [
         "if TYPE_CHECKING:\n    from .scheduler import Scheduler",
         "a cycle of",
     ),
-    ("build", "from . import __version__", "only ('cli', 'server') may"),
+    ("build", "from . import __version__", "only ('cli', 'compat', 'server') may"),
     ("llm", "from .spec.replay import replay", "only ('cli', 'viewer') may"),
 ]
 

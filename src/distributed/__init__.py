@@ -8,4 +8,8 @@ this package.
 
 Many engines, on Ray: ``replicas`` (a pool of actors, independent of models; imported by ``cli``)
 and ``ray`` (the callable for Ray Data, which imports ``llm``).
+
+``cleanup``: frees the memory of deleted engines.
 """
+
+from .cleanup import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory

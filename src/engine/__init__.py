@@ -11,3 +11,9 @@ Checks and traces: ``invariants``, ``trace``, ``record``.
 Imports only ``params`` and ``errors``. Imported by ``runner``, ``build``, ``chat``,
 ``llm``, ``verify`` and ``cli``.
 """
+
+import os
+
+# vLLM's modules of this name, such as `engine.arg_utils` (see `compat`).
+_SRC = os.path.dirname(os.path.dirname(__file__))
+__path__.append(os.path.join(_SRC, "compat", "vllm", "engine"))

@@ -175,6 +175,16 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
     return int(config.get_text_config(decoder=True).vocab_size)
 
 
+def load_tokenizer(model: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a model that is not loaded. Raises as :func:`load_model`, or
+    InvalidInputError if it has none."""
+    name, source = find_source(model)
+    found = _tokenizer(source, name)
+    if found is None:
+        raise InvalidInputError("tokenizer", name, "must be a model with a tokenizer")
+    return found
+
+
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
     """Refuse a missing model, or one whose heads cannot be distributed over this many ranks. This
     takes a fraction of the time to start the ranks. Raises as :func:`load_model`."""

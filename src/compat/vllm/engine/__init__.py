@@ -1,0 +1,1 @@
+"""vLLM's ``engine``; the modules are also in ``pagespec.engine``."""

@@ -1,0 +1,5 @@
+"""vLLM's module of ``LLM``."""
+
+from pagespec.llm import LLM
+
+__all__ = ["LLM"]

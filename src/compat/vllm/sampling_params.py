@@ -1,0 +1,11 @@
+"""vLLM's module of sampling parameters."""
+
+from pagespec.compat.refused import attribute
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.structured_outputs import StructuredOutputsParams
+
+__all__ = ["SamplingParams", "StructuredOutputsParams"]
+
+
+def __getattr__(name: str) -> object:
+    return attribute(__name__, name)

@@ -1,0 +1,5 @@
+"""vLLM's module of tokenizers."""
+
+from pagespec.compat.helpers import get_tokenizer
+
+__all__ = ["get_tokenizer"]

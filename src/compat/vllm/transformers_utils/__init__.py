@@ -1,0 +1,1 @@
+"""vLLM's ``transformers_utils``."""
