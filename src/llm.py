@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,16 @@ from .chat.messages import read_tools
 from .chat.reader import ChatReader
 from .chat.response import read_response, stream_deltas
 from .engine.block_manager import BlockManager
+from .engine.call_arguments import (
+    adds_special_tokens,
+    refuse_unserved,
+    truncations,
+    with_priorities,
+)
 from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
 from .engine.drafting.drafters import make_drafter
-from .engine.generation import GenerationLoop, only_text
+from .engine.generation import GenerationLoop, UseTqdm, only_text
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts, truncation_of
 from .engine.outputs import EngineStats, RequestOutput, ScoreOutput
 from .engine.pace import StepPace
@@ -210,15 +216,20 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Results are in the order of the prompts.
 
         Args:
             prompts: a text, a list of token ids, a dict ``{"prompt": text}``,
                 ``{"prompt_token_ids": [...]}`` or ``{"segments": [{"prompt_token_ids": [...]},
-                ...]}``, or a list of those. Segments that are not tokens are refused for now. A
-                dict may also have
+                ...]}``, or a list of those. Segments that are not tokens are refused for now. If
+                a dict has token ids and text, the text is only kept for the result. A dict may
+                also have
                 ``"cache_salt"`` (text): requests with different salts share no cached blocks;
                 ``"priority"`` (0, the most urgent and the default, to 256): under
                 ``policy="priority"`` a request of priority p lets requests of priority 0 among the
@@ -228,17 +239,27 @@ class LLM:
                 changes the answer, used with ``speculative_config``.
             sampling_params: one for all prompts, or a list with one per prompt; the default is
                 :meth:`get_default_sampling_params`.
-            use_tqdm: show a progress bar on stderr.
+            use_tqdm: show a progress bar on stderr; or a function that makes the bar, such as
+                ``functools.partial(tqdm, leave=False)``.
+            priority: one integer per prompt, in place of the priorities of the dicts.
+            tokenization_kwargs: ``truncate_prompt_tokens``, or ``max_length`` with
+                ``truncation=True``, replaces the parameter ``truncate_prompt_tokens``;
+                ``add_special_tokens=False`` encodes texts without BOS. Others are refused.
+            lora_request, mm_processor_kwargs: vLLM's; refused unless None.
 
         Raises:
             InvalidInputError: a prompt or parameter is refused; no prompt is computed then.
             EngineError: a step failed, in this call or in a concurrent one.
         """
+        refuse_unserved(lora_request, mm_processor_kwargs)
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, self.get_default_sampling_params)
-        return self._loop.run(
-            self.reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
+        inputs = self.reader.read_all(
+            items,
+            truncations(tokenization_kwargs, params),
+            add_special_tokens=adds_special_tokens(tokenization_kwargs),
         )
+        return self._loop.run(with_priorities(inputs, priority), params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New parameters with the defaults of the model's generation config: temperature, top_p,
@@ -254,7 +275,7 @@ class LLM:
             name = f"generation_config.{error.field}"
             raise InvalidInputError(name, error.value, limit) from None
 
-    def score(self, prompts: Any, *others: Any, use_tqdm: bool = True) -> list[ScoreOutput]:
+    def score(self, prompts: Any, *others: Any, use_tqdm: UseTqdm = True) -> list[ScoreOutput]:
         """The log-probability of each prompt token but the first, given the tokens before it. Each
         is the same float that ``logprobs`` of :class:`SamplingParams` gives for a sampled token.
 
@@ -277,18 +298,26 @@ class LLM:
         self,
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
         stop_in_reasoning: bool = False,
         prediction: Any = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, with the model's chat
         template. Each answer has a ``message`` with its content, reasoning and tool calls.
+
+        ``use_tqdm``, ``lora_request``, ``priority``, ``tokenization_kwargs`` (without
+        ``add_special_tokens``) and ``mm_processor_kwargs`` are those of :meth:`generate`.
 
         Args:
             messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists. The
@@ -296,6 +325,8 @@ class LLM:
             tools: functions that the model may call: OpenAI's dicts, or Python
                 functions with type hints and a docstring.
             chat_template: a Jinja template that replaces the model's.
+            chat_template_content_format: "auto": content is converted to the form that the
+                template reads. vLLM's other values are refused.
             add_generation_prompt: append the opening of an assistant message to the prompt.
             continue_final_message: continue the last message; requires
                 ``add_generation_prompt=False``.
@@ -305,9 +336,12 @@ class LLM:
             prediction: the expected answer: a text, or one per conversation in a list. A hint that
                 never changes the answer, used with ``speculative_config``.
         """
+        refuse_unserved(lora_request, mm_processor_kwargs, chat_template_content_format)
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, self.get_default_sampling_params)
+        truncate = truncations(tokenization_kwargs, params)
+        adds_special_tokens(tokenization_kwargs, in_template=True)
         schemas = read_tools(tools)
         is_listed = is_many and is_list(prediction)
         predictions = list(prediction) if is_listed else [prediction] * len(conversations)
@@ -323,13 +357,14 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 stop_in_reasoning=stop_in_reasoning,
-                truncate=truncation_of(params[i]),
+                truncate=truncate[i],
                 field=f"messages[{i}]" if is_many else "messages",
             )
             for i, item in enumerate(conversations)
         ]
         for i, given in enumerate(predictions if prediction is not None else ()):
             inputs[i] = replace(inputs[i], prediction=self.reader.read_prediction(given))
+        inputs = with_priorities(inputs, priority)
         outputs = self._loop.run(inputs, params, use_tqdm)
         for output, prompt, its_params in zip(outputs, inputs, params, strict=True):
             for answer in output.outputs if its_params.detokenize else ():

@@ -25,6 +25,9 @@ from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
 from .text.detokenizer import GrowingText
 
+UseTqdm = bool | Callable[..., Any]
+"""Whether to show a progress bar, or a function that makes one from tqdm's arguments."""
+
 _SHOW_EVERY_S = 0.25
 _END = object()  # end of a stream; None could be an item, which is then refused
 
@@ -36,7 +39,8 @@ class _Caller:
     __slots__ = ("__weakref__",)
 
 
-_Started = tuple[list[Request], PromptInput, _Caller]
+Started = tuple[list[Request], PromptInput, _Caller]
+"""The requests of a prompt, the prompt, and the object that keeps them alive."""
 
 
 class GenerationLoop:
@@ -53,9 +57,12 @@ class GenerationLoop:
         self._factory = factory
 
     def run(
-        self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], use_tqdm: bool
+        self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
         """Serve all prompts; the results are in their order.
+
+        Args:
+            use_tqdm: see :func:`progress_bar`.
 
         Raises:
             InvalidInputError: a prompt is refused; none is served then.
@@ -66,9 +73,7 @@ class GenerationLoop:
         try:
             for leader, *siblings in groups:
                 self._engine.add(leader, caller, siblings)
-            # In a log file, each refresh would be a line.
-            is_shown = use_tqdm and is_watched()
-            with tqdm(total=len(groups), desc="generate", disable=not is_shown) as bar:
+            with progress_bar(use_tqdm, len(groups)) as bar:
                 shown = time.perf_counter()
                 for requests in groups:
                     while not _have_finished(requests):
@@ -78,12 +83,12 @@ class GenerationLoop:
                             shown = time.perf_counter()
                 if not bar.disable:
                     _show_progress(bar, groups)
-            return [self._output(*pair) for pair in zip(groups, inputs, strict=True)]
+            return [self.output(*pair) for pair in zip(groups, inputs, strict=True)]
         finally:
             caller = None
             self._engine.sweep()
 
-    def score(self, inputs: Sequence[PromptInput], use_tqdm: bool) -> list[ScoreOutput]:
+    def score(self, inputs: Sequence[PromptInput], use_tqdm: UseTqdm) -> list[ScoreOutput]:
         """The log-probabilities of the prompts' own tokens. Raises like :meth:`run`."""
         outputs = self.run(inputs, [SCORE_PARAMS] * len(inputs), use_tqdm)
         return [score_of(output, self._factory.decode_one) for output in outputs]
@@ -119,8 +124,8 @@ class GenerationLoop:
         read: Callable[[Any, Any], PromptInput],
         window: int,
     ) -> Iterator[RequestOutput | PagespecError]:
-        pending: deque[_Started | PagespecError] = deque()
-        head: _Started | PagespecError | None
+        pending: deque[Started | PagespecError] = deque()
+        head: Started | PagespecError | None
         is_exhausted = False
         try:
             while True:
@@ -142,7 +147,7 @@ class GenerationLoop:
                     while not _have_finished(head[0]):
                         self._engine.step()
                     try:
-                        output: RequestOutput | RequestError = self._output(*head[:2])
+                        output: RequestOutput | RequestError = self.output(*head[:2])
                     except RequestError as error:  # only this request failed
                         output = error
                     yield output
@@ -153,13 +158,20 @@ class GenerationLoop:
             pending.clear()
             self._engine.sweep()
 
-    def _start(self, item: Any, read: Callable[[Any, Any], PromptInput]) -> _Started:
+    def _start(self, item: Any, read: Callable[[Any, Any], PromptInput]) -> Started:
         if isinstance(item, InvalidInputError):
             raise item
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError("items", item, "must be (prompt, parameters)")
-        prompt, caller = read(*item), _Caller()
-        requests = self._factory.make(prompt, item[1])
+        return self.start(read(*item), item[1])
+
+    def start(self, prompt: PromptInput, params: SamplingParams) -> Started:
+        """Make and add the requests of a prompt. They end when the caller object is freed.
+
+        Raises:
+            InvalidInputError: the prompt or a parameter is refused.
+        """
+        requests, caller = self._factory.make(prompt, params), _Caller()
         self._engine.add(requests[0], caller, requests[1:])
         return requests, prompt, caller
 
@@ -194,7 +206,7 @@ class GenerationLoop:
                     piece = text.read()
                     if piece:
                         yield index, piece
-            for answer, text in zip(self._output(requests, prompt).outputs, texts, strict=True):
+            for answer, text in zip(self.output(requests, prompt).outputs, texts, strict=True):
                 tail = answer.text[text.num_read :]
                 if tail:
                     yield answer.index, tail
@@ -226,12 +238,17 @@ class GenerationLoop:
                 place += len(token_ids)
                 if token_ids:
                     yield token_ids
-            self._output([request], prompt)  # raises if the request has failed
+            self.output([request], prompt)  # raises if the request has failed
         finally:
             caller = None
             self._engine.sweep()
 
-    def _output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
+    def output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
+        """The result of the finished requests of a prompt.
+
+        Raises:
+            RequestError, EngineError: one of them has failed.
+        """
         for request in requests:
             error = self._engine.error(request)
             if error is not None:
@@ -247,6 +264,19 @@ def only_text(pieces: Generator[tuple[int, str]]) -> Iterator[str]:
             yield piece
     finally:
         pieces.close()
+
+
+def progress_bar(use_tqdm: UseTqdm, num_prompts: int) -> Any:
+    """A bar of tqdm.
+
+    Args:
+        use_tqdm: True: on stderr, if it is watched: in a log file, each refresh would be a line.
+            False: no bar. A function, such as ``functools.partial(tqdm, leave=False)``, is called
+            with the keyword arguments ``total`` and ``desc``.
+    """
+    if callable(use_tqdm):
+        return use_tqdm(total=num_prompts, desc="generate")
+    return tqdm(total=num_prompts, desc="generate", disable=not (use_tqdm and is_watched()))
 
 
 def _have_finished(requests: Sequence[Request]) -> bool:

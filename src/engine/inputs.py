@@ -102,9 +102,10 @@ def _salt(field: str, value: Any) -> bytes:
     return _text(field, value).encode()
 
 
+check_priority = integer(0, MAX_PRIORITY, f"from 0, the most urgent, to {MAX_PRIORITY}")
 _MARKS: dict[str, Check] = {
     "cache_salt": _salt,
-    "priority": integer(0, MAX_PRIORITY, f"from 0, the most urgent, to {MAX_PRIORITY}"),
+    "priority": check_priority,
     "owner": _text,
 }
 
@@ -220,10 +221,12 @@ class PromptReader:
         truncate: int | None = None,
         *,
         is_scored: bool = False,
+        add_special_tokens: bool = True,
     ) -> PromptInput:
         """
         Args:
             truncate: number of the last tokens to keep; -1: as many as leave space for one token.
+            add_special_tokens: the tokenizer adds its special tokens, such as BOS, to a text.
             is_scored: see :class:`PromptInput`; the prompt may have ``max_model_len`` tokens.
 
         Raises:
@@ -263,7 +266,8 @@ class PromptReader:
                     limit = "must be a list of token ids; text goes into 'prompt'"
                     raise InvalidInputError(f"{field}.prompt_token_ids", prompt, limit)
         if isinstance(prompt, str):
-            token_ids = self._tokenize(prompt, field, truncate)
+            options = {} if add_special_tokens else {"add_special_tokens": False}
+            token_ids = self._tokenize(prompt, field, truncate, **options)
             text = prompt
         elif is_list(prompt):
             token_ids = list(prompt)
@@ -280,17 +284,17 @@ class PromptReader:
         self,
         prompts: Sequence[Any],
         truncate: Sequence[int | None] | None = None,
-        *,
-        is_scored: bool = False,
+        **options: bool,
     ) -> list[PromptInput]:
-        """The prompts of one call; an error names the prompt that it refers to."""
+        """The prompts of one call; an error names the prompt that it refers to. ``options``: as
+        for :meth:`read`."""
         is_single = len(prompts) == 1
         return [
             self.read(
                 prompt,
                 "prompt" if is_single else f"prompts[{i}]",
                 None if truncate is None else truncate[i],
-                is_scored=is_scored,
+                **options,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -460,13 +464,13 @@ class PromptReader:
         token_ids = self.encode_prompt(text, field, truncate)
         return PromptInput(text, self._check(self._truncated(token_ids, truncate), field))
 
-    def _tokenize(self, text: str, field: str, truncate: int | None) -> list[int]:
+    def _tokenize(self, text: str, field: str, truncate: int | None, **options: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
         require_unicode(field, text)
         if truncate is None:
             self._require_room(text, field)
-        token_ids = self._encode(text)
+        token_ids = self._encode(text, **options)
         if not token_ids:
             raise InvalidInputError(field, text, _EMPTY)
         return token_ids
