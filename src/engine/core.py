@@ -25,7 +25,7 @@ from .segments import refuse_contents
 from .trace import TraceWriter
 
 _T = TypeVar("_T")
-_Settled = tuple[int, list[Request]]  # number of tokens of a step, requests that finished in it
+_Settled = tuple[int, list[Request]]  # see Owner.on_step; requests that finished in the step
 _YIELD_S, _MAX_YIELDS = 50e-6, 20
 
 
@@ -422,6 +422,8 @@ class Engine:
         failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
             keep_logprobs(step, result.logprobs, result.token_ids)
+        drafts = self.scheduler.draft_counts
+        num_rejected = drafts.num_rejected_tokens
         finished = self.scheduler.commit(plan, result.token_ids, failing)
         if result.logprobs is not None and plan.has_drafts:
             trim_logprobs(step)
@@ -441,8 +443,9 @@ class Engine:
         if self._view is not None:
             check_state(self.scheduler)
         finished += [request for request in failed if request is not None]
-        self._records.note_settled(finished)
-        return plan.total_num_tokens, finished
+        # A prompt's last position is also the one that generates the first token.
+        num_tokens = plan.total_num_tokens + self._records.note_settled(finished)
+        return num_tokens - (drafts.num_rejected_tokens - num_rejected), finished
 
     def _report(self, settled: Sequence[_Settled]) -> list[Request]:
         """Report settled steps to the owners. Returns the requests that finished."""

@@ -52,7 +52,8 @@ class Owner(Protocol):
         possibly again, with the same end."""
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` positions was settled, maybe without this owner's requests."""
+        """A step was settled, maybe without this owner's requests. ``num_tokens``: prompt tokens
+        that it computed, plus generated tokens."""
 
 
 @dataclass(slots=True)
@@ -189,17 +190,21 @@ class Records:
                 record.first_scheduled = now
                 self._awaiting_first_token.add(request)
 
-    def note_settled(self, finished: Iterable[Request]) -> None:
-        """Record that a step was settled, and that these requests finished."""
+    def note_settled(self, finished: Iterable[Request]) -> int:
+        """Record that a step was settled, and that these requests finished. Returns the number of
+        requests whose first token the step settled."""
         now = time.perf_counter()
+        num_first = 0
         if self._awaiting_first_token:
             for request in [
                 r for r in self._awaiting_first_token if len(r.token_ids) > r.num_prompt_tokens
             ]:
                 self._records[request].first_token = now
+                num_first += 1
                 self._awaiting_first_token.discard(request)
         for request in finished:
             self._records[request].finished = now
+        return num_first
 
     def note_aborted(self, request: Request) -> None:
         """Record that the caller aborted the request."""

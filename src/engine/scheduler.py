@@ -46,6 +46,10 @@ class DraftCounts:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * (0 if drafter is None else drafter.max_draft_tokens)
 
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count one row."""
         self.num_drafts += 1

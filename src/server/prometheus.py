@@ -29,6 +29,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         names, values = [*self._labels], [*self._labels.values()]
         yield from self._families(GaugeMetricFamily, self._gauges())
+        yield self._waiting_by_reason()
         yield from self._families(CounterMetricFamily, self._counters())
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*names, "finished_reason"]
@@ -61,6 +62,18 @@ class EngineCollector(Collector):
             ("pagespec:num_requests_paused", "Paused requests that keep blocks.", now.num_paused),
             ("pagespec:engine_up", "1 if the engine accepts and computes requests.", float(is_up)),
         ]
+
+    def _waiting_by_reason(self) -> Metric:
+        now = self._metrics.engine.snapshot()
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting requests by reason; deferred: until another has computed the prompt.",
+            labels=[*self._labels, "reason"],
+        )
+        counts = {"capacity": now.num_waiting - now.num_deferred, "deferred": now.num_deferred}
+        for reason, number in counts.items():
+            family.add_metric([*self._labels.values(), reason], number)
+        return family
 
     def _counters(self) -> list[tuple[str, str, int]]:
         metrics = self._metrics
@@ -104,7 +117,7 @@ class EngineCollector(Collector):
             ("request_inference_time_seconds", "From first step to the end.", m.inference_s),
             ("request_prefill_time_seconds", "From first step to first token.", m.prefill_s),
             ("request_decode_time_seconds", "From first token to the end.", m.decode_s),
-            ("iteration_tokens_total", "Tokens computed per step.", m.step_tokens),
+            ("iteration_tokens_total", "Computed prompt tokens and new ones.", m.step_tokens),
             ("request_prompt_tokens", "Tokens per prompt.", m.prompt_tokens),
             ("request_generation_tokens", "Tokens generated per request.", m.generated_tokens),
             ("request_params_n", "The parameter n.", m.continuations),
@@ -114,10 +127,13 @@ class EngineCollector(Collector):
 
     def _settings(self) -> Metric:
         llm = self._metrics.engine.llm
+        num_tokens = llm.num_blocks * llm.config.block_size
         labels = {
             **self._labels,
             "block_size": str(llm.config.block_size),
             "num_gpu_blocks": str(llm.num_blocks),
+            "kv_cache_size_tokens": str(num_tokens),
+            "kv_cache_max_concurrency": str(num_tokens / llm.max_model_len),
             "enable_prefix_caching": str(llm.config.enable_prefix_caching),
         }
         info = GaugeMetricFamily(

@@ -34,7 +34,8 @@ class Observer(Protocol):
     def on_end(self, served: Served, request: Request, end: End) -> None: ...
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` positions was settled."""
+        """A step was settled. ``num_tokens``: prompt tokens that it computed, plus generated
+        tokens."""
 
 
 class Observers(list[Observer]):

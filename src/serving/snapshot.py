@@ -13,7 +13,8 @@ OWNED, CACHED, FREE = 2, 1, 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """Attributes:
-    num_waiting: waiting requests, including siblings whose leader computes the prompt.
+    num_waiting: waiting requests. ``num_deferred`` of them are siblings whose leader computes the
+        prompt; the others wait for capacity.
     num_blocks: number of KV blocks: ``num_owned_blocks`` are in some request's table,
         ``num_cached_blocks`` are in the prefix cache only, the others are free.
     num_steps, num_preemptions, num_queried_tokens, num_hit_tokens: since the start; the last two
@@ -22,6 +23,7 @@ class EngineSnapshot:
 
     num_running: int
     num_waiting: int
+    num_deferred: int
     num_paused: int
     num_blocks: int
     num_owned_blocks: int
@@ -44,6 +46,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     return EngineSnapshot(
         num_running=states.count(RequestState.RUNNING),
         num_waiting=sum(states.count(state) for state in _WAITING),
+        num_deferred=states.count(RequestState.PENDING),
         num_paused=states.count(RequestState.PAUSED),
         num_blocks=blocks.num_blocks,
         num_owned_blocks=max(0, blocks.num_blocks - num_cached - num_free),
