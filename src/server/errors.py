@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +92,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ContextLengthError):
         return _context_error(error, 1)
     if isinstance(error, InvalidInputError):
-        return ApiError(400, str(error), param=error.field)
+        return ApiError(400, _in_json(error), param=error.field)
     if isinstance(error, EngineBusyError):
         return ApiError(429, str(error), retry_after=_BUSY_RETRY_S)
     if isinstance(error, EngineStoppedError):
@@ -132,6 +134,25 @@ def _context_error(error: ContextLengthError, num_output: int) -> ApiError:
         "reduce the length of the input prompt or the number of requested output tokens."
     )
     return ApiError(400, message, param=error.field, code="context_length_exceeded")
+
+
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+_PYTHON_WORDS = re.compile("|".join(rf"\b{word}\b" for word in _JSON_WORDS))
+_MAX_VALUE = 80
+
+
+def _in_json(error: InvalidInputError) -> str:
+    """The message of an error, with values as JSON writes them."""
+    try:
+        shown = json.dumps(error.value, ensure_ascii=False, default=_type_name)
+    except (TypeError, ValueError, RecursionError):  # integers of thousands of digits
+        shown = _type_name(error.value)
+    limit = _PYTHON_WORDS.sub(lambda found: _JSON_WORDS[found[0]], error.limit)
+    return f"{error.field} = {shortened(shown, _MAX_VALUE)}: {limit}"
+
+
+def _type_name(value: object) -> str:
+    return f"<{type(value).__name__}>"
 
 
 def stopping() -> ApiError:

@@ -12,20 +12,14 @@ _ERROR = {
     "required": ["error"],
     "properties": {
         "error": {
-            # vLLM's response to a missing or wrong key.
-            "oneOf": [
-                {"const": "Unauthorized"},
-                {
-                    "type": "object",
-                    "required": ["message", "type", "param", "code"],
-                    "properties": {
-                        "message": {"type": "string"},
-                        "type": {"type": "string"},
-                        "param": {"type": ["string", "null"]},
-                        "code": {"type": ["integer", "string"]},
-                    },
-                },
-            ]
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["integer", "string"]},
+            },
         }
     },
 }

@@ -13,6 +13,7 @@ from ..engine.sampling_params import UNSUPPORTED, SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import InvalidInputError
 from ..llm import LLM
+from ..params.checks import is_int
 from ..params.declare import declared
 from .protocol.endpoints import BodyError, ChatRequest, CompletionRequest, guided
 from .protocol.fields import SAME_NAME, GeneratingBody, ResponseFormat
@@ -129,6 +130,7 @@ def generate_params(
     if "max_tokens" not in (given or {}):
         chosen["max_tokens"] = defaults.max_tokens
     chosen.setdefault("max_tokens", None)
+    _check_seed(chosen.get("seed"))
     if not with_text:
         chosen.setdefault("detokenize", bool(chosen.get("stop")))
     if chosen.get("structured_outputs") is not None:
@@ -138,9 +140,16 @@ def generate_params(
     return SamplingParams(**chosen)
 
 
+def _check_seed(seed: object) -> None:
+    """Apply OpenAI's limits, a signed 64-bit integer; ``SamplingParams`` accepts more."""
+    if is_int(seed) and not -(1 << 63) <= seed < 1 << 63:
+        raise BodyError("seed", seed, f"must be from {-(1 << 63)} to {(1 << 63) - 1}")
+
+
 def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
     given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     chosen = {**defaults.values, **given}
+    _check_seed(given.get("seed"))
     if body.logit_bias is not None:
         chosen["logit_bias"] = _logit_bias(body.logit_bias)
     structure = _structure_of(body)
@@ -158,10 +167,9 @@ def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
     if len(given) > MAX_LOGIT_BIAS:
         limit = f"must have at most {MAX_LOGIT_BIAS} token ids"
         raise BodyError("logit_bias", f"{len(given)} keys", limit)
-    for key in given:
-        if not _TOKEN_ID.fullmatch(key):
-            limit = 'its keys must be token ids, as "17"'
-            raise BodyError("logit_bias", key, limit)
+    wrong = [key for key in given if not _TOKEN_ID.fullmatch(key)]
+    if wrong:
+        raise BodyError("logit_bias", ", ".join(wrong), 'its keys must be token ids, as "17"')
     return {int(key): bias for key, bias in given.items()}
 
 
@@ -173,7 +181,7 @@ def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
     kinds = guided(body)
     if len(kinds) > 1:
         names = [f"guided_{kind}" for kind in kinds]
-        raise BodyError(names[1], names, "only one of these may be given")
+        raise BodyError(names[1], ", ".join(names), "only one of these may be given")
     if kinds:
         constraint = {kinds[0]: getattr(body, f"guided_{kinds[0]}")}
         whitespace = body.guided_whitespace_pattern
@@ -186,7 +194,7 @@ def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
         if structure is not None:
             found["response_format"] = structure
     if len(found) > 1:
-        raise BodyError(list(found)[1], list(found), "only one of these may be given")
+        raise BodyError(list(found)[1], ", ".join(found), "only one of these may be given")
     return next(iter(found.values()), None)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .context import KEY
+from .errors import ApiError
 
 # Paths for load balancers, monitors and browsers. All other paths need a key if the server has any.
 _OPEN = frozenset(
@@ -20,6 +20,7 @@ _OPEN = frozenset(
 )
 # FastAPI redirects a path with a trailing slash to the path without it.
 _OPEN_WITH_SLASH = frozenset(f"{path}/" for path in _OPEN if path != "/")
+_UNAUTHORIZED = ApiError(401, "Unauthorized: no valid API key", code="invalid_api_key")
 # The files of the page.
 _OPEN_PREFIX = "/page/"
 
@@ -52,8 +53,7 @@ class ApiKeys:
                 scope[KEY] = key
             elif scope["method"] != "OPTIONS" and not is_open(route_path(scope)):
                 headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
-                refusal = JSONResponse({"error": "Unauthorized"}, 401, headers)
-                await refusal(scope, receive, send)
+                await _UNAUTHORIZED.response(headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -51,7 +51,9 @@ GUARDED = [
 @pytest.mark.parametrize("given", [None, "Bearer", "Bearer third", "Bearer firs", "Basic first"])
 def test_without_a_key_nothing_is_served(path: str, given: str | None) -> None:
     answer = ask(app_of(api_keys=KEYS), "GET", path, **{"Authorization": given} if given else {})
-    assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (401, "invalid_api_key", None)
+    assert error["type"] == "AuthenticationError"
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
