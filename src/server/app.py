@@ -91,4 +91,4 @@ def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Requests, log=config.access_log)
+    app.add_middleware(Requests, log=config.access_log, root_path=config.root_path)

@@ -87,9 +87,9 @@ def read_call(
     """
     model = check_model(context, body.model)
     options = body.stream_options
-    if options is not None and not body.stream and options.is_set:
+    if options is not None and not body.stream and not options.is_empty:
         limit = "requires stream = true"
-        raise InvalidInputError("stream_options", options.model_dump(exclude_none=True), limit)
+        raise InvalidInputError("stream_options", options.model_dump(exclude_unset=True), limit)
     if body.priority and context.engine.llm.config.policy != "priority":
         limit = "must be 0: the server runs without the policy 'priority'"
         raise InvalidInputError("priority", body.priority, limit)

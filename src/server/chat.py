@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from ..chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, message_of
-from ..chat.messages import read_tools
+from ..chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, joined, message_of
+from ..chat.messages import joined_parts, read_tools
 from ..chat.response import ResponseReader
 from ..chat.tool_choice import ToolChoice, forced_output
 from ..engine.inputs import PromptInput
@@ -22,9 +22,10 @@ from .call import Answer, read_call
 from .context import Context, ServerContext
 from .errors import context_errors
 from .logprob_fields import content_logprobs, prompt_logprobs
+from .protocol.absent import CHAT, CHAT_CHOICE, CHAT_MESSAGE
 from .protocol.endpoints import ChatRequest, client_names
 from .sampling import chat_params
-from .sse import Choices, Extra, respond
+from .sse import Choices, Piece, respond
 from .template_fields import check_effort, check_roles
 
 router = APIRouter(route_class=BodyRoute)
@@ -91,12 +92,14 @@ class _Choices(Choices[ChatRequest]):
         super().__init__(*arguments)
         self._tool_choice, self._prompt = tool_choice, self.generations[0].prompt
         self._answers: dict[int, ChatAnswer] = {}
+        self._echoed = _last_answer(self._body) if self._body.echo else ""
         self.is_long = True
 
     def content(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         (result,) = results
         found: dict[str, Any] = {
             **self.head,
+            **CHAT,
             "object": "chat.completion",
             "choices": [self.choice(answer) for answer in result.outputs],
             "usage": self.usage(),
@@ -107,35 +110,49 @@ class _Choices(Choices[ChatRequest]):
             found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
         return found
 
-    def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
-        """The role first, then the deltas, then the finish reason."""
+    def pieces(self, _place: int, delta: Answer) -> Iterator[Piece]:
+        """The role first, then the deltas, then the finish reason. If each chunk has the usage, the
+        finish reason is in the last delta's chunk, as in vLLM: so each chunk counts more tokens.
+        """
         index = delta.index
         if index not in self._answers:
-            is_shown = self._body.return_token_ids and not self._answers
-            extra = {"prompt_token_ids": self._prompt.token_ids} if is_shown else None
-            yield _chunk(index, {"role": "assistant", "content": ""}), extra
+            prompt = self._prompt.token_ids if self._body.return_token_ids else None
+            extra = None if self._answers else {"prompt_token_ids": prompt}
+            yield Piece(
+                _chunk(index, {"role": "assistant", "content": ""}), extra, has_tokens=False
+            )
+            if self._echoed:
+                yield Piece(_chunk(index, {"content": self._echoed}), has_tokens=False)
         answer = self._answer(index)
         # With several chunks, the fields about tokens are in the first one.
         marks = self._marks(delta)
-        for found in answer.read(delta):
-            yield _chunk(index, _shown(found), **marks), None
-            marks = {}
-        if delta.finish_reason is not None:
+        found, is_last = answer.read(delta), delta.finish_reason is not None
+        shown = [_shown(part) for part in found]
+        if is_last and not (self.has_usages and shown):
+            shown.append({})
+        for part in shown[: -1 if is_last else None]:
+            yield Piece(_chunk(index, part, **marks))
+            marks = {} if self._body.return_token_ids else {"token_ids": None}
+        if is_last:
             reason = answer.finish_reason(delta)
-            yield _chunk(index, {}, reason, stop_reason=delta.stop_reason, **marks), None
-        elif marks:
-            yield _chunk(index, {}, **marks), None
+            last = _chunk(index, shown[-1], reason, stop_reason=delta.stop_reason, **marks)
+            yield Piece(last)
+        elif any(value is not None for value in marks.values()):
+            yield Piece(_chunk(index, {}, **marks))
 
     def choice(self, delta: Answer) -> dict[str, Any]:
         """The choice for a whole answer."""
         answer = self._answer(delta.index)
         message = answer.message(delta)
+        if self._echoed:
+            message["content"] = self._echoed + (message["content"] or "")
         return {
             "index": delta.index,
             "message": message,
             "logprobs": None,
             "finish_reason": answer.finish_reason(delta),
             "stop_reason": delta.stop_reason,
+            **CHAT_CHOICE,
             **self._marks(delta),
         }
 
@@ -175,8 +192,7 @@ class _Choices(Choices[ChatRequest]):
             marks["logprobs"] = content_logprobs(
                 delta.token_ids, delta.logprobs, num_top, self.texts.entry
             )
-        if self._body.return_token_ids:
-            marks["token_ids"] = delta.token_ids
+        marks["token_ids"] = delta.token_ids if self._body.return_token_ids else None
         return marks
 
 
@@ -214,12 +230,12 @@ class ChatAnswer:
             found += self._noted(self._reader.feed(token_ids[place:]), len(token_ids) - place)
         if delta.finish_reason is not None:
             found += self._noted(self._reader.finish(), 0)
-        return [part for part in found if self._is_kept(part)]
+        return [part for part in joined(found) if self._is_kept(part)]
 
     def message(self, delta: Answer) -> dict[str, Any]:
         """The message of a whole answer, in OpenAI's form, with both of vLLM's reasoning fields."""
         message = message_of(self.read(delta))
-        message["refusal"] = None
+        message.update(CHAT_MESSAGE)
         message["reasoning"] = message["reasoning_content"]
         if not message["tool_calls"]:
             del message["tool_calls"]
@@ -248,6 +264,12 @@ class ChatAnswer:
             self._has_calls = True
             return self._max_num_calls is None or part.index < self._max_num_calls
         return True
+
+
+def _last_answer(body: ChatRequest) -> str:
+    """The text of the last message if it is the assistant's; else empty."""
+    last = body.messages[-1]
+    return joined_parts("", last.get("content")) if last["role"] == "assistant" else ""
 
 
 def _chunk(

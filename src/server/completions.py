@@ -15,9 +15,10 @@ from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import Answer, read_call
 from .context import Context, ServerContext
 from .logprob_fields import CompletionLogprobs, Entries, joined_logprobs, prompt_logprobs
+from .protocol.absent import COMPLETION, COMPLETION_CHOICE
 from .protocol.endpoints import CompletionRequest, client_names
 from .sampling import completion_params, is_echo_alone
-from .sse import Choices, respond
+from .sse import Choices, Piece, respond
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -72,20 +73,20 @@ class _Choices(Choices[CompletionRequest]):
         found = []
         for place, result in enumerate(results):
             for answer in result.outputs:
-                choice = self.choice(place, answer)
+                choice = {**self.choice(place, answer), **COMPLETION_CHOICE}
                 if self._body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
                 found.append(choice)
-        return {**self.head, "choices": found, "usage": self.usage()}
+        return {**self.head, **COMPLETION, "choices": found, "usage": self.usage()}
 
     def index(self, place: int, delta: Answer) -> int:
         return place * self._params.n + delta.index
 
-    def pieces(self, place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], None]]:
+    def pieces(self, place: int, delta: Answer) -> Iterator[Piece]:
         # There may be tokens whose text is still incomplete.
         is_shown = delta.logprobs is not None or self._body.return_token_ids
         if is_shown or delta.text or delta.finish_reason is not None:
-            yield self.choice(place, delta), None
+            yield Piece(self.choice(place, delta))
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         return super().usage(0 if self._is_prompt_alone else num_output_tokens)
@@ -119,19 +120,21 @@ class _Choices(Choices[CompletionRequest]):
             choice["logprobs"] = logprobs.read(token_ids, entries)
             if is_first and body.echo:
                 known = generation.prompt_logprobs or []  # partial if the prompt was aborted
-                before = logprobs.read_prompt(prompt.token_ids[: len(known)], known)
+                before = logprobs.read_prompt(prompt.token_ids[: len(known)], known, prompt_text)
                 choice["logprobs"] = joined_logprobs(before, choice["logprobs"])
         choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
         if self._is_prompt_alone and delta.finish_reason == "stop":
             choice["finish_reason"], choice["stop_reason"] = "length", None
+        choice["token_ids"] = choice["prompt_token_ids"] = None
         if body.return_token_ids:
-            choice["token_ids"] = [] if self._is_prompt_alone else delta.token_ids
+            choice["token_ids"] = token_ids
             if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
         return choice
 
     def _prompt_text(self, place: int, prompt: PromptInput) -> str:
-        """The prompt as given; for token ids or a truncated text, the decoded tokens."""
+        """The prompt as given; for token ids or a truncated text, the decoded tokens, special ones
+        included."""
         tokenizer = self._llm.tokenizer
         # A prompt encoded without special tokens is submitted without its text.
         prompts = self._body.prompt
@@ -141,5 +144,4 @@ class _Choices(Choices[CompletionRequest]):
             return given
         if tokenizer is None:
             return ""
-        skips = self._params.skip_special_tokens
-        return str(tokenizer.decode(prompt.token_ids, skip_special_tokens=skips))
+        return str(tokenizer.decode(prompt.token_ids, skip_special_tokens=False))

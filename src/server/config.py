@@ -76,6 +76,17 @@ class ServerConfig:
         metavar="NAME",
         flag="--served-model-name",
     )
+    force_include_usage: bool = _server(
+        False,
+        "Send the usage in each chunk of every stream and in a last chunk of its own.",
+        flag(),
+        flag="--enable-force-include-usage",
+    )
+    return_tokens_as_token_ids: bool = _server(
+        False,
+        'Write tokens as "token_id:NN" in log-probabilities, unless a request says otherwise.',
+        flag(),
+    )
     access_log: bool = _server(True, "Log a line for each request.", flag())
     log_json: bool = _server(False, "Log JSON, one object per line.", flag())
     api_keys: tuple[str, ...] = _safety(

@@ -14,9 +14,10 @@ from .bodies import BodyRoute, run_for_body
 from .call import Answer, read_call
 from .context import Context
 from .logprob_fields import content_logprobs, id_entry, prompt_logprobs
+from .protocol.absent import GENERATE, GENERATE_CHOICE
 from .protocol.endpoints import GenerateRequest
 from .sampling import generate_params
-from .sse import Choices, Extra, respond
+from .sse import Choices, Piece, respond
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -45,7 +46,8 @@ class _Choices(Choices[GenerateRequest]):
         (result,) = results
         found: dict[str, Any] = {
             **self.head,
-            "choices": [self.choice(answer) for answer in result.outputs],
+            **GENERATE,
+            "choices": [{**self.choice(a), **GENERATE_CHOICE} for a in result.outputs],
             "prompt_logprobs": prompt_logprobs(result.prompt_logprobs),
             "usage": self.usage(),
         }
@@ -53,18 +55,21 @@ class _Choices(Choices[GenerateRequest]):
             found["prompt_token_ids"] = result.prompt_token_ids
         return found
 
-    def pieces(self, _place: int, delta: Answer) -> Iterator[tuple[dict[str, Any], Extra]]:
+    def pieces(self, _place: int, delta: Answer) -> Iterator[Piece]:
         """The first chunk contains the prompt if ``return_token_ids`` is set."""
         has_prompt = self._body.return_token_ids and not self._is_begun
         self._is_begun = True
         prompt = self.generations[0].prompt
-        yield self.choice(delta), {"prompt_token_ids": prompt.token_ids} if has_prompt else None
+        extra = {"prompt_token_ids": prompt.token_ids} if has_prompt else None
+        yield Piece(self.choice(delta), extra)
 
     def choice(self, delta: Answer) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             num_top = self._params.logprobs or 0
-            logprobs = content_logprobs(delta.token_ids, delta.logprobs, num_top, id_entry)
+            logprobs = content_logprobs(
+                delta.token_ids, delta.logprobs, num_top, id_entry, own_at_least=True
+            )
         choice: dict[str, Any] = {"index": delta.index, "token_ids": delta.token_ids}
         if self._body.output_mode == "text":
             choice["text"] = delta.text

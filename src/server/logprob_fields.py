@@ -13,6 +13,7 @@ from typing import Any
 from ..engine.outputs import Logprob
 from ..engine.request_factory import RequestFactory
 from ..engine.text.text_offsets import TextOffsets
+from ..engine.text.token_bytes import TokenBytes
 
 _MINUS_INFINITY = -9999.0
 Entries = Mapping[int, Logprob]
@@ -54,6 +55,10 @@ class TokenTexts:
         is_special = self._bytes_of is not None and token_id in self._bytes_of.special_ids
         return is_special and self._skips_special
 
+    def prompt_places(self, text: str) -> PromptPlaces | None:
+        """The places of a prompt's tokens in its text; None without a tokenizer."""
+        return None if self._bytes_of is None else PromptPlaces(self._bytes_of, text)
+
     def offsets(self, prompt_token_ids: Sequence[int], num_before: int) -> TextOffsets | None:
         """The offsets of tokens in a text after a prompt; None without a tokenizer."""
         if self._bytes_of is None:
@@ -64,6 +69,28 @@ class TokenTexts:
             skips_special=self._skips_special,
             num_before=num_before,
         )
+
+
+class PromptPlaces:
+    """The places of a prompt's tokens in its text. Special tokens may be missing there: a tokenizer
+    adds some to a text."""
+
+    def __init__(self, bytes_of: TokenBytes, text: str) -> None:
+        self._bytes_of, self._text = bytes_of, text
+        self._offsets = TextOffsets(bytes_of, skips_special=False)
+
+    def is_textless(self, token_id: int) -> bool:
+        """Whether the next token is a special one that is not in the text."""
+        if token_id not in self._bytes_of.special_ids:
+            return False
+        written = self._bytes_of(token_id).decode("utf-8", "replace")
+        return not self._text.startswith(written, self._offsets.num_chars)
+
+    def push(self, token_id: int) -> int:
+        """The offset of the next token's first character."""
+        if self.is_textless(token_id):
+            return self._offsets.num_chars
+        return self._offsets.push(token_id)
 
 
 def by_id(token_id: int) -> str:
@@ -104,10 +131,11 @@ class CompletionLogprobs:
         self._of_answer = texts.offsets(prompt_token_ids, num_before)
 
     def read_prompt(
-        self, token_ids: Sequence[int], entries: Sequence[Entries | None]
+        self, token_ids: Sequence[int], entries: Sequence[Entries | None], text: str
     ) -> dict[str, list[Any]]:
-        """The log-probabilities of an echoed prompt; see :meth:`read`."""
-        return self._read(token_ids, entries, self._texts.offsets((), 0), is_beginning=True)
+        """The log-probabilities of an echoed prompt with the text ``text``; see :meth:`read`."""
+        places = self._texts.prompt_places(text)
+        return self._read(token_ids, entries, places, is_beginning=True)
 
     def read(
         self, token_ids: Sequence[int], entries: Sequence[Entries | None]
@@ -124,7 +152,7 @@ class CompletionLogprobs:
         self,
         token_ids: Sequence[int],
         entries: Sequence[Entries | None],
-        places: TextOffsets | None,
+        places: TextOffsets | PromptPlaces | None,
         *,
         is_beginning: bool,
     ) -> dict[str, list[Any]]:
@@ -132,9 +160,12 @@ class CompletionLogprobs:
         offsets: list[int] = []
         own: list[float | None] = []
         top: list[dict[str, float | None] | None] = []
+        is_textless = self._texts.is_textless
+        if isinstance(places, PromptPlaces):
+            is_textless = places.is_textless
         for token_id, found in zip(token_ids, entries, strict=True):
             text = self._texts.text(token_id, is_beginning=is_beginning)
-            is_beginning = is_beginning and self._texts.is_textless(token_id)
+            is_beginning = is_beginning and is_textless(token_id)
             tokens.append(text)
             offsets.append(0 if places is None else places.push(token_id))
             own.append(None if found is None else number_of(found[token_id].logprob))
@@ -166,16 +197,23 @@ def content_logprobs(
     entries: Sequence[Entries],
     num_top: int,
     shown: Callable[[int, Logprob], dict[str, Any]],
+    *,
+    own_at_least: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
     """The ``logprobs`` of a choice of ``/v1/chat/completions`` or ``/inference/v1/generate``.
 
     Args:
         shown: formats one token: :meth:`TokenTexts.entry`, or :func:`id_entry`.
+        own_at_least: ``top_logprobs`` has the sampled token if it would be empty.
     """
     content = [
         {
             **shown(token_id, found[token_id]),
-            "top_logprobs": [shown(*item) for item in top_of(found, num_top)],
+            "top_logprobs": [
+                shown(*item)
+                for item in top_of(found, num_top)
+                or ([(token_id, found[token_id])] if own_at_least else [])
+            ],
         }
         for token_id, found in zip(token_ids, entries, strict=True)
     ]
@@ -202,11 +240,14 @@ def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, 
 
 
 def top_of(found: Entries, num_top: int) -> list[tuple[int, Logprob]]:
-    """The most likely tokens, in descending order."""
-    chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= num_top]
+    """The most likely tokens, in descending order; all with ``num_top`` -1."""
+    most = len(found) if num_top < 0 else num_top
+    chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= most]
     return sorted(chosen, key=lambda item: item[1].rank or 0)
 
 
 def id_entry(token_id: int, entry: Logprob) -> dict[str, Any]:
-    """A token shown as its id."""
-    return {"token_id": token_id, "logprob": number_of(entry.logprob), "rank": entry.rank}
+    """A token shown as its id, in vLLM's form with two more fields."""
+    logprob = number_of(entry.logprob)
+    form = {"token": by_id(token_id), "logprob": logprob, "bytes": None}
+    return {**form, "token_id": token_id, "rank": entry.rank}

@@ -73,11 +73,13 @@ class Requests:
 
     A request's id is its header X-Request-Id, or a new one. The answer and every log line of the
     request contain the id. HEAD is handled as GET without the body. An unhandled exception becomes
-    a response with status 500 and a log line.
+    a response with status 500 and a log line. Endpoints answer with the prefix ``root_path`` and
+    without it.
     """
 
-    def __init__(self, app: ASGIApp, log: bool) -> None:
+    def __init__(self, app: ASGIApp, log: bool, root_path: str = "") -> None:
         self._app, self._log = app, log
+        self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,6 +87,8 @@ class Requests:
             return
         request_id = _request_id(scope)
         scope["pagespec.request_id"] = request_id
+        if self._root_path:
+            scope["root_path"] = self._root_path
         status = 0
         began = time.perf_counter()
 

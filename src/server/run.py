@@ -93,7 +93,6 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
             log_config=None,
             access_log=False,
             server_header=False,
-            root_path=config.root_path,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             timeout_keep_alive=_KEEP_ALIVE_S,

@@ -12,6 +12,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,17 +27,31 @@ from ..serving.lanes import SHORT
 from .call import Call
 from .errors import api_error
 from .logprob_fields import TokenTexts
-from .protocol.fields import EngineFields, GeneratingBody
+from .protocol.fields import EngineFields
 
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
-Extra = dict[str, Any] | None
 Body = TypeVar("Body", bound=EngineFields)
 
 
 def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {dumps(data)}\n\n".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk of a stream.
+
+    Attributes:
+        choice: its choice.
+        extra: its fields beside the choices.
+        has_tokens: whether the tokens of the delta are in this chunk or an earlier one.
+    """
+
+    choice: dict[str, Any]
+    extra: Mapping[str, Any] | None = None
+    has_tokens: bool = True
 
 
 class Choices(ABC, Generic[Body]):
@@ -48,6 +63,8 @@ class Choices(ABC, Generic[Body]):
     Attributes:
         head: the first fields of the body and of each chunk.
         is_long: a whole answer is serialised on another thread.
+        ends_with_usage: the last chunk of a stream has the usage.
+        has_usages: each chunk of a stream has the usage so far.
     """
 
     head_names: ClassVar[Mapping[str, str]]
@@ -62,6 +79,11 @@ class Choices(ABC, Generic[Body]):
         self._body, self._params = call.body, params
         self._llm = call.context.engine.llm
         self.is_long = params.prompt_logprobs is not None
+        options, is_forced = call.body.stream_options, call.context.config.force_include_usage
+        self.ends_with_usage = is_forced or (options is not None and bool(options.include_usage))
+        self.has_usages = self.ends_with_usage and (
+            is_forced or (options is not None and bool(options.continuous_usage_stats))
+        )
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -76,10 +98,12 @@ class Choices(ABC, Generic[Body]):
     @cached_property
     def texts(self) -> TokenTexts:
         """Converts single tokens to text, for log-probabilities."""
-        body = self._body
+        as_ids = getattr(self._body, "return_tokens_as_token_ids", None)
+        if as_ids is None:
+            as_ids = self.call.context.config.return_tokens_as_token_ids
         return TokenTexts(
             self._llm.factory,
-            as_ids=isinstance(body, GeneratingBody) and bool(body.return_tokens_as_token_ids),
+            as_ids=as_ids,
             skips_special=self._params.skip_special_tokens,
         )
 
@@ -88,8 +112,8 @@ class Choices(ABC, Generic[Body]):
         """The body of a whole answer, from the outputs per prompt."""
 
     @abstractmethod
-    def pieces(self, place: int, delta: AnswerDelta) -> Iterable[tuple[dict[str, Any], Extra]]:
-        """The chunks of a delta: per chunk, its choice and its additional fields.
+    def pieces(self, place: int, delta: AnswerDelta) -> Iterable[Piece]:
+        """The chunks of a delta.
 
         Args:
             place: index of the prompt.
@@ -148,10 +172,7 @@ class EventStream(StreamingResponse):
         self._choices, self._generations = choices, choices.generations
         # The start of every chunk, up to the choice.
         self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
-        options = choices.call.body.stream_options
-        self._ends_with_usage = options is not None and bool(options.include_usage)
-        self._has_usages = options is not None and bool(options.continuous_usage_stats)
-        self._end = ',"usage":null}\n\n' if self._ends_with_usage else "}\n\n"
+        self._end = ',"usage":null}\n\n' if choices.ends_with_usage else "}\n\n"
         self._num_tokens = 0  # in the chunks so far
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers)
@@ -168,7 +189,7 @@ class EventStream(StreamingResponse):
                 written = self._write(place, deltas)
                 if written:
                     yield written
-            last = self._usage_chunk() if self._ends_with_usage else b""
+            last = self._usage_chunk() if self._choices.ends_with_usage else b""
         except Exception as error:
             last = event(api_error(error).body)
         yield last + DONE
@@ -176,16 +197,18 @@ class EventStream(StreamingResponse):
     def _write(self, place: int, deltas: list[AnswerDelta]) -> bytes:
         chunks = []
         for delta in deltas:
+            num_before = self._num_tokens
             self._num_tokens += len(delta.token_ids)
-            for choice, extra in self._choices.pieces(place, delta):
-                more = "" if extra is None else "," + dumps(extra)[1:-1]
-                chunks.append(f"{self._begin}{dumps(choice)}]{more}{self._chunk_end()}")
+            for piece in self._choices.pieces(place, delta):
+                more = "" if piece.extra is None else "," + dumps(piece.extra)[1:-1]
+                end = self._chunk_end(self._num_tokens if piece.has_tokens else num_before)
+                chunks.append(f"{self._begin}{dumps(piece.choice)}]{more}{end}")
         return "".join(chunks).encode()
 
-    def _chunk_end(self) -> str:
-        if not self._has_usages:
+    def _chunk_end(self, num_tokens: int) -> str:
+        if not self._choices.has_usages:
             return self._end
-        return f',"usage":{dumps(self._choices.usage(self._num_tokens))}}}\n\n'
+        return f',"usage":{dumps(self._choices.usage(num_tokens))}}}\n\n'
 
     def _usage_chunk(self) -> bytes:
         return event({**self._choices.head, "choices": [], "usage": self._choices.usage()})

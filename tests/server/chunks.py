@@ -40,8 +40,8 @@ def _extend(choice: dict[str, Any], piece: dict[str, Any]) -> None:
         elif key == "logprobs" and value is not None:
             so_far = choice.get("logprobs") or {name: [] for name in value}
             choice["logprobs"] = {name: so_far[name] + more for name, more in value.items()}
-        elif key in _APPENDED:
-            choice[key] = choice.get(key, type(value)()) + value
+        elif key in _APPENDED and value is not None:
+            choice[key] = (choice.get(key) or type(value)()) + value
         elif value is not None or key not in choice:
             choice[key] = value
 
@@ -72,6 +72,10 @@ def alike(answer: dict[str, Any]) -> dict[str, Any]:
     if "usage" in kept:
         # The number of cached tokens depends on earlier requests.
         del kept["usage"]["prompt_tokens_details"]
+    kept["choices"] = [
+        {key: value for key, value in choice.items() if value is not None}
+        for choice in kept["choices"]
+    ]
     for choice in kept["choices"]:
         if "message" in choice:
             choice["message"] = plain_message(choice["message"])

@@ -67,7 +67,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
      "messages[0].content[0]"),
-    (CHAT, {"echo": True}, "echo"),
     (CHAT, {"chat_template": "{{ messages }}"}, "chat_template"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
@@ -155,10 +154,15 @@ def test_the_answer_of_a_chat(http: httpx.Client) -> None:
             "reasoning_content": None,
             "reasoning": None,
             "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
         },
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,
+        "token_ids": None,
+        "routed_experts": None,
     }
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

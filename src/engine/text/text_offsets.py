@@ -39,6 +39,11 @@ class TextOffsets:
         self._pending = _tail(b"".join(map(bytes_of, last[-_MAX_CHARACTER_TOKENS:])))
         self._is_of_prompt = True
 
+    @property
+    def num_chars(self) -> int:
+        """Number of characters so far, without an incomplete one."""
+        return self._num_chars
+
     def push(self, token_id: int) -> int:
         """The offset of the next token's first character."""
         if token_id in self._textless:

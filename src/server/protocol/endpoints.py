@@ -48,7 +48,6 @@ class ChatRequest(GeneratingBody):
         "add_special_tokens": (False,),
         # A template is a program, which could occupy the server forever.
         "chat_template": (),
-        "echo": (False,),
         "documents": ([],),
         "modalities": (["text"], []),
         "mm_processor_kwargs": ({},),
@@ -79,6 +78,9 @@ class ChatRequest(GeneratingBody):
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = Field(
+        None, description="Prepend the last message to the answer if it is the assistant's."
+    )
     chat_template_kwargs: Object | None = None
     prediction: Object | None = Field(
         None,

@@ -62,8 +62,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage in each chunk.")
 
     @property
-    def is_set(self) -> bool:
-        return bool(self.include_usage or self.continuous_usage_stats)
+    def is_empty(self) -> bool:
+        return not self.model_fields_set
 
 
 class JsonSchema(Body):
