@@ -32,7 +32,7 @@ LAYERS = (
     ("compile",),
     ("kernels",),
     ("model_name", "params"),
-    ("errors", "startup", "disk_cache"),
+    ("errors", "startup", "disk_cache", "threads"),
 )
 # A module with its own layer, above the rest of its package.
 APART = ("distributed.ray",)

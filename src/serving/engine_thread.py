@@ -7,10 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from ..engine.core import Engine
 from ..errors import EngineError
+from ..threads import start_native
 
 logger = logging.getLogger("pagespec")
 
@@ -24,7 +26,8 @@ class EngineThread:
     loop that would block every caller. So operations are queued, and run here between steps, in
     order.
 
-    No exception ends the thread, not even a KeyboardInterrupt or SystemExit of a callback.
+    No exception ends the thread, not even a KeyboardInterrupt or SystemExit of a callback. At the
+    exit of the process it ends after its current step.
 
     Args:
         wake: set when there may be work.
@@ -50,8 +53,8 @@ class EngineThread:
         self._is_closing = False
         self._reason = "the engine's thread has ended"
         self.is_paused = False
-        self._thread = threading.Thread(target=self._run, name="pagespec-engine", daemon=True)
-        self._thread.start()
+        end = partial(self.close, "the process ends", waits=False)
+        self._thread = start_native(self._run, "pagespec-engine", end)
 
     @property
     def is_alive(self) -> bool:

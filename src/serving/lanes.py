@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
+from ..threads import start_native
+
 _T = TypeVar("_T")
 _IDLE_S = 30.0
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
@@ -28,9 +30,9 @@ _REST = 1.0 if _NUM_CPUS <= 4 else 0.0
 class Lane:
     """At most ``num_threads`` threads with a FIFO queue.
 
-    Threads start on demand and end when idle. They are daemons: a process ends without waiting for
-    an abandoned text or grammar. Their priority is normal: a low-priority thread that is
-    descheduled while it holds the GIL would stop all other threads.
+    Threads start on demand and end when idle. At the exit of the process, queued work is dropped,
+    and current work gets a few seconds to end. All threads have normal priority: a low-priority
+    thread that is descheduled while it holds the GIL would stop all other threads.
 
     Args:
         rest_per_work: seconds of rest per second of CPU time. The rest bounds the share of the GIL
@@ -42,6 +44,7 @@ class Lane:
         self._rest_per_work = rest_per_work
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
+        self._is_closing = threading.Event()
         self._num_live = self._num_idle = 0
 
     async def run(
@@ -85,13 +88,20 @@ class Lane:
                 return
             self._num_live += 1
         try:
-            threading.Thread(target=self._work, name=f"pagespec-{self._name}", daemon=True).start()
+            start_native(self._work, f"pagespec-{self._name}", self._close)
         except RuntimeError:
             with self._changed:
                 self._num_live -= 1
                 has_none = not self._num_live
             if has_none and future.cancel():
                 raise
+
+    def _close(self) -> None:
+        """Drop queued work, and end the threads after their current work."""
+        self._is_closing.set()
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:
@@ -104,14 +114,16 @@ class Lane:
                     future.set_exception(error)
             del taken, future, call  # they may hold megabytes while the thread is idle
             if self._rest_per_work:
-                time.sleep(self._rest_per_work * (time.thread_time() - began))
+                self._is_closing.wait(self._rest_per_work * (time.thread_time() - began))
 
     def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:
             while not self._waiting:
-                self._num_idle += 1
-                is_in_time = self._changed.wait(_IDLE_S)
-                self._num_idle -= 1
+                is_in_time = False
+                if not self._is_closing.is_set():
+                    self._num_idle += 1
+                    is_in_time = self._changed.wait(_IDLE_S)
+                    self._num_idle -= 1
                 if not is_in_time and not self._waiting:
                     self._num_live -= 1
                     return None

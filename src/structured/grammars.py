@@ -18,6 +18,7 @@ from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..engine.text.reasoning import Reasoning
 from ..engine.text.token_bytes import TokenBytes
 from ..errors import EngineBusyError, InvalidInputError
+from ..threads import start_native
 from .reasoning import ReasoningTokens
 from .reasons import readable
 from .tokens import make_ll_tokenizer
@@ -250,7 +251,7 @@ def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
     with _starting:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            threading.Thread(target=run, name="pagespec-grammar", daemon=True).start()
+            start_native(run, "pagespec-grammar")
         finally:
             threading.stack_size(before)
     return done
