@@ -269,9 +269,12 @@ class AsyncLLM:
             here.add(served)
         try:
             await self._call(lambda: self._host.admit(made, handles))
-        except BaseException:
+        except BaseException as error:
             for served in made:
                 here.discard(served)
+                # A cancelled task may keep this frame, and so the generations, by its exception.
+                if not isinstance(error, Exception):
+                    self._abort(served)
             raise
         return generations
 

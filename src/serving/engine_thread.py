@@ -17,6 +17,8 @@ from ..threads import start_native
 logger = logging.getLogger("pagespec")
 
 _T = TypeVar("_T")
+# No step then finds requests whose handles were dropped, and a finalizer must not set an event.
+_PAUSED_WAIT_S = 0.2
 
 
 class EngineThread:
@@ -31,7 +33,8 @@ class EngineThread:
 
     Args:
         wake: set when there may be work.
-        after_step: called on this thread after each step, and after operations.
+        after_step: called on this thread after each step, after operations, and several times per
+            second while paused.
         on_failure: called on this thread after a failed step, which ended all live requests.
         on_exit: called on this thread when it ends, with the reason passed to ``close``.
 
@@ -100,7 +103,7 @@ class EngineThread:
                         _logging_errors(self._on_failure, as_engine_error(error))
                 _logging_errors(self._after_step)
                 if not self._can_step() and not self._is_closing:
-                    self._wake.wait()
+                    self._wake.wait(_PAUSED_WAIT_S if self.is_paused else None)
         finally:
             self._is_closing = True
             _logging_errors(self._on_exit, self._reason)
