@@ -146,7 +146,7 @@ def peer_tests(session: nox.Session) -> None:
 
     Fetches vLLM's sources into a cache folder. Half an hour on two cores.
     """
-    install_all(session, "pytest-asyncio")
+    install_all(session, "pytest-asyncio", "pybase64")
     python(session, "-m", "tests.peer", *session.posargs)
 
 

@@ -42,7 +42,7 @@ def _without(flags: list[str], refused: str) -> list[str]:
     found: list[str] = []
     rest = iter(range(len(flags)))
     for i in rest:
-        if flags[i].partition("=")[0] != refused:
+        if flags[i].partition("=")[0].partition(".")[0] != refused:
             found.append(flags[i])
         elif "=" not in flags[i]:
             while i + 1 < len(flags) and not flags[i + 1].startswith("-"):
