@@ -9,6 +9,7 @@ from typing import Any
 
 from . import sources, stand_in
 
+MAX_MODEL_LEN = 8192  # of SmolLM2
 # Names of models that are for a feature that pagespec refuses.
 _OF_FEATURES = {
     r"VL-|llava|SmolVLM|chameleon|gemma-3n|Audio|whisper|ultravox|gemma-4|translategemma": (
@@ -43,6 +44,8 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             replaced[name] = model_of(replaced[name])
     if replaced.get("dtype") not in (None, "auto"):
         replaced["dtype"] = "float32"
+    if isinstance(replaced.get("max_model_len"), int):
+        replaced["max_model_len"] = min(replaced["max_model_len"], MAX_MODEL_LEN)
     draft = replaced.get("speculative_config")
     if isinstance(draft, dict) and isinstance(draft.get("model"), str):
         method = draft.get("method")

@@ -25,7 +25,12 @@ _OF_FEATURES = {
     "--enable-return-routed-experts": "routed experts",
     "--worker-extension-cls": "internal",
 }
-_REFUSED = (r"No such option: (--[a-z-]+)", r"(--[a-z-]+) = .*?(?:is not supported|must )")
+_FLAGS = {"reasoning_format": "--reasoning-parser", "tool_call_format": "--tool-call-parser"}
+_REFUSED = (
+    r"error: ([a-z_]+) = ",
+    r"No such option: (--[a-z-]+)",
+    r"(--[a-z-]+) = .*?(?:is not supported|must )",
+)
 
 
 class _RefusedFlag(Exception):
@@ -130,7 +135,7 @@ class RemoteOpenAIServer:
         for pattern in _REFUSED:
             flag = re.search(pattern, text)
             if flag:
-                return _RefusedFlag(flag[1])
+                return _RefusedFlag(_FLAGS.get(flag[1], flag[1]))
         return RuntimeError("pagespec serve ended: " + text)
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -175,6 +180,8 @@ def _replaced(flags: list[str]) -> list[str]:
     for i, flag in enumerate(found[:-1]):
         if flag == "--dtype":
             found[i + 1] = "float32"
+        elif flag == "--max-model-len":
+            found[i + 1] = str(min(int(found[i + 1]), models.MAX_MODEL_LEN))
         elif flag == "--tokenizer":
             found[i + 1] = models.model_of(found[i + 1])
     return found
