@@ -1,4 +1,4 @@
-"""Every text-generation model of its tests becomes the one model that is at hand."""
+"""Every text-generation model of its tests becomes SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ _OF_ANOTHER_MODEL = (
     r"chat_completion/test_chat\.py::test_complex_message_content",
     r"chat_completion/test_chat\.py::test_response_format_json_object",
     r"chat_completion/test_chat\.py::test_response_format_json_schema",
+    r"v1/sample/test_sampling_params_e2e\.py::test_stop",
     r"detokenizer/test_stop_strings\.py::test_stop_strings",
 )
 
@@ -70,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     *(_no(feature, message=f"No module named '{name}") for name, feature in _PACKAGES.items()),
     _no("internal", message="Torch not compiled with CUDA|ATen_cuda|simple_compile_backend"),
     _no("internal", message=r"X is not a type object \(Missing\)"),
+    _no("internal", message="Cannot locate module vllm"),
     _no("Responses API", test="entrypoints/openai/responses/"),
     _no("batch files (run-batch)", test=r"test_run_batch\.py"),
     _no("LoRA", message=r"LoRA|enable_lora|zephyr-lora"),

@@ -1,6 +1,6 @@
 """vLLM's source distribution: fetched once, verified, and staged with our ``conftest`` in it.
 
-Nothing of it enters the repository: it lies in a cache folder of the user.
+Nothing of it enters the repository: it is stored in a cache folder of the user.
 """
 
 from __future__ import annotations
