@@ -26,7 +26,6 @@ OURS = "pagespec.compat.vllm"
 # The longest prefix counts. "" is a public name: pagespec has to have it.
 FEATURES: dict[str, str] = {
     "vllm": "internal",
-    "vllm.x": "",
     "vllm.LLM": "",
     "vllm.LLMEngine": "",
     "vllm.AsyncLLMEngine": "",
@@ -189,8 +188,7 @@ def _ours(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(OURS + name.removeprefix(PEER))
     except ImportError:
-        # UNTIL COMPAT: names of the package itself.
-        return importlib.import_module("pagespec") if not feature_of(name + ".x") else None
+        return None
 
 
 def install() -> None:
