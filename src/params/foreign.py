@@ -366,7 +366,6 @@ CALL: dict[str, Foreign] = {
     "trace_headers": Foreign(({},), "use the engine argument trace"),
     "data_parallel_rank": Foreign((0,), _REPLICAS),
     "tokenization_kwargs": Foreign(({},), "use SamplingParams(truncate_prompt_tokens=...)"),
-    "mm_processor_kwargs": Foreign(({},), _NO_IMAGES),
     "reasoning_ended": Foreign(_OFF, "use StructuredOutputs and reasoning_format"),
     "reasoning_parser_kwargs": Foreign(({},), "use reasoning_format"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,16 @@ def test_given_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_effect_that_is_not_supported_is_refused_by_the_engine() -> None:
     with pytest.raises(InvalidInputError, match=r"^enable_lora = True: .*merge"):
         LLM(**vars(EngineArgs(model="m", enable_lora=True)))
+
+
+@pytest.mark.parametrize("path", [None, Path("/x.gguf")])
+def test_the_embedded_model_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, path: Path | None
+) -> None:
+    monkeypatch.setattr("pagespec.compat.arguments.embedded_model_path", lambda: path)
+    expected = None if path is None else "/x.gguf"
+    assert EngineArgs().model == AsyncEngineArgs().model == args_of().model == expected
+    assert args_of("--model", "m").model == "m"
 
 
 def test_an_unknown_field_is_a_type_error() -> None:

@@ -51,7 +51,6 @@ def test_generate_as_vllm_calls_it() -> None:
     async def test(engine: AsyncLLM) -> None:
         prompt: Any = {"prompt_token_ids": PROMPT}
         neutral: dict[str, Any] = dict.fromkeys(CALL)
-        neutral.pop("mm_processor_kwargs")  # of LLM.generate only
         for given in ({}, {"priority": 0, **neutral}, {"tokenization_kwargs": {}}):
             async for output in engine.generate(
                 request_id="a", prompt=prompt, sampling_params=SHORT, **given

@@ -1,15 +1,20 @@
-"""The tables of ``docs/engine_arguments.md``."""
+"""The tables of ``docs/engine_arguments.md`` and ``docs/from_vllm.md``."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_type_hints
 
+import pagespec
+from pagespec import llm
 from pagespec.cli.options import EngineOptions
+from pagespec.compat.refused import REFUSED
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
-from pagespec.params.foreign import ENGINE, SERVER, Foreign
+from pagespec.params.foreign import ASYNC, CALL, ENGINE, INSTEAD, SERVER, Foreign
 
 from .cells import code, prose, table
 
@@ -68,3 +73,34 @@ def foreign_arguments() -> Iterator[str]:
 def foreign_flags() -> Iterator[str]:
     """Flags of ``vllm serve`` that are no engine arguments."""
     return _foreign(SERVER)
+
+
+def foreign_calls() -> Iterator[str]:
+    """Arguments of methods of ``AsyncLLM``."""
+    return _foreign(CALL | ASYNC)
+
+
+def missing_methods() -> Iterator[str]:
+    """Methods of vLLM's classes that are not supported."""
+    rows = [(code(f"LLM.{name}"), prose(text)) for name, text in llm._INSTEAD.items()]
+    rows += [(code(f"AsyncLLM.{name}"), prose(text)) for name, text in INSTEAD.items()]
+    return table(("method", "instead"), sorted(rows))
+
+
+def refused_names() -> Iterator[str]:
+    """Names of vLLM that cannot be imported."""
+    return table(("name", "reason"), [(code(n), prose(text)) for n, text in REFUSED.items()])
+
+
+def modules() -> Iterator[str]:
+    """vLLM's modules, and the names in each."""
+    folder = Path(pagespec.__file__).parent / "compat" / "vllm"
+    rows = [(code("pagespec"), code(*sorted(pagespec.__all__)))]
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found = importlib.import_module(f"pagespec.compat.vllm.{name}".rstrip("."))
+        names = getattr(found, "__all__", ())
+        if name and names:
+            rows.append((code(f"pagespec.{name}"), code(*sorted(names))))
+    return table(("module", "names"), rows)

@@ -13,8 +13,14 @@ Part = Callable[[], Iterator[str]]
 PAGES: Mapping[str, Mapping[str, Part]] = {
     "engine_arguments.md": {
         "arguments": arguments.arguments,
+    },
+    "from_vllm.md": {
+        "modules": arguments.modules,
+        "refused": arguments.refused_names,
         "engine": arguments.foreign_arguments,
         "server": arguments.foreign_flags,
+        "calls": arguments.foreign_calls,
+        "methods": arguments.missing_methods,
     },
     "cli.md": {"commands": command_line.commands},
     "http_reference.md": {
