@@ -13,8 +13,9 @@ import anyio
 from fastapi import APIRouter
 from sse_starlette import EventSourceResponse
 
+from ..engine.histograms import Histogram, quantile
 from .context import Context, ServerContext
-from .metrics import EngineMetrics, Histogram, quantile
+from .metrics import EngineMetrics
 
 PERIOD_S = 0.5
 WINDOW_S = 60.0

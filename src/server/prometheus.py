@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,7 +16,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from .metrics import EngineMetrics, Histogram
+from ..engine.histograms import Histogram
+from ..engine.request_totals import ACCEPTED, COUNTERS, DRAFTS, ENDED, GAUGES, OF_REQUESTS
+from .metrics import EngineMetrics
 
 
 class EngineCollector(Collector):
@@ -32,7 +34,7 @@ class EngineCollector(Collector):
         yield self._waiting_by_reason()
         yield from self._families(CounterMetricFamily, self._counters())
         ended = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended.", labels=[*names, "finished_reason"]
+            f"vllm:{ENDED[0]}", ENDED[1], labels=[*names, "finished_reason"]
         )
         for reason, number in self._metrics.num_ended.items():
             ended.add_metric([*values, reason], number)
@@ -55,10 +57,13 @@ class EngineCollector(Collector):
         now = engine.snapshot()
         usage = now.num_owned_blocks / max(1, now.num_blocks)
         is_up = engine.failure is None and not engine.is_stopping
+        values = {
+            "num_running": now.num_running,
+            "num_waiting": now.num_waiting,
+            "kv_cache_usage": usage,
+        }
         return [
-            ("vllm:num_requests_running", "Running requests.", now.num_running),
-            ("vllm:num_requests_waiting", "Waiting requests.", now.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", usage),
+            *_rows(GAUGES, values),
             ("pagespec:num_requests_paused", "Paused requests that keep blocks.", now.num_paused),
             ("pagespec:engine_up", "1 if the engine accepts and computes requests.", float(is_up)),
         ]
@@ -78,27 +83,25 @@ class EngineCollector(Collector):
     def _counters(self) -> list[tuple[str, str, int]]:
         metrics = self._metrics
         now = metrics.engine.snapshot()
+        values = {
+            "num_queried_tokens": now.num_queried_tokens,
+            "num_hit_tokens": now.num_hit_tokens,
+            "num_preemptions": now.num_preemptions,
+            "num_prompt_tokens": metrics.num_prompt_tokens,
+            "num_generated_tokens": metrics.num_generated_tokens,
+        }
         return [
-            ("vllm:prefix_cache_queries", "Prefix-cache look-ups, tokens.", now.num_queried_tokens),
-            ("vllm:prefix_cache_hits", "Prefix-cache hits, tokens.", now.num_hit_tokens),
-            ("vllm:num_preemptions", "Preemptions.", now.num_preemptions),
-            ("vllm:prompt_tokens", "Prompt tokens processed.", metrics.num_prompt_tokens),
-            ("vllm:generation_tokens", "Tokens generated.", metrics.num_generated_tokens),
+            *_rows(COUNTERS, values),
             ("pagespec:engine_steps", "Engine steps.", now.num_steps),
         ]
 
     def _draft_counters(self) -> Iterator[Metric]:
         drafts = self._metrics.engine.llm.engine.scheduler.draft_counts
-        rows = [
-            ("num_drafts", "Rows with draft tokens.", drafts.num_drafts),
-            ("num_draft_tokens", "Draft tokens.", drafts.num_draft_tokens),
-            ("num_accepted_tokens", "Accepted draft tokens.", drafts.num_accepted_tokens),
-        ]
-        named = [(f"vllm:spec_decode_{name}", text, number) for name, text, number in rows]
-        yield from self._families(CounterMetricFamily, named)
+        values = {attribute: getattr(drafts, attribute) for attribute in DRAFTS}
+        yield from self._families(CounterMetricFamily, _rows(DRAFTS, values))
         per_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by their place in the draft.",
+            f"vllm:{ACCEPTED[0]}",
+            ACCEPTED[1],
             labels=[*self._labels, "position"],
         )
         for position, number in enumerate(drafts.accepted_per_position):
@@ -107,21 +110,10 @@ class EngineCollector(Collector):
 
     def _histograms(self) -> list[tuple[str, str, Histogram]]:
         m = self._metrics
-        first, mean = "time_to_first_token_seconds", "request_time_per_output_token_seconds"
-        rows = [
-            (first, "From arrival to the first token.", m.first_token_s),
+        rows = [(*OF_REQUESTS[attribute], getattr(m, attribute)) for attribute in OF_REQUESTS]
+        rows += [
             ("inter_token_latency_seconds", "Between two tokens.", m.between_tokens_s),
-            (mean, "Mean time between a request's tokens.", m.token_s),
-            ("e2e_request_latency_seconds", "From arrival to the end.", m.whole_s),
-            ("request_queue_time_seconds", "From arrival to the first step.", m.queue_s),
-            ("request_inference_time_seconds", "From first step to the end.", m.inference_s),
-            ("request_prefill_time_seconds", "From first step to first token.", m.prefill_s),
-            ("request_decode_time_seconds", "From first token to the end.", m.decode_s),
             ("iteration_tokens_total", "Computed prompt tokens and new ones.", m.step_tokens),
-            ("request_prompt_tokens", "Tokens per prompt.", m.prompt_tokens),
-            ("request_generation_tokens", "Tokens generated per request.", m.generated_tokens),
-            ("request_params_n", "The parameter n.", m.continuations),
-            ("request_params_max_tokens", "The parameter max_tokens.", m.max_tokens),
         ]
         return [(f"vllm:{name}", text, histogram) for name, text, histogram in rows]
 
@@ -141,6 +133,13 @@ class EngineCollector(Collector):
         )
         info.add_metric([*labels.values()], 1.0)
         return info
+
+
+def _rows(
+    declared: Mapping[str, tuple[str, str]], values: Mapping[str, Any]
+) -> list[tuple[str, str, Any]]:
+    """Full name, description and value, of values by attribute."""
+    return [(f"vllm:{name}", text, values[key]) for key, (name, text) in declared.items()]
 
 
 def metrics_router(metrics: EngineMetrics, model_name: str) -> APIRouter:

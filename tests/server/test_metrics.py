@@ -17,8 +17,9 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from pagespec import AsyncLLM, SamplingParams
+from pagespec.engine.histograms import Histogram, log_scale, one_two_five, quantile
 from pagespec.server.app import create_app
-from pagespec.server.metrics import EngineMetrics, Histogram, log_scale, one_two_five, quantile
+from pagespec.server.metrics import EngineMetrics
 from tests.support.content_llm import content_llm, slow_llm
 from tests.support.server import client, serving
 
