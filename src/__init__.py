@@ -16,7 +16,7 @@ __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 __path__.append(os.path.join(os.path.dirname(__file__), "compat", "vllm"))
 
 _MODULES = {
-    "llm": "LLM",
+    "llm": "LLM LLMEngine",
     "serving.async_llm": "AsyncLLM",
     "engine.sampling_params": "SamplingParams",
     "engine.structured_outputs": "StructuredOutputs StructuredOutputsParams",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         RequestError,
         UnsupportedModelError,
     )
-    from .llm import LLM
+    from .llm import LLM, LLMEngine
     from .model_name import embedded_model_path
     from .serving.async_llm import AsyncLLM
 

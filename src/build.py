@@ -51,6 +51,7 @@ class BuiltEngine:
 
     Attributes:
         config: the engine's arguments, with the defaults of the device filled in.
+        dtype: of the weights.
         num_state_slots, state_interval: 0 for a model without recurrent layers.
         can_score: whether the runner computes log-probabilities of prompts.
         grammars: the runner's compiled constraints; None with several ranks.
@@ -73,6 +74,7 @@ class BuiltEngine:
     grammars: Grammars | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     step_costs: StepCosts = DEFAULT_COSTS
+    dtype: torch.dtype | None = None
 
 
 def build(
@@ -213,6 +215,7 @@ def build(
             loaded, str(config.generation_config), generation_config, is_reported=shard.rank == 0
         ),
         step_costs=step_costs,
+        dtype=loaded.dtype,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -29,10 +30,13 @@ from .engine.outputs import EngineStats, RequestOutput, ScoreOutput
 from .engine.pace import StepPace
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
+from .engine.request_totals import RequestTotals
 from .engine.runner import Drafter
 from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
+from .engine.stepwise import StepwiseRequests
 from .errors import InvalidInputError, PagespecError
+from .llm_engine import ModelConfig, StepwiseEngine, refuse_attribute, settings_of
 from .model_name import check_model_name
 from .params.checks import is_int, is_list, path_of
 from .params.declare import Param, takes
@@ -45,23 +49,11 @@ if TYPE_CHECKING:
 
     from .build import BuiltEngine
     from .chat.deltas import Delta
+    from .engine.metric_values import Metric
 
 logger = logging.getLogger("pagespec")
 
 _SHOWN_S = 0.05  # of a part of a start
-_INSTEAD = {
-    "get_tokenizer": "use llm.tokenizer",
-    "get_metrics": "use llm.stats()",
-    "pause": "use AsyncLLM.pause_generation and resume_generation",
-    "start_profile": "use torch.profiler around the call",
-    "sleep": "delete the LLM, and make a new one",
-    "beam_search": "beam search is not supported; use SamplingParams(n=..., best_of=...)",
-    "embed": "embeddings are not supported",
-    "encode": "embeddings are not supported",
-    "classify": "classifiers are not supported",
-    "reward": "reward models are not supported",
-}
-"""Hints at what serves in place of methods of vLLM's LLM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -108,6 +100,23 @@ def import_engine(
             return build_distributed
         from .build import build
     return build
+
+
+class LLMEngine(StepwiseEngine):
+    """vLLM's engine that is stepped by its caller. ``LLM.llm_engine`` is the one of an ``LLM``."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> LLMEngine:  # noqa: ARG003
+        """Make an ``LLM``, and return its engine.
+
+        Args:
+            engine_args: any object whose attributes are arguments of ``LLM``.
+            usage_context: vLLM's, for its statistics of usage, which are not collected here.
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as for ``LLM``.
+        """
+        return LLM(**vars(engine_args)).llm_engine
 
 
 class LLM:
@@ -199,15 +208,33 @@ class LLM:
             trace=config.trace,
             check_invariants=config.check_invariants,
         )
-        self._loop = GenerationLoop(self.engine, self.factory)
+        totals = RequestTotals(built.max_model_len)
+        self._loop = GenerationLoop(self.engine, self.factory, totals)
+        self._stepwise = StepwiseRequests(self.engine, self._loop, self.factory, self.tokenizer)
+        self._enqueued = itertools.count()
+        settings = settings_of(built, model)
+        self.llm_engine = LLMEngine(
+            self.engine, self._stepwise, self.reader, self.tokenizer, settings, totals
+        )
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Settings of the model under vLLM's names, to read."""
+        return self.llm_engine.model_config
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer.
+
+        Raises:
+            InvalidInputError: the model has none.
+        """
+        return self.llm_engine.get_tokenizer()
 
     if not TYPE_CHECKING:  # type checkers would accept every name
 
         def __getattr__(self, name: str) -> Any:
             """Called for names that are not found, such as methods of vLLM's LLM."""
-            hint = _INSTEAD.get(name)
-            text = f"'LLM' object has no attribute {name!r}" + (f": {hint}" if hint else "")
-            raise AttributeError(text, name=name, obj=self)
+            refuse_attribute(self, name)
 
     # Offline generation -----------------------------------------------------------------------
 
@@ -252,6 +279,13 @@ class LLM:
             EngineError: a step failed, in this call or in a concurrent one.
         """
         refuse_unserved(lora_request, mm_processor_kwargs)
+        inputs, params = self._read_all(prompts, sampling_params, priority, tokenization_kwargs)
+        return self._loop.run(inputs, params, use_tqdm)
+
+    def _read_all(
+        self, prompts: Any, sampling_params: Any, priority: Any, tokenization_kwargs: Any
+    ) -> tuple[list[PromptInput], list[Any]]:
+        """The prompts of :meth:`generate`, and the parameters of each."""
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, self.get_default_sampling_params)
         inputs = self.reader.read_all(
@@ -259,7 +293,47 @@ class LLM:
             truncations(tokenization_kwargs, params),
             add_special_tokens=adds_special_tokens(tokenization_kwargs),
         )
-        return self._loop.run(with_priorities(inputs, priority), params, use_tqdm)
+        return with_priorities(inputs, priority), params
+
+    def enqueue(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: UseTqdm = True,  # noqa: ARG002
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Add prompts without computing them; :meth:`wait_for_completion` returns the results.
+
+        Returns:
+            The ids of the results, in the order of the prompts.
+
+        Args, errors: those of :meth:`generate`. No bar is shown: reading the prompts is short.
+        """
+        refuse_unserved(lora_request, mm_processor_kwargs)
+        inputs, params = self._read_all(prompts, sampling_params, priority, tokenization_kwargs)
+        names = [str(next(self._enqueued)) for _ in inputs]
+        self._stepwise.add_all(names, inputs, params)
+        return names
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: UseTqdm = True
+    ) -> list[RequestOutput]:
+        """Compute the prompts of :meth:`enqueue`, and those added to ``llm_engine``, to their ends.
+        Results are in the order of arrival.
+
+        Args:
+            output_type: vLLM's; RequestOutput or None.
+
+        Raises:
+            RequestError: one request failed. Another call returns the others.
+            EngineError: a step failed, and all requests have ended.
+        """
+        if output_type not in (None, RequestOutput, (RequestOutput,)):
+            raise InvalidInputError("output_type", output_type, "must be RequestOutput, or None")
+        return self._stepwise.complete(use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New parameters with the defaults of the model's generation config: temperature, top_p,
@@ -464,16 +538,31 @@ class LLM:
             return self.reader.truncated(prompt, truncate)
         return self.reader.read(prompt, truncate=truncate)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, for example after a change of the weights; always returns True.
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = True, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache, for example after a change of the weights. Returns whether it was
+        emptied.
 
-        Live requests are preempted and recompute their tokens; vLLM's method fails in that case.
+        Args:
+            reset_running_requests: preempt live requests, which then recompute their tokens. If
+                False, nothing happens while requests are live.
+            reset_connector: must be False: there is no connector.
 
         Raises:
             EngineError: a step that was in flight failed.
         """
-        self.engine.reset_prefix_cache()
-        return True
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def get_world_size(self, include_dp: bool = True) -> int:  # noqa: ARG002
+        """The number of ranks; ``include_dp`` is vLLM's: there is one data-parallel rank."""
+        return self.config.tensor_parallel_size
+
+    def get_metrics(self) -> list[Metric]:
+        """Metrics under vLLM's names: the scheduler's, and those of the requests whose results
+        these methods have returned. Those of ``AsyncLLM`` are at ``/metrics`` of its server, as are
+        times between tokens and the sizes of steps, which only the server observes."""
+        return self.llm_engine.get_metrics()
 
     def stats(self) -> EngineStats:
         """A snapshot of counters, start-up times and memory use."""

@@ -1,15 +1,20 @@
-"""``LLM`` as programs for vLLM call it: argument order, priorities, progress bars."""
+"""``LLM`` and ``LLMEngine`` as programs for vLLM call them."""
 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from tqdm import tqdm
 
 from pagespec import LLM, InvalidInputError, SamplingParams
-from tests.support.models import tiny_model
+from pagespec import llm as llm_module
+from pagespec.engine.metric_values import Counter, Gauge, Histogram, Vector
+from pagespec.llm import LLMEngine
+from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.scripted_llm import scripted_llm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -18,7 +23,13 @@ HELLO = [{"role": "user", "content": "Hello."}]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(tiny_model("llama"), max_num_seqs=4, num_blocks=40, check_invariants=True)
+    return LLM(
+        tiny_model("llama"),
+        max_num_seqs=4,
+        num_blocks=40,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+        check_invariants=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +91,132 @@ def test_chat_takes_its_arguments_in_vllms_order(chat_llm: LLM) -> None:
         chat_llm.chat(HELLO, tokenization_kwargs={"add_special_tokens": True})
     with pytest.raises(ValueError, match="maximum context length is"):
         chat_llm.chat([{"role": "user", "content": "word " * 20_000}])
+
+
+def ends_of(llm: LLM) -> dict[str, Any]:
+    found = {}
+    for _ in range(100):
+        if not llm.llm_engine.has_unfinished_requests():
+            return found
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = output
+    raise AssertionError("the requests do not end")
+
+
+def test_requests_are_stepped_by_the_caller_beside_generate(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine)
+    long = SamplingParams(temperature=0.0, max_tokens=12)
+    alone = [output.outputs[0].token_ids for output in llm.generate([[5, 6], [7]], long)]
+    assert engine.add_request("a", [5, 6], long) == "a"
+    engine.step()
+    engine.add_request("b", {"prompt_token_ids": [7]}, long, priority=2, prompt_text="seven")
+    engine.add_request("c", [7], long)
+    assert engine.get_num_unfinished_requests() == 3
+    engine.abort_request(["c"])
+    assert llm.generate([7], long)[0].outputs[0].token_ids == alone[1]
+    assert engine.get_num_unfinished_requests() == 2
+    ended = ends_of(llm)
+    assert [ended[name].outputs[0].token_ids for name in ("a", "b")] == alone
+    assert (ended["a"].prompt, ended["b"].prompt) == (None, "seven")
+    assert engine.step() == []
+
+
+def test_bad_requests_are_refused_by_name(llm: LLM) -> None:
+    engine = llm.llm_engine
+    for named in ({"arrival_time": 1.0}, {"trace_headers": {}}, {"lora_request": 1}):
+        with pytest.raises(InvalidInputError, match=f"^{next(iter(named))}"):
+            engine.add_request("a", [5], GREEDY, **named)
+    with pytest.raises(TypeError, match="request_id must be a string"):
+        engine.add_request(1, [5], GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="out of vocabulary"):
+        engine.add_request("a", [10**6], GREEDY)
+    with pytest.raises(AttributeError, match="'apply_model': workers take no calls"):
+        engine.apply_model(print)
+    assert not engine.has_unfinished_requests()
+
+
+def test_enqueued_prompts_wait_for_their_completion(llm: LLM) -> None:
+    alone = llm.generate([[5, 6], [7]], GREEDY)
+    num_steps = llm.engine.scheduler.num_steps
+    names = llm.enqueue([[5, 6], [7]], GREEDY, priority=[1, 0])
+    assert llm.engine.scheduler.num_steps == num_steps
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == names
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+    assert llm.wait_for_completion() == []
+    with pytest.raises(InvalidInputError, match="output_type"):
+        llm.wait_for_completion(int)
+
+
+def test_the_prefix_cache_is_emptied_or_kept_for_live_requests(llm: LLM) -> None:
+    assert llm.reset_prefix_cache()
+    llm.llm_engine.add_request("a", [5], GREEDY)
+    assert not llm.reset_prefix_cache(reset_running_requests=False)
+    assert llm.reset_prefix_cache()
+    assert (
+        ends_of(llm)["a"].outputs[0].token_ids == llm.generate([5], GREEDY)[0].outputs[0].token_ids
+    )
+    with pytest.raises(InvalidInputError, match="reset_connector"):
+        llm.reset_prefix_cache(reset_connector=True)
+
+
+def test_settings_are_read_under_vllms_names(llm: LLM, chat_llm: LLM) -> None:
+    settings = llm.llm_engine.vllm_config
+    assert llm.model_config is settings.model_config
+    assert settings.model_config.max_model_len == llm.max_model_len
+    assert settings.model_config.get_vocab_size() == VOCAB_SIZE
+    assert settings.model_config.hf_config.model_type == "llama"
+    assert str(settings.model_config.dtype) == "torch.float32"
+    assert (settings.cache_config.num_gpu_blocks, settings.cache_config.block_size) == (40, 16)
+    assert settings.parallel_config.world_size == llm.get_world_size() == 1
+    assert settings.speculative_config.method == "ngram"
+    assert chat_llm.llm_engine.vllm_config.speculative_config is None
+    assert chat_llm.get_tokenizer() is chat_llm.tokenizer
+    with pytest.raises(InvalidInputError, match="no tokenizer"):
+        llm.get_tokenizer()
+
+
+def test_an_engine_is_made_from_its_arguments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock(return_value=llm)
+    monkeypatch.setattr(llm_module, "LLM", made)
+    arguments = SimpleNamespace(model="m", num_blocks=8)
+    assert LLMEngine.from_engine_args(arguments, usage_context=None) is llm.llm_engine
+    assert made.call_args == mock.call(model="m", num_blocks=8)
+
+
+def metrics_of(llm: LLM) -> dict[str, Any]:
+    """By name, and for ended requests by reason."""
+    found = {}
+    for metric in llm.get_metrics():
+        assert metric.labels["engine"] == "0"
+        found[metric.name + metric.labels.get("finished_reason", "")] = metric
+    return found
+
+
+def test_metrics_have_vllms_names_and_count_the_results(llm: LLM) -> None:
+    before = metrics_of(llm)
+    outputs = llm.generate([[5, 6, 7, 5, 6], [7]], GREEDY)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
+    now = metrics_of(llm)
+
+    def grown(name: str, attribute: str = "value") -> float:
+        return getattr(now[f"vllm:{name}"], attribute) - getattr(before[f"vllm:{name}"], attribute)
+
+    assert isinstance(now["vllm:num_requests_running"], Gauge)
+    assert now["vllm:num_requests_running"].value == 0.0
+    assert now["vllm:kv_cache_usage_perc"].value == 0.0
+    assert isinstance(now["vllm:generation_tokens"], Counter)
+    assert (grown("generation_tokens"), grown("prompt_tokens")) == (8, 6)
+    assert grown("request_successlength") == 2
+    assert isinstance(now["vllm:request_generation_tokens"], Histogram)
+    assert (grown("request_generation_tokens", "count")) == 2
+    assert (grown("request_generation_tokens", "sum")) == 8
+    assert grown("e2e_request_latency_seconds", "count") == 2
+    buckets = now["vllm:request_prompt_tokens"].buckets
+    assert buckets["+Inf"] == now["vllm:request_prompt_tokens"].count > buckets["1.0"] > 0
+    accepted = now["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(accepted, Vector)
+    assert len(accepted.values) == 3
+    assert sum(accepted.values) == now["vllm:spec_decode_num_accepted_tokens"].value

@@ -22,6 +22,7 @@ from .logprob_output import SCORE_PARAMS, score_of
 from .outputs import RequestOutput, ScoreOutput
 from .request import Request
 from .request_factory import RequestFactory
+from .request_totals import RequestTotals
 from .sampling_params import SamplingParams
 from .text.detokenizer import GrowingText
 
@@ -50,11 +51,17 @@ class GenerationLoop:
     Calls of several threads are served together: each steps the engine, or waits while another
     thread steps it, until its own requests have ended. If a failed or interrupted step of another
     call ended its requests, a call raises EngineError.
+
+    Args:
+        totals: counts the requests whose results are made.
     """
 
-    def __init__(self, engine: Engine, factory: RequestFactory) -> None:
+    def __init__(
+        self, engine: Engine, factory: RequestFactory, totals: RequestTotals | None = None
+    ) -> None:
         self._engine = engine
         self._factory = factory
+        self._totals = totals
 
     def run(
         self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], use_tqdm: UseTqdm
@@ -254,6 +261,8 @@ class GenerationLoop:
             if error is not None:
                 raise error
         metrics = [self._engine.metrics(request) for request in requests]
+        if self._totals is not None:
+            self._totals.add_result(requests, metrics)
         return self._factory.output(requests, prompt, metrics)
 
 
