@@ -404,6 +404,9 @@ INSTEAD = {
 """Methods of vLLM's ``AsyncLLM`` that are not supported, and the replacement."""
 
 _NO_TEMPLATE = "the template of the model is used: give a folder that has another"
+_PROXY = "use a proxy that checks clients"
+_HEADERS = "a request has at most 64 KiB of headers"
+_NO_FINGERPRINT = "system_fingerprint is null"
 
 SERVER: dict[str, Foreign] = {
     "allowed_origins": Foreign(same_as="cors_origins"),
@@ -420,9 +423,32 @@ SERVER: dict[str, Foreign] = {
     "enable_server_load_tracking": Foreign((_any,)),  # /load always counts
     "enable_tokenizer_info_endpoint": Foreign((_any,)),  # it is always served
     "enable_request_id_headers": Foreign((True,), "each answer has its id"),
-    "return_tokens_as_token_ids": Foreign(_OFF, "use the field of that name of a request"),
     "response_role": Foreign(("assistant",), "answers are of the assistant"),
-    "ssl_ca_certs": Foreign((), "use a proxy that checks clients"),
+    "ssl_ca_certs": Foreign((), _PROXY),
+    "ssl_cert_reqs": Foreign((0,), _PROXY),
+    "ssl_ciphers": Foreign((), _PROXY),
+    "enable_ssl_refresh": Foreign(_OFF, "restart the server, or use a proxy"),
+    "h11_max_incomplete_event_size": Foreign((), _HEADERS),
+    "h11_max_header_count": Foreign((), _HEADERS),
+    "allow_credentials": Foreign(_OFF, "answers do not depend on cookies"),
+    "allowed_methods": Foreign((["*"],), "leave it out: --cors-origin allows all"),
+    "allowed_headers": Foreign((["*"],), "leave it out: --cors-origin allows all"),
+    "enable_prompt_tokens_details": Foreign((_any,)),  # usage always has them
+    "enable_per_request_metrics": Foreign(_OFF, "use /metrics"),
+    "exclude_tools_when_tool_choice_none": Foreign((True,), "leave it out: they are excluded"),
+    "trust_request_chat_template": Foreign(_OFF, _NO_TEMPLATE),
+    "default_chat_template_kwargs": Foreign(({},), "use chat_template_kwargs of a request"),
+    "tool_parser_plugin": Foreign(("",), "use --tool-call-format"),
+    "tool_server": Foreign((), "the client calls the tools"),
+    "log_config_file": Foreign((), "use --access-log and --log-json"),
+    "log_error_stack": Foreign((_any,)),  # it always is
+    "max_log_len": Foreign((_any,)),  # prompts are not logged
+    "enable_log_deltas": Foreign((_any,)),  # answers are not logged
+    "enable_log_outputs": Foreign(_OFF, "use trace"),
+    "disable_access_log_for_endpoints": Foreign((), "use --no-access-log"),
+    "fingerprint_mode": Foreign(("none",), _NO_FINGERPRINT),
+    "fingerprint_value": Foreign((), _NO_FINGERPRINT),
+    "enable_offline_docs": Foreign(_OFF, "/openapi.json describes the API"),
     "middleware": Foreign(([],), "use pagespec.server.app.create_app"),
     "api_server_count": Foreign((1,), "leave it out"),
     "headless": Foreign(_OFF, _REPLICAS),

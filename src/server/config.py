@@ -76,11 +76,10 @@ class ServerConfig:
         metavar="NAME",
         flag="--served-model-name",
     )
-    force_include_usage: bool = _server(
+    enable_force_include_usage: bool = _server(
         False,
         "Send the usage in each chunk of every stream and in a last chunk of its own.",
         flag(),
-        flag="--enable-force-include-usage",
     )
     return_tokens_as_token_ids: bool = _server(
         False,

@@ -79,7 +79,10 @@ class Choices(ABC, Generic[Body]):
         self._body, self._params = call.body, params
         self._llm = call.context.engine.llm
         self.is_long = params.prompt_logprobs is not None
-        options, is_forced = call.body.stream_options, call.context.config.force_include_usage
+        options, is_forced = (
+            call.body.stream_options,
+            call.context.config.enable_force_include_usage,
+        )
         self.ends_with_usage = is_forced or (options is not None and bool(options.include_usage))
         self.has_usages = self.ends_with_usage and (
             is_forced or (options is not None and bool(options.continuous_usage_stats))

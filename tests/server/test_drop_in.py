@@ -112,7 +112,7 @@ def test_each_chunk_counts_more_tokens(http: httpx.Client, max_tokens: int | Non
 
 
 def test_the_server_can_force_usages() -> None:
-    with served(force_include_usage=True) as http:
+    with served(enable_force_include_usage=True) as http:
         counts = counts_of(http.post(CHAT, json={"messages": HELLO, "stream": True}))
     assert counts[0] == 0
     assert counts[-1] == counts[-2] > 0

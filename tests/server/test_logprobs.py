@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from pagespec import LLM
+from pagespec import LLM, AsyncLLM
 from pagespec.engine.outputs import Logprob
 from pagespec.engine.request_factory import RequestFactory
+from pagespec.server.app import create_app
+from pagespec.server.config import ServerConfig
 from pagespec.server.logprob_fields import (
     CompletionLogprobs,
     TokenTexts,
@@ -21,7 +24,7 @@ from pagespec.server.logprob_fields import (
 from tests.server.chunks import read_events
 from tests.support.chat_models import save_chat_model
 from tests.support.models import tiny_model
-from tests.support.server import serving
+from tests.support.server import client, serving
 from tests.support.tokenizers import byte_fallback, byte_level, unigram
 
 PROMPT = [5, 40, 41, 90, 7, 12]
@@ -66,6 +69,33 @@ def test_all_endpoints_give_the_same_floats(http: httpx.Client) -> None:
     assert [entry["logprob"] for entry in content] == as_text["logprobs"]["token_logprobs"]
     assert [entry["token_id"] for entry in content] == as_text["token_ids"]
     assert all(entry["rank"] == 1 and len(entry["top_logprobs"]) == 2 for entry in content)
+
+
+def test_generate_has_the_sampled_token_at_least(http: httpx.Client) -> None:
+    """As in vLLM, which names tokens by their ids there."""
+    params = {"max_tokens": 4, "logprobs": 0, "seed": 1}
+    body = {"token_ids": PROMPT, "sampling_params": params}
+    (choice,) = post(http, "/inference/v1/generate", **body)["choices"]
+    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        (top,) = entry.pop("top_logprobs")
+        assert top == entry
+        assert (top["token"], top["bytes"]) == (f"token_id:{token_id}", None)
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+def test_tokens_are_written_as_ids_by_default_or_on_request(llm: LLM, by_default: bool) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 1, "seed": 1}
+    app = create_app(AsyncLLM(llm), ServerConfig(return_tokens_as_token_ids=by_default))
+
+    async def main() -> list[bool]:
+        async with client(app) as http:
+            bodies = [{**asked, "return_tokens_as_token_ids": x} for x in (None, False, True)]
+            answers = [(await http.post("/v1/completions", json=body)).json() for body in bodies]
+        await app.state.context.engine.shutdown()
+        tokens = [answer["choices"][0]["logprobs"]["tokens"] for answer in answers]
+        return [all(token.startswith("token_id:") for token in found) for found in tokens]
+
+    assert asyncio.run(main()) == [by_default, False, True]
 
 
 @pytest.mark.parametrize(
@@ -157,14 +187,21 @@ def spaced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_log_probabilities_point_into_the_text(spaced: SpacedLLM) -> None:
     """With and without the prompt, streamed or not; the greedy choice always has its own entry."""
     with serving(spaced.llm) as url, httpx.Client(base_url=url, timeout=60) as http:
-        for number, echo in enumerate((False, True, False, True)):
-            prompt = ["a é ab", "\U0001f600 a"][number // 2]
+        ids_of = spaced.llm.tokenizer.convert_tokens_to_ids
+        # Special tokens among ids are part of the echoed text; one that a tokenizer adds is not.
+        ids = [ids_of("<s>"), *spaced.llm.tokenizer("a é")["input_ids"], ids_of("</s>")]
+        prompts: list[Any] = ["a é ab", "\U0001f600 a", "<s>a</s>b", ids]
+        for number, echo in enumerate((False, True) * len(prompts)):
+            prompt = prompts[number // 2]
             asked = {"prompt": prompt, "echo": echo, "seed": number,
                      "max_tokens": 24, "logprobs": 5, "temperature": 1.5, "ignore_eos": True,
                      "return_token_ids": True}  # fmt: skip
             (choice,) = post(http, "/v1/completions", **asked)["choices"]
             logprobs, text = choice["logprobs"], choice["text"]
-            ids = ([*choice["prompt_token_ids"]] if echo else []) + choice["token_ids"]
+            num_prompt = len(choice["prompt_token_ids"]) if echo else 0
+            if echo and prompt is ids:
+                assert text.startswith(spaced.llm.tokenizer.decode(ids))
+                assert logprobs["text_offset"][num_prompt - 1] == text.index("</s>")
             rows = zip(
                 logprobs["tokens"], logprobs["text_offset"], logprobs["token_logprobs"],
                 logprobs["top_logprobs"], strict=True,
@@ -176,7 +213,7 @@ def test_log_probabilities_point_into_the_text(spaced: SpacedLLM) -> None:
                 if own is not None:
                     assert top[token] == own
                     assert 5 <= len(top) <= 6
-            assert len(logprobs["tokens"]) == len(ids)
+            assert len(logprobs["tokens"]) == num_prompt + len(choice["token_ids"])
             with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
                 chunks = read_events("".join(answer.iter_text()))
             parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
