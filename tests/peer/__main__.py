@@ -6,6 +6,8 @@ Without paths: all of ``files.OFFLINE`` and ``files.HTTP``, and the examples.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all_paths = (*files.OFFLINE, *files.HTTP, *examples.OFFLINE)
     chosen = tuple(given.paths) or (files.QUICK if given.quick else all_paths)
     names = files.test_files(stage, chosen)
+
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda number, _: (run.end_all(), os._exit(128 + number)))
 
     def results_of(name: str) -> list[expected.Result]:
         if given.from_records:

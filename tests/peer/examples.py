@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -63,31 +62,17 @@ def run_example(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]
     arguments = ARGUMENTS.get(name.removeprefix("examples/"), ())
     command = [sys.executable, "-m", "peer_harness.examples", name, *arguments]
     begin = time.monotonic()
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=stage,
-            env=run.environment(stage),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            run.end(process)
+    code = run.run_to_end(command, stage, log, _LIMIT_S)
     lines = log.read_text(errors="replace").strip().splitlines()
-    reason = f"did not end in {_LIMIT_S} s" if code is None else " ".join(lines[-1:])[:300]
+    reason = " ".join(lines[-1:])[:300]
+    if code is None:
+        reason = f"did not end in {_LIMIT_S} s"
     entry = {
         "id": name,
-        "outcome": "failed" if code else "passed",
-        "reason": reason if code else "",
+        "outcome": "passed" if code == 0 else "failed",
+        "reason": "" if code == 0 else reason,
         "seconds": round(time.monotonic() - begin, 2),
     }
-    if code is None:
-        entry |= {"outcome": "failed", "reason": reason}
     record.write_text(json.dumps(entry) + "\n")
     return [entry]
 

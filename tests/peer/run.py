@@ -16,6 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FILE_S = 900
 TEST_S = 150
 
+_running: set[subprocess.Popen[bytes]] = set()
+
 
 def environment(stage: Path, **more: str) -> dict[str, str]:
     """The environment of a process that runs in ``stage``."""
@@ -26,7 +28,7 @@ def environment(stage: Path, **more: str) -> dict[str, str]:
     return dict(os.environ) | own | more
 
 
-def run_file(stage: Path, name: str, records: Path, more: tuple[str, ...] = ()) -> list[Any]:
+def run_file(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]]:
     """Run one file.
 
     Returns:
@@ -38,33 +40,46 @@ def run_file(stage: Path, name: str, records: Path, more: tuple[str, ...] = ()) 
         old.unlink(missing_ok=True)
     log = record.with_suffix(".log")
     flags = ("-q", "-p", "no:cacheprovider", "-p", "peer_harness.plugin", f"--timeout={TEST_S}")
-    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", *flags, name, *more]
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", *flags, name]
     begin = time.monotonic()
+    code = run_to_end(command, stage, log, FILE_S, PEER_RECORD=str(record))
+    if code not in (0, 1, 2, 5):
+        seconds = round(time.monotonic() - begin, 1)
+        how = "did not end" if code is None else f"ended with {code}"
+        reason = f"the process {how} after {seconds} s"
+        with record.open("a") as file:
+            entry = {"id": name, "outcome": "failed", "reason": reason, "seconds": 0.0}
+            file.write(json.dumps(entry) + "\n")
+    return read_record(record)
+
+
+def run_to_end(
+    command: list[str], stage: Path, log: Path, limit_s: float, **environment_too: str
+) -> int | None:
+    """The exit code of a command in ``stage``; None if it did not end in time.
+
+    Servers that it starts belong to its session, and end with it.
+    """
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             cwd=stage,
-            env=environment(stage, PEER_RECORD=str(record)),
+            env=environment(stage, **environment_too),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code = process.wait(FILE_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            end(process)
-    found = read_record(record)
-    if code not in (0, 1, 2, 5):
-        seconds = round(time.monotonic() - begin, 1)
-        reason = f"the process ended with {code} after {seconds} s"
-        found.append({"id": name, "outcome": "failed", "reason": reason, "seconds": 0.0})
-    return found
+    _running.add(process)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+        _running.discard(process)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    # Servers that the tests started are in the same session.
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(10)
@@ -73,6 +88,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def end_all() -> None:
+    """End every process that runs; each ``run_to_end`` then returns."""
+    for process in list(_running):
+        _end(process)
 
 
 def record_of(records: Path, name: str) -> Path:
