@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pagespec
-from pagespec import llm
+from pagespec import llm_engine
 from pagespec.cli.options import EngineOptions
 from pagespec.compat.refused import REFUSED
 from pagespec.engine.config import EngineConfig
@@ -82,7 +82,7 @@ def foreign_calls() -> Iterator[str]:
 
 def missing_methods() -> Iterator[str]:
     """Methods of vLLM's classes that are not supported."""
-    rows = [(code(f"LLM.{name}"), prose(text)) for name, text in llm._INSTEAD.items()]
+    rows = [(code(f"LLM.{name}"), prose(text)) for name, text in llm_engine.INSTEAD.items()]
     rows += [(code(f"AsyncLLM.{name}"), prose(text)) for name, text in INSTEAD.items()]
     return table(("method", "instead"), sorted(rows))
 
