@@ -175,6 +175,7 @@ class LLM:
             eos_token_ids=frozenset(built.eos_token_ids),
             max_model_len=built.max_model_len,
             seed=config.seed,
+            max_logprobs=config.max_logprobs,
             can_score=built.can_score,
             encode=self.reader.encode,
             structures=built.grammars,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from .policy import MAX_OVERTAKES
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096
 MAX_THREADS = 1024  # of a CPU; more than any has
+MAX_LOGPROBS = 20  # by default; OpenAI's limit
 MAX_RANKS = 64  # GPUs of one host; more than any has
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
 _MANY_SAMPLES = 256  # per step on a GPU
@@ -233,6 +235,13 @@ class EngineConfig:
         choice("raw_logprobs", "processed_logprobs"),
         flag=None,
     )
+    max_logprobs: int = param(
+        MAX_LOGPROBS,
+        "Most logprobs or prompt_logprobs of a request; -1: as many as the vocabulary has. Each "
+        "takes 8 bytes of host memory per token that has them.",
+        integer(-1, math.inf, "of 0 or more, or -1"),
+        stage="serve",
+    )
     tensor_parallel_size: int = param(
         1,
         "Tensor parallelism: number of processes on this host that share the model, with one GPU "
@@ -336,6 +345,9 @@ class EngineConfig:
         if self.speculation is not None and self.speculation.quantization is not None:
             name = "speculative_config.quantization"
             self._check_quantization(name, self.speculation.quantization)
+        if self.logprobs_mode != "raw_logprobs" and not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            limit = f"must be at most {MAX_LOGPROBS} with logprobs_mode = {self.logprobs_mode!r}"
+            raise InvalidInputError("max_logprobs", self.max_logprobs, limit)
         for size in self.graph_batch_sizes or ():
             count(1, self.max_num_seqs)("graph_batch_sizes", size)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..params.checks import is_int, is_list, is_number
+from ..params.checks import as_float, as_int, is_list
 
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1000
@@ -26,16 +26,18 @@ def checked_logit_bias(name: str, value: Any) -> dict[int, float]:
             raise InvalidInputError(name, key, "every key must be an integer >= 0")
         if token_id in checked:
             raise InvalidInputError(name, key, "is given twice")
-        if not is_number(bias) or not -_BIAS_LIMIT <= bias <= _BIAS_LIMIT:
+        kept = as_float(bias)
+        if kept is None or not -_BIAS_LIMIT <= kept <= _BIAS_LIMIT:
             raise InvalidInputError(name, bias, "every bias must be from -100 to 100")
-        checked[token_id] = float(bias)
+        checked[token_id] = float(kept)
     return checked
 
 
 def _token_id(key: object) -> int | None:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:
         return int(key)
-    return key if is_int(key) and key >= 0 else None
+    kept = as_int(key)
+    return kept if kept is not None and kept >= 0 else None
 
 
 def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -47,10 +49,11 @@ def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise InvalidInputError(name, value, "must be a list of token ids")
     if len(value) > MAX_TOKEN_IDS:
         raise InvalidInputError(name, f"{len(value)} ids", f"must be at most {MAX_TOKEN_IDS} ids")
-    for token_id in value:
-        if not is_int(token_id) or token_id < 0:
-            raise InvalidInputError(name, value, "every id must be an integer >= 0")
-    return tuple(value)
+    kept = tuple(map(as_int, value))
+    checked = tuple(token_id for token_id in kept if token_id is not None and token_id >= 0)
+    if len(checked) < len(kept):
+        raise InvalidInputError(name, value, "every id must be an integer >= 0")
+    return checked
 
 
 def checked_allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -85,10 +88,11 @@ def checked_beside_a_constraint(min_tokens: int, bad_words: Sequence[str]) -> No
 
 
 def checked_truncation(name: str, value: Any) -> int:
-    if not (is_int(value) and (value == -1 or value >= 1)):
+    kept = as_int(value)
+    if kept is None or (kept != -1 and kept < 1):
         limit = "must be an integer of 1 or more, or -1 for as many as fit"
         raise InvalidInputError(name, value, limit)
-    return value
+    return kept
 
 
 def checked_processors(name: str, value: Any) -> tuple[Callable[..., Any], ...]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import xxhash
 
 from ..errors import InvalidInputError
+from .config import MAX_LOGPROBS
 from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
 from .logprob_output import add_logprobs
@@ -55,6 +56,7 @@ class RequestFactory:
         eos_token_ids: tokens that end a request unless it ignores them.
         max_model_len: maximum number of tokens of prompt plus output.
         seed: engine seed, from which seeds of requests without one are derived.
+        max_logprobs: most log-probabilities per position; -1: all of the vocabulary.
         can_score: whether the runner computes log-probabilities of prompts.
         encode: returns a text's token ids without special tokens, for ``bad_words``.
         structures: the runner's constraints; None with several ranks, which support none.
@@ -68,6 +70,7 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        max_logprobs: int = MAX_LOGPROBS,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
         structures: Structures | None = None,
@@ -79,6 +82,7 @@ class RequestFactory:
         self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._max_model_len = max_model_len
         self._seed = seed
+        self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self._can_score = can_score
         self._numbers = itertools.count()  # shared by threads
 
@@ -96,7 +100,7 @@ class RequestFactory:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
-        params = params.frozen()
+        params = self._with_known_logprobs(params.frozen())
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
@@ -139,6 +143,7 @@ class RequestFactory:
             end_token_ids=own_ends,
             segments=prompt.segments,
             prediction=prompt.prediction,
+            reads_cache=not params.skip_reading_prefix_cache,
         )
         requests = [leader]
         for index in range(1, params.num_generated):
@@ -146,6 +151,21 @@ class RequestFactory:
             seed = self._seed_of(params, index, number)
             requests.append(leader.sibling(str(number), seed, self._watcher(prompt, params)))
         return requests
+
+    def _with_known_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with numbers of log-probabilities in place of -1, within the limit."""
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(params, name)
+            if given is None:
+                continue
+            wanted = self._vocab_size if given == -1 else given
+            if wanted > self._max_logprobs:
+                limit = f"must be at most max_logprobs = {self._max_logprobs}"
+                limit += f"; -1 stands for {wanted}, the vocabulary" if given == -1 else ""
+                raise InvalidInputError(name, given, limit)
+            if given == -1:
+                params = replace(params, **{name: wanted}).frozen()
+        return params
 
     def _ends_of(self, prompt: PromptInput) -> frozenset[int]:
         if not prompt.end_token_ids:
@@ -269,7 +289,7 @@ class RequestFactory:
             index,
             text,
             request.output_token_ids,
-            finish_reason,
+            finish_reason=finish_reason,
             stop_reason=stop_reason if finish_reason == "stop" else None,
         )
 

@@ -5,20 +5,35 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, field, fields
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, nearest
-from ..params.checks import flag, integer, is_list, number
-from ..params.declare import check_fields, describe, param
+from ..params.checks import as_int, flag, integer, is_list, number
+from ..params.declare import check_field, check_fields, describe, param
 from . import edit_checks as checks
 from .structured_outputs import StructuredOutputs
 
-MAX_STOP_STRINGS = 64
-MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 1024
 MAX_CONTINUATIONS = 16_384
-_LOGPROBS = integer(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
-_SEED = integer(-(1 << 63), (1 << 64) - 1, "that fits in 64 bits, or None")
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream contains; see ``SamplingParams.output_kind``. Values as in
+    vLLM."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingType(IntEnum):
+    """How the tokens of a request are drawn. Values as in vLLM."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
 
 
 if TYPE_CHECKING:
@@ -26,11 +41,11 @@ if TYPE_CHECKING:
 else:
 
     def _assignable(**options: Any) -> Callable[[type], type]:
-        """As ``dataclass``, but an assignment is validated like the constructor, and leaves the
-        object as it was if it is refused."""
+        """As ``dataclass``, but an assignment is checked as the constructor checks that field, and
+        leaves the object as it was if it is refused."""
 
         def decorate(cls: type) -> type:
-            # Frozen: the constructor sets fields directly, where assignment validates all.
+            # Frozen: the constructor sets fields directly, where an assignment would check each.
             made = dataclass(frozen=True, **options)(cls)
             made.__setattr__ = _assign
             return made
@@ -49,43 +64,49 @@ def _assign(params: SamplingParams, name: str, value: Any) -> None:
         raise AttributeError(
             f"SamplingParams has no parameter {name!r}{nearest(name, known)}", name=name, obj=params
         )
-    vars(params).update(vars(replace(params, **{name: value})))
+    kept = _checked_unsupported(name, value) if name in UNSUPPORTED else value
+    vars(params)[name] = check_field(SamplingParams, name, kept)
+    # Fields that limit each other are checked when a request is made, after all assignments.
+    vars(params)["is_joint_checked"] = False
 
 
 @_assignable(kw_only=True, init=False, repr=False, eq=False)
 class UnsupportedParams:
-    """Parameters of vLLM's SamplingParams that are refused by name unless they have their default.
+    """Parameters of vLLM's SamplingParams that are refused by name unless their value has no
+    effect: the default, or a value in ``harmless``.
 
     A parameter that is implemented later moves to ``SamplingParams``. Each has a line in
     ``docs/sampling_parameters.md``.
     """
 
+    logprob_token_ids: Any = field(default=None, repr=False, metadata={"harmless": ([],)})
     prompt_logprob_token_ids: Any = field(default=None, repr=False)
     prompt_logprob_start: Any = field(default=None, repr=False)
-    logprob_token_ids: Any = field(default=None, repr=False)
-    flat_logprobs: Any = field(default=False, repr=False)
     guided_decoding: Any = field(default=None, repr=False)
-    extra_args: Any = field(default=None, repr=False)
-    output_kind: Any = field(default=None, repr=False)
+    extra_args: Any = field(default=None, repr=False, metadata={"harmless": ({},)})
     stream_interval: Any = field(default=None, repr=False)
-    skip_clone: Any = field(default=False, repr=False)
-    skip_reading_prefix_cache: Any = field(default=None, repr=False)
-    thinking_token_budget: Any = field(default=None, repr=False)
+    thinking_token_budget: Any = field(default=None, repr=False, metadata={"harmless": (-1,)})
     repetition_detection: Any = field(default=None, repr=False)
     routed_experts_prompt_start: Any = field(default=0, repr=False)
     trace_decode_token_ids: Any = field(default=None, repr=False)
 
-    def refuse_unsupported(self) -> None:
-        """Raises InvalidInputError for the first field that does not have its default."""
-        for known in fields(UnsupportedParams):
-            value = getattr(self, known.name)
-            if value is not known.default and value != known.default:
-                raise InvalidInputError(
-                    known.name, value, f"is not supported; only {known.default!r} is accepted"
-                )
+
+_UNSUPPORTED = {known.name: known for known in fields(UnsupportedParams)}
+UNSUPPORTED = frozenset(_UNSUPPORTED)
 
 
-UNSUPPORTED = frozenset(known.name for known in fields(UnsupportedParams))
+def _checked_unsupported(name: str, value: Any) -> Any:
+    """The default of an unsupported parameter.
+
+    Raises:
+        InvalidInputError: the value would have an effect.
+    """
+    known = _UNSUPPORTED[name]
+    for harmless in (known.default, *known.metadata.get("harmless", ())):
+        if value is harmless or (type(value) is type(harmless) and value == harmless):
+            return known.default
+    limit = f"is not supported; only {known.default!r} is accepted"
+    raise InvalidInputError(name, value, limit)
 
 
 def _min_p_distance(min_p: float) -> float:
@@ -94,16 +115,56 @@ def _min_p_distance(min_p: float) -> float:
     return -math.log(rounded) if rounded > 0 else math.inf
 
 
+def _n(name: str, value: Any) -> int:
+    kept = as_int(value)
+    if kept is not None and kept > MAX_CONTINUATIONS:
+        raise InvalidInputError(name, value, f"{name} must be at most {MAX_CONTINUATIONS:,}")
+    return int(integer(1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}")(name, value))
+
+
+def _min_tokens(name: str, value: Any) -> int:
+    kept = as_int(value)
+    if kept is None or kept < 0:
+        limit = f"{name} must be greater than or equal to 0, an integer"
+        raise InvalidInputError(name, value, limit)
+    return kept
+
+
+def _seed(name: str, value: Any) -> int | None:
+    """A seed; None for -1, as in vLLM."""
+    limit = "that fits in 64 bits, or None"
+    kept = integer(-(1 << 63), (1 << 64) - 1, limit)(name, value)
+    return None if kept == -1 else int(kept)
+
+
+def _num_logprobs(name: str, value: Any) -> int:
+    """A number of most likely tokens. True is 1, as in vLLM."""
+    limit = "from 0 up, -1 for the whole vocabulary, or None"
+    return 1 if value is True else int(integer(-1, math.inf, limit)(name, value))
+
+
 def _stop(name: str, value: Any) -> Any:
     """Check a string or a list of strings."""
     strings = (value,) if isinstance(value, str) else value
     if not is_list(strings) or len(strings) > MAX_STOP_STRINGS:
-        limit = f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"
+        limit = f"must be a string or a list of at most {MAX_STOP_STRINGS:,} strings"
         raise InvalidInputError(name, value, limit)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidInputError(name, value, "every stop string must be non-empty text")
     return value if isinstance(value, str) else tuple(value)
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    """A member, or its number."""
+    if isinstance(value, RequestOutputKind):
+        return value
+    known = {kind.value: kind for kind in RequestOutputKind}
+    kept = as_int(value)
+    if kept is None or kept not in known:
+        limit = f"must be one of {', '.join(f'RequestOutputKind.{k.name}' for k in known.values())}"
+        raise InvalidInputError(name, value, limit)
+    return known[kept]
 
 
 def _structured(name: str, value: Any) -> StructuredOutputs:
@@ -112,16 +173,18 @@ def _structured(name: str, value: Any) -> StructuredOutputs:
     return value
 
 
-@_assignable(kw_only=True, unsafe_hash=True)
+@_assignable(unsafe_hash=True)
 class SamplingParams(UnsupportedParams):
     """How a request's tokens are chosen and when it stops. Names as in vLLM.
 
     ``docs/sampling_parameters.md`` gives the order in which they apply, and those that are refused.
     If one token meets several stop conditions, the precedence is: stop token, stop string, length.
 
-    Fields may be assigned (``params.max_tokens = 16``): the new value is validated like an argument
-    of the constructor. Requests that were made before keep the old value. The hash follows the
-    values, so do not assign fields of a key of a dict.
+    Fields may be assigned (``params.max_tokens = 16``): the new value is checked at once, and
+    fields that limit each other when a request is made. Requests that were made before keep the old
+    value. The hash follows the values, so do not assign fields of a key of a dict.
+
+    The first arguments may be positional, in vLLM's order: ``n`` to ``prompt_logprobs``.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -131,94 +194,8 @@ class SamplingParams(UnsupportedParams):
         1,
         "Number of continuations of the prompt, which is computed once; must be 1 at temperature "
         "0, where all would be equal. Each counts as a request.",
-        integer(1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}"),
+        _n,
         flag="--n",
-    )
-    best_of: int | None = param(
-        None,
-        "Generate this many continuations and return the n with the largest cumulative "
-        "log-probability, best first, with logprobs. Not for streams.",
-        integer(-math.inf, math.inf, "from n up"),
-        flag=None,
-    )
-    temperature: float = param(
-        1.0,
-        "0 is greedy: the highest logit, ties to the lowest token id. Otherwise logits are divided "
-        "it.",
-        number(0.0, 1e6, "finite, from 0 to 1,000,000"),
-        is_of_model=True,
-    )
-    top_k: int = param(
-        0,
-        "Keep only this many most likely tokens; 0 or -1 keeps all.",
-        integer(-1, math.inf, "from -1 up (-1 and 0 keep all tokens)"),
-        is_of_model=True,
-        stage="cut",
-        sent=lambda top_k: max(top_k, 0),
-    )
-    top_p: float = param(
-        1.0,
-        "Keep the smallest set of most likely tokens whose probability reaches this value.",
-        number(0.0, 1.0, "above 0 and at most 1", is_above=True),
-        is_of_model=True,
-        stage="cut",
-    )
-    min_p: float = param(
-        0.0,
-        "Drop tokens whose probability is below this fraction of the most likely token's.",
-        number(0.0, 1.0, "from 0 to 1"),
-        is_of_model=True,
-        stage="cut",
-        sent=_min_p_distance,
-    )
-    max_tokens: int | None = param(
-        16,
-        "Maximum number of tokens to generate.",
-        integer(1, math.inf, "of 1 or more, or None"),
-        takes_none=True,
-        absent="up to max_model_len",
-        is_of_model=True,
-    )
-    stop: str | Sequence[str] | None = param(
-        None, "Text that ends the answer and is cut from it. Several may be given.", _stop
-    )
-    stop_token_ids: Sequence[int] | None = param(
-        None,
-        "Token ids that end generation, in addition to the model's own end tokens. The one that "
-        "ends it is in token_ids but not in text.",
-        checks.checked_token_ids,
-        takes_none=False,
-        flag=None,
-    )
-    ignore_eos: bool = param(False, "Continue past the model's end-of-sequence tokens.", flag())
-    seed: int | None = param(
-        None,
-        "64-bit random seed of this request. Continuation i uses seed + i, and gives the same "
-        "tokens as a request with that seed.",
-        _SEED,
-        absent="derived from the engine's",
-    )
-    logprobs: int | None = param(
-        None,
-        "Return the log-probability of each sampled token, and of this many most likely tokens.",
-        _LOGPROBS,
-        flag=None,
-        wire="object",
-    )
-    prompt_logprobs: int | None = param(
-        None,
-        "Like logprobs, for each prompt token but the first. Such a request computes its whole "
-        "prompt: it reads nothing from the prefix cache.",
-        _LOGPROBS,
-        flag=None,
-    )
-    repetition_penalty: float = param(
-        1.0,
-        "For tokens of the prompt or the answer: divide positive logits by this, multiply "
-        "negative ones. 1 changes nothing.",
-        # Bounded so that its float32 value is finite and not 0.
-        number(1e-3, 1e3, "from 0.001 to 1000"),
-        is_of_model=True,
     )
     presence_penalty: float = param(
         0.0,
@@ -229,6 +206,131 @@ class SamplingParams(UnsupportedParams):
         0.0,
         "Subtract this times the token's count in the answer from its logit. From -2 to 2.",
         number(-2.0, 2.0, "from -2 to 2"),
+    )
+    repetition_penalty: float = param(
+        1.0,
+        "For tokens of the prompt or the answer: divide positive logits by this, multiply "
+        "negative ones. 1 changes nothing.",
+        # Bounded so that its float32 value is finite and not 0.
+        number(1e-3, 1e3, "from 0.001 to 1000"),
+        is_of_model=True,
+    )
+    temperature: float = param(
+        1.0,
+        "0 is greedy: the highest logit, ties to the lowest token id. Otherwise logits are divided "
+        "it.",
+        number(0.0, 1e6, "finite, from 0 to 1,000,000"),
+        is_of_model=True,
+    )
+    top_p: float = param(
+        1.0,
+        "Keep the smallest set of most likely tokens whose probability reaches this value.",
+        number(0.0, 1.0, "above 0 and at most 1", is_above=True),
+        is_of_model=True,
+        stage="cut",
+    )
+    top_k: int = param(
+        0,
+        "Keep only this many most likely tokens; 0 or -1 keeps all.",
+        integer(-1, math.inf, "from -1 up (-1 and 0 keep all tokens)"),
+        is_of_model=True,
+        stage="cut",
+        sent=lambda top_k: max(top_k, 0),
+    )
+    min_p: float = param(
+        0.0,
+        "Drop tokens whose probability is below this fraction of the most likely token's.",
+        number(0.0, 1.0, "from 0 to 1"),
+        is_of_model=True,
+        stage="cut",
+        sent=_min_p_distance,
+    )
+    seed: int | None = param(
+        None,
+        "64-bit random seed of this request. Continuation i uses seed + i, and gives the same "
+        "tokens as a request with that seed. -1 is None.",
+        _seed,
+        absent="derived from the engine's",
+    )
+    stop: str | Sequence[str] | None = param(
+        None,
+        "Text that ends the answer and is cut from it. Several may be given, at most 1,024: each "
+        "token's text is searched for each of them.",
+        _stop,
+    )
+    stop_token_ids: Sequence[int] | None = param(
+        None,
+        "Token ids that end generation, in addition to the model's own end tokens. The one that "
+        "ends it is in token_ids but not in text.",
+        checks.checked_token_ids,
+        takes_none=False,
+        flag=None,
+    )
+    ignore_eos: bool = param(False, "Continue past the model's end-of-sequence tokens.", flag())
+    max_tokens: int | None = param(
+        16,
+        "Maximum number of tokens to generate.",
+        integer(1, math.inf, "of 1 or more, or None"),
+        takes_none=True,
+        absent="up to max_model_len",
+        is_of_model=True,
+    )
+    min_tokens: int = param(
+        0,
+        "Ban end tokens and stop_token_ids until this many tokens are generated. A stop string "
+        "that is complete earlier does not count either.",
+        _min_tokens,
+    )
+    logprobs: int | None = param(
+        None,
+        "Return the log-probability of each sampled token, and of this many most likely tokens: at "
+        "most max_logprobs of the engine; -1: all of the vocabulary.",
+        _num_logprobs,
+        flag=None,
+        wire="object",
+    )
+    prompt_logprobs: int | None = param(
+        None,
+        "Like logprobs, for each prompt token but the first. Such a request computes its whole "
+        "prompt: it reads nothing from the prefix cache.",
+        _num_logprobs,
+        flag=None,
+    )
+    _: KW_ONLY  # vLLM has another field here, logprob_token_ids
+    flat_logprobs: bool = param(
+        False,
+        "Return log-probabilities as a FlatLogprobs, a few flat lists, instead of a list of dicts.",
+        flag(),
+        flag=None,
+        wire="object",
+    )
+    detokenize: bool = param(True, "False leaves the text empty.", flag(), flag=None, wire="object")
+    skip_special_tokens: bool = param(True, "Omit special tokens from text.", flag(), flag=None)
+    spaces_between_special_tokens: bool = param(
+        True, "False is refused if the tokenizer writes such spaces.", flag(), flag=None
+    )
+    include_stop_str_in_output: bool = param(
+        False, "Keep the stop string, or the text of the stop token.", flag(), flag=None
+    )
+    output_kind: RequestOutputKind = param(
+        RequestOutputKind.CUMULATIVE,
+        "What AsyncLLM.generate yields: CUMULATIVE, the whole answers so far; DELTA, what is new; "
+        "FINAL_ONLY, the whole answers once, at the end. LLM.generate returns whole answers.",
+        _output_kind,
+        flag=None,
+        wire="object",
+    )
+    skip_clone: bool = param(
+        False, "No effect: each request has its own copy.", flag(), flag=None, wire="object"
+    )
+    structured_outputs: StructuredOutputs | None = param(
+        None,
+        "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
+        "length; for chat answers, the content after the reasoning. Not with min_tokens or "
+        "bad_words.",
+        _structured,
+        flag=None,
+        is_hashed=False,
     )
     logit_bias: Mapping[int, float] | None = param(
         None,
@@ -248,11 +350,28 @@ class SamplingParams(UnsupportedParams):
         takes_none=False,
         flag="--bad-word",
     )
-    min_tokens: int = param(
-        0,
-        "Ban end tokens and stop_token_ids until this many tokens are generated. A stop string "
-        "that is complete earlier does not count either.",
-        integer(0, math.inf, "of 0 or more"),
+    skip_reading_prefix_cache: bool | None = param(
+        None,
+        "True: compute the whole prompt and read nothing from the prefix cache. False is refused "
+        "with prompt_logprobs.",
+        flag("must be True, False or None"),
+        absent="True with prompt_logprobs, else False",
+        flag=None,
+        wire="object",
+    )
+    best_of: int | None = param(
+        None,
+        "Generate this many continuations and return the n with the largest cumulative "
+        "log-probability, best first, with logprobs. Not for streams.",
+        integer(-math.inf, math.inf, "from n up"),
+        flag=None,
+    )
+    truncate_prompt_tokens: int | None = param(
+        None,
+        "Keep this many of the prompt's last tokens; -1: as many as leave space for one token of "
+        "output.",
+        checks.checked_truncation,
+        absent="all",
     )
     logits_processors: Sequence[Callable[..., Any]] | None = param(
         None,
@@ -263,65 +382,101 @@ class SamplingParams(UnsupportedParams):
         flag=None,
         wire=None,
     )
-    include_stop_str_in_output: bool = param(
-        False, "Keep the stop string, or the text of the stop token.", flag(), flag=None
-    )
-    skip_special_tokens: bool = param(True, "Omit special tokens from text.", flag(), flag=None)
-    spaces_between_special_tokens: bool = param(
-        True, "False is refused if the tokenizer writes such spaces.", flag(), flag=None
-    )
-    detokenize: bool = param(True, "False leaves the text empty.", flag(), flag=None, wire="object")
-    truncate_prompt_tokens: int | None = param(
-        None,
-        "Keep this many of the prompt's last tokens; -1: as many as leave space for one token of "
-        "output.",
-        checks.checked_truncation,
-        absent="all",
-    )
-    structured_outputs: StructuredOutputs | None = param(
-        None,
-        "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
-        "length; for chat answers, the content after the reasoning. Not with min_tokens or "
-        "bad_words.",
-        _structured,
-        flag=None,
-        is_hashed=False,
-    )
-    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
     is_frozen: bool = field(init=False, repr=False, compare=False, default=False)
+    is_joint_checked: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
+        for name in UNSUPPORTED:
+            value = getattr(self, name)
+            if value is not _UNSUPPORTED[name].default:
+                object.__setattr__(self, name, _checked_unsupported(name, value))
         check_fields(self)
-        stop = () if self.stop is None else self.stop
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop_strings", strings)
-        if strings and not self.detokenize:
+        self._check_jointly()
+
+    def _check_jointly(self) -> None:
+        """Check fields that limit each other."""
+        if self.stop is not None and self.stop and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
-        same = "must be 1 at temperature 0: all would be equal"
+        same = "{} must be 1 when using greedy sampling (temperature 0): all would be equal"
         if self.n > 1 and self.temperature == 0.0:
-            raise InvalidInputError("n", self.n, same)
+            raise InvalidInputError("n", self.n, same.format("n"))
         if self.best_of is not None:
             integer(self.n, MAX_CONTINUATIONS, f"from n = {self.n} up")("best_of", self.best_of)
             if self.best_of > 1 and self.temperature == 0.0:
-                raise InvalidInputError("best_of", self.best_of, same)
+                raise InvalidInputError("best_of", self.best_of, same.format("best_of"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            limit = f"must be at most max_tokens = {self.max_tokens}"
+            limit = f"min_tokens must be less than or equal to max_tokens = {self.max_tokens}"
             raise InvalidInputError("min_tokens", self.min_tokens, limit)
+        if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
+            limit = "must be None or True with prompt_logprobs, which compute the whole prompt"
+            raise InvalidInputError("skip_reading_prefix_cache", False, limit)
         if self.structured_outputs is not None:
             checks.checked_beside_a_constraint(self.min_tokens, self.bad_words or ())
-        self.refuse_unsupported()
+        object.__setattr__(self, "is_joint_checked", True)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """As the constructor, but None means the default for every parameter, except that
+        ``max_tokens`` stays None. Biases of ``logit_bias`` are clipped to -100 to 100."""
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            given["logit_bias"] = {
+                key: min(max(value, -100.0), 100.0) for key, value in bias.items()
+            }
+        return cls(
+            **{k: value for k, value in given.items() if value is not None or k == "max_tokens"}
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
 
     @property
     def num_generated(self) -> int:
         """Number of continuations to generate, of which ``n`` are returned."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """vLLM's name for ``logprobs``."""
+        return self.logprobs
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """``stop_token_ids`` as a set; the end tokens of a model are known when a request is
+        made."""
+        return set(self.stop_token_ids or ())
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.temperature == 0.0:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    def clone(self) -> SamplingParams:
+        """A copy, independent of this object, whose fields may be assigned."""
+        copy = object.__new__(SamplingParams)
+        vars(copy).update(vars(self), is_frozen=False)
+        if self.logit_bias is not None:
+            vars(copy)["logit_bias"] = dict(self.logit_bias)
+        return copy
+
     def frozen(self) -> SamplingParams:
-        """These parameters for a request: a copy that no assignment changes."""
+        """These parameters for a request: a copy that no assignment changes.
+
+        Raises:
+            InvalidInputError: fields that were assigned contradict each other.
+        """
         if self.is_frozen:
             return self
         copy = object.__new__(SamplingParams)
         vars(copy).update(vars(self), is_frozen=True)
+        if self.logit_bias is not None:  # a dict, which may have been changed in place
+            vars(copy)["logit_bias"] = checks.checked_logit_bias("logit_bias", self.logit_bias)
+        if not self.is_joint_checked:
+            copy._check_jointly()
         return copy
 
 

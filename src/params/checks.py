@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from ..errors import InvalidInputError
@@ -22,9 +23,22 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether ``value`` is an integer or a float."""
-    return is_int(value) or isinstance(value, float)
+def as_int(value: object) -> int | None:
+    """An integer of any type, such as ``numpy.int64``, as an ``int``; None for other values, and
+    for True and False."""
+    if type(value) is int:
+        return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def as_float(value: object) -> float | None:
+    """A number of any type, such as ``numpy.float32``, as a ``float``, or as an ``int`` of any
+    size; None for other values."""
+    return (
+        float(value)
+        if isinstance(value, Real) and not isinstance(value, Integral)
+        else as_int(value)
+    )
 
 
 def is_list(value: object) -> bool:
@@ -66,11 +80,12 @@ def count(low: int = 1, high: int = MAX_COUNT) -> Check:
     """Integers from ``low`` to ``high``."""
 
     def check(name: str, value: Any) -> int:
-        if not is_int(value) or value < low:
+        kept = as_int(value)
+        if kept is None or kept < low:
             raise InvalidInputError(name, value, f"must be an integer of {low} or more")
-        if value > high:
+        if kept > high:
             raise InvalidInputError(name, value, f"must be at most {high}")
-        return value
+        return kept
 
     return check
 
@@ -79,9 +94,10 @@ def integer(low: float, high: float, limit: str) -> Check:
     """Integers from ``low`` to ``high``; ``limit`` describes the range in an error."""
 
     def check(name: str, value: Any) -> int:
-        if not is_int(value) or not low <= value <= high:
+        kept = as_int(value)
+        if kept is None or not low <= kept <= high:
             raise InvalidInputError(name, value, f"must be an integer {limit}")
-        return value
+        return kept
 
     return check
 
@@ -90,10 +106,11 @@ def number(low: float, high: float, limit: str, *, is_above: bool = False) -> Ch
     """Numbers from ``low`` (excluded with ``is_above``) to ``high``; returned as floats."""
 
     def check(name: str, value: Any) -> float:
+        kept = as_float(value)
         # Exact for integers of any size, even those too large for a float; False for NaN.
-        if not is_number(value) or not low <= value <= high or (is_above and value == low):
+        if kept is None or not low <= kept <= high or (is_above and kept == low):
             raise InvalidInputError(name, value, f"must be a number {limit}")
-        return float(value)
+        return float(kept)
 
     return check
 

@@ -103,6 +103,18 @@ def check_fields(made: Any) -> None:
             object.__setattr__(made, name, kept)
 
 
+def check_field(cls: Any, name: str, value: Any) -> Any:
+    """The value to keep of one field; a field that is not declared has no check.
+
+    Raises:
+        InvalidInputError: the value is outside its limits.
+    """
+    known = declared(cls).get(name)
+    if known is None or known.check is None or (value is None and known.takes_none):
+        return value
+    return known.check(name, value)
+
+
 def takes(
     arguments: Callable[_P, _Args],
 ) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:

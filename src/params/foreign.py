@@ -8,7 +8,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,10 +64,6 @@ def _asks_for_no_inputs(value: Any, _others: Arguments) -> bool:
 
 def _any(_value: Any, _others: Arguments) -> bool:
     return True
-
-
-def _up_to(limit: int) -> Callable[[Any, Arguments], bool]:
-    return lambda value, _: type(value) is int and 0 <= value <= limit
 
 
 def _is_path_of_runs(value: Any, _others: Arguments) -> bool:
@@ -276,7 +272,6 @@ ENGINE: dict[str, Foreign] = {
         },
     ),
     "attention_config": Foreign(({},), "use attention"),
-    "max_logprobs": Foreign((_up_to(20),), "at most 20 are given; on_logits"),
     "logits_processors": Foreign(([],), "use SamplingParams(logits_processors=[...])"),
     "logits_processor_pattern": Foreign((), "use SamplingParams(logits_processors=[...])"),
     "guided_decoding_backend": Foreign(

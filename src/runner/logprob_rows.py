@@ -3,7 +3,7 @@ computation on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,21 @@ from ..compile.step_inputs import MIN_SIZE
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS, logprob_rows
+from ..kernels.sampling.logprob_rows import (
+    LOGPROB_FIELDS,
+    MAX_TOP,
+    ROW_WORDS,
+    likeliest,
+    logprob_rows,
+)
 from .pinned import IntArray
 
 CHUNK_ROWS = 256
 """Prompt positions whose logits exist at the same time."""
 _NONE = np.empty((LOGPROB_FIELDS, 0), np.int32)
+Likeliest = Mapping[int, tuple[Tensor, Tensor]]
+"""By index of a row with more than ``MAX_TOP`` most likely tokens: the results of
+:func:`.likeliest`, in host memory."""
 _SAMPLED_TOKEN = -1
 
 
@@ -57,17 +66,26 @@ def prompt_fields(plan: StepPlan) -> IntArray:
     return np.concatenate(parts, axis=1)
 
 
+def wide_rows(fields: IntArray) -> list[tuple[int, int, int]]:
+    """(index, place, number of most likely tokens) of the requested rows with more than
+    ``MAX_TOP``; ``fields``: from :func:`sampled_fields` or :func:`prompt_fields`."""
+    found = np.flatnonzero(fields[2] > MAX_TOP)
+    places, num_top = fields[0][found], fields[2][found]
+    return list(zip(found.tolist(), places.tolist(), num_top.tolist(), strict=True))
+
+
 class HostLogprobRows:
     """Implements :class:`.engine.logprobs.LogprobRows`.
 
     Args:
         words: int32 ``[n, ROW_WORDS]``, which owns its memory.
+        likeliest: for rows with more than ``MAX_TOP`` most likely tokens.
     """
 
-    __slots__ = ("_logprobs", "_ranks", "_words")
+    __slots__ = ("_likeliest", "_logprobs", "_ranks", "_words")
 
-    def __init__(self, words: NDArray[Any]) -> None:
-        self._words = words
+    def __init__(self, words: NDArray[Any], likeliest: Likeliest | None = None) -> None:
+        self._words, self._likeliest = words, likeliest or {}
         # Whole columns at once: one row at a time would take longer than the step.
         self._logprobs: list[float] = words.view(np.float32)[:, 0].tolist()
         self._ranks: list[int] = words[:, 1].tolist()
@@ -79,6 +97,9 @@ class HostLogprobRows:
         own = self._logprobs[index], self._ranks[index]
         if not num_top:
             return *own, (), ()
+        if num_top > MAX_TOP:
+            ids, logprobs = self._likeliest[index]
+            return *own, ids.tolist(), logprobs.tolist()
         words, first = self._words[index], 2 + MAX_TOP
         ids = [i for i in words[2 : 2 + num_top].tolist() if i >= 0]  # a vocabulary may have fewer
         return *own, ids, words[first : first + len(ids)].view(np.float32).tolist()
@@ -108,20 +129,28 @@ def step_logprobs(
     if not (inputs.sampled.size or inputs.prompt.size):
         return None
     places, _, num_top = torch.from_numpy(inputs.sampled.astype(np.int64))
-    sampled = logprob_rows(sampled_logits(places), tokens[places], num_top)
-    prompt = torch.empty(0, ROW_WORDS, dtype=torch.int32)
-    if inputs.prompt.size:
-        prompt = _prompt_rows(inputs.prompt, captured, hidden)
-    return StepLogprobs(HostLogprobRows(sampled.numpy()), HostLogprobRows(prompt.numpy()))
+    logits = sampled_logits(places)
+    sampled = logprob_rows(logits, tokens[places], num_top)
+    wide = {i: likeliest(logits[i], sampled[i], k) for i, _, k in wide_rows(inputs.sampled)}
+    return StepLogprobs(
+        HostLogprobRows(sampled.numpy(), wide), _prompt_rows(inputs.prompt, captured, hidden)
+    )
 
 
-def _prompt_rows(fields: IntArray, captured: CapturedModel, hidden: Tensor | None) -> Tensor:
+def _prompt_rows(
+    fields: IntArray, captured: CapturedModel, hidden: Tensor | None
+) -> HostLogprobRows:
+    if not fields.size:
+        return HostLogprobRows(np.empty((0, ROW_WORDS), np.int32))
     if captured.head is None or hidden is None:
         raise RuntimeError("log-probabilities of a prompt need a head, but the graph has none")
-    rows = []
-    for part in torch.from_numpy(fields.astype(np.int64)).split(CHUNK_ROWS, dim=1):
-        at, targets, num_top = part
+    rows, wide = [], {}
+    for first in range(0, fields.shape[1], CHUNK_ROWS):
+        part = fields[:, first : first + CHUNK_ROWS]
+        at, targets, num_top = torch.from_numpy(part.astype(np.int64))
         padded = at if len(at) >= MIN_SIZE else at.repeat(MIN_SIZE)
         logits = captured.whole_logits(captured.head(hidden[padded]))
         rows.append(logprob_rows(logits[: len(at)], targets, num_top))
-    return torch.cat(rows)
+        for index, _, count in wide_rows(part):
+            wide[first + index] = likeliest(logits[index], rows[-1][index], count)
+    return HostLogprobRows(torch.cat(rows).numpy(), wide)

@@ -27,7 +27,8 @@ class RowParams:
     Attributes:
         seeds: int64 ``[S]``. temperatures: float32 ``[S]``.
         truncated: int32 ``[TRUNCATED_FIELDS, n]``, for the n rows that use a parameter declared
-            with the stage "cut": the place, then these parameters in order, as sent.
+            with the stage "cut": the place, then these parameters in the order of :data:`CUTS`, as
+            sent.
         logprobs: the result of :func:`.sampled_fields`, flat.
     """
 
@@ -109,7 +110,9 @@ def _bits(values: Sequence[float], kind: type) -> IntArray:
     return np.array(values, np.float32).view(np.int32)
 
 
-_CUTS = {n: p for n, p in declared(SamplingParams).items() if p.stage == "cut"}
+# The order in which kernels read them. The fields of SamplingParams have that of vLLM.
+CUTS = ("top_k", "top_p", "min_p")
+_CUTS = {name: declared(SamplingParams)[name] for name in CUTS}
 _OFF = tuple(defaults(SamplingParams)[name] for name in _CUTS)
 _KINDS = tuple(map(type, _OFF))
 _SENT_OFF = _sent(_OFF)

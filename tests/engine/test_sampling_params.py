@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,21 @@ from typing import Any
 import pytest
 
 from pagespec import InvalidInputError, SamplingParams
-from pagespec.engine.sampling_params import UNSUPPORTED, UnsupportedParams
+from pagespec.engine.sampling_params import (
+    UNSUPPORTED,
+    RequestOutputKind,
+    SamplingType,
+    UnsupportedParams,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def pickle_copy(params: SamplingParams) -> SamplingParams:
+    again: SamplingParams = pickle.loads(pickle.dumps(params))
+    return again
+
+
 HUGE = 10**400  # too large for a float, and too long for a message
 
 
@@ -87,6 +102,14 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"skip_special_tokens": None}, "skip_special_tokens"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": False}, "logprobs"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
+        ({"output_kind": 3}, "output_kind"),
+        ({"output_kind": "DELTA"}, "output_kind"),
+        ({"flat_logprobs": 1}, "flat_logprobs"),
+        ({"stop": ["a"] * 1025}, "stop"),
+        ({"skip_reading_prefix_cache": False, "prompt_logprobs": 1}, "skip_reading_prefix_cache"),
     ],
 )
 def test_sampling_params_name_field_and_value(kwargs: dict[str, Any], field: str) -> None:
@@ -117,7 +140,7 @@ def test_an_assignment_is_validated_like_the_constructor() -> None:
     params.stop = ["x", "y"]
     assert params == SamplingParams(max_tokens=20, stop=("x", "y"))
     assert params.stop_strings == ("x", "y")
-    for name, value in (("temperature", -1.0), ("min_tokens", 21), ("guided_decoding", "a")):
+    for name, value in (("temperature", -1.0), ("min_tokens", -1), ("guided_decoding", "a")):
         with pytest.raises(InvalidInputError, match=f"^{name} = "):
             setattr(params, name, value)
     with pytest.raises(AttributeError, match="did you mean max_tokens"):
@@ -125,6 +148,119 @@ def test_an_assignment_is_validated_like_the_constructor() -> None:
     with pytest.raises(AttributeError):
         params.stop_strings = ()
     assert params == SamplingParams(max_tokens=20, stop=("x", "y"))
+
+
+def test_fields_that_limit_each_other_may_be_assigned_in_any_order() -> None:
+    params = SamplingParams()
+    params.min_tokens = 30
+    with pytest.raises(InvalidInputError, match="min_tokens must be less than or equal to max_"):
+        params.frozen()
+    params.max_tokens = 40
+    assert params.frozen() == SamplingParams(min_tokens=30, max_tokens=40)
+    params = SamplingParams(n=2)
+    params.temperature = 0.0
+    with pytest.raises(InvalidInputError, match="n must be 1 when using greedy sampling"):
+        params.frozen()
+    params.n = 1
+    assert params.frozen().sampling_type is SamplingType.GREEDY
+
+
+def test_positional_arguments_have_the_order_of_vllm() -> None:
+    named = {
+        "n": 2,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.3,
+        "seed": 7,
+        "stop": ["a"],
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "max_tokens": 9,
+        "min_tokens": 4,
+        "logprobs": 1,
+        "prompt_logprobs": 2,
+    }
+    given: Any = tuple(named.values())
+    assert SamplingParams(*given) == SamplingParams(**named)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        SamplingParams(*given, None)
+
+
+@pytest.mark.parametrize("copied", [SamplingParams.clone, copy.copy, copy.deepcopy, pickle_copy])
+def test_copies_are_equal_and_independent(
+    copied: Callable[[SamplingParams], SamplingParams],
+) -> None:
+    params = SamplingParams(logit_bias={3: 1.0}, stop=["a"], output_kind=RequestOutputKind.DELTA)
+    again = copied(params)
+    assert again == params
+    assert repr(again) == repr(params)
+    again.max_tokens = 99
+    assert params.max_tokens == 16
+    again = params.frozen().clone()
+    again.logit_bias[3] = 2.0  # type: ignore[index]
+    assert params.logit_bias == {3: 1.0}
+
+
+def test_a_bias_that_is_changed_in_place_is_checked_and_does_not_change_a_request() -> None:
+    params = SamplingParams(logit_bias={3: 1.0})
+    frozen = params.frozen()
+    bias: Any = params.logit_bias
+    bias[4] = 1000.0
+    assert frozen.logit_bias == {3: 1.0}
+    with pytest.raises(InvalidInputError, match=r"^logit_bias = 1000"):
+        params.frozen()
+
+
+def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
+    np = pytest.importorskip("numpy")
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        top_k=np.int64(3),
+        max_tokens=np.int32(7),
+        stop_token_ids=[np.int64(5)],
+        logit_bias={np.int64(4): np.float32(0.5)},
+        truncate_prompt_tokens=np.uint8(9),
+    )
+    assert repr(params) == repr(
+        SamplingParams(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=3,
+            max_tokens=7,
+            stop_token_ids=[5],
+            logit_bias={4: 0.5},
+            truncate_prompt_tokens=9,
+        )
+    )
+    for name, value in (("top_k", np.float32(3)), ("max_tokens", np.bool_(True))):
+        with pytest.raises(InvalidInputError, match=f"^{name} = "):
+            SamplingParams(**{name: value})
+
+
+def test_values_of_vllm_stand_for_ours() -> None:
+    given = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=True, output_kind=2)  # type: ignore[arg-type]
+    assert given.seed is None
+    assert (given.logprobs, given.num_logprobs, given.prompt_logprobs) == (1, 1, 1)
+    assert given.output_kind is RequestOutputKind.FINAL_ONLY
+    assert SamplingParams(logprobs=-1, max_tokens=1).logprobs == -1
+    assert SamplingParams(extra_args={}, thinking_token_budget=-1) == SamplingParams()
+    assert SamplingParams(stop_token_ids=[4, 5, 4]).all_stop_token_ids == {4, 5}
+    assert SamplingParams(seed=1).sampling_type is SamplingType.RANDOM_SEED
+    assert SamplingParams().sampling_type is SamplingType.RANDOM
+
+
+def test_from_optional_takes_none_for_defaults_and_clips_biases() -> None:
+    given = SamplingParams.from_optional(
+        n=None, temperature=None, max_tokens=None, top_p=0.5, logit_bias={"3": 1000, 4: -200.0}
+    )
+    assert given == SamplingParams(max_tokens=None, top_p=0.5, logit_bias={3: 100.0, 4: -100.0})
+    with pytest.raises(InvalidInputError, match=r"^logit_bias"):
+        SamplingParams.from_optional(logit_bias={"a": 1})
 
 
 def test_an_assignment_does_not_change_a_request() -> None:
@@ -156,7 +292,7 @@ def test_values_are_normalised() -> None:
 def test_what_is_not_supported_is_refused_by_name_and_accepted_at_its_default(name: str) -> None:
     [default] = [f.default for f in fields(UnsupportedParams) if f.name == name]
     assert SamplingParams(**{name: default}) == SamplingParams()
-    for value in (2, "x", {}, [], object()):
+    for value in (2, "x", {"a": 1}, [1], object()):
         with pytest.raises(InvalidInputError, match=f"^{name} = .* is not supported") as caught:
             SamplingParams(**{name: value})
         assert caught.value.field == name

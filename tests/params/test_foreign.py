@@ -90,7 +90,6 @@ HARMLESS = {
     "model_impl": ["auto", "transformers"],
     "runner": ["auto", "generate"],
     "distributed_executor_backend": ["mp", None],
-    "max_logprobs": [5, 20],
     "enable_sleep_mode": [False],
     "hf_config": [None],
     "eos": [-1],
@@ -132,7 +131,6 @@ REFUSED = {
     "enforce_eager": ("yes", "True or False"),
     "enable_sleep_mode": (True, "new LLM"),
     "logits_processors": ([print], "SamplingParams"),
-    "max_logprobs": (21, "at most 20"),
 }
 
 

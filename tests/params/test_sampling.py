@@ -11,7 +11,7 @@ from pagespec import SamplingParams
 from pagespec.cli.options import SamplingOptions
 from pagespec.engine.sampling_params import UNSUPPORTED
 from pagespec.params.declare import declared
-from pagespec.runner.row_params import truncated_fields
+from pagespec.runner.row_params import CUTS, truncated_fields
 from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
 
 
@@ -48,6 +48,7 @@ def test_rows_that_cut_are_sent_and_no_others() -> None:
         SamplingParams(min_p=0.5, top_k=-1),
     ]
     fields = truncated_fields(rows)
+    assert {n for n, p in declared(SamplingParams).items() if p.stage == "cut"} == set(CUTS)
     assert fields[0].tolist() == [2, 5, 6]
     assert fields[1].tolist() == [(1 << 31) - 1, 0, 0]
     assert fields[2].view(np.float32).tolist() == [1.0, 0.25, 1.0]

@@ -20,7 +20,7 @@ from torch import Tensor
 from .sampler import GROUP
 
 MAX_TOP = 20
-"""Largest number of most likely tokens per row."""
+"""Largest number of most likely tokens per row; :func:`likeliest` has more."""
 ROW_WORDS = 2 + 2 * MAX_TOP
 """int32 words of a row: bits of the token's float32 log-probability, its rank, then the ids of the
 most likely tokens (-1: none), and the bits of their log-probabilities."""
@@ -37,7 +37,8 @@ def logprob_rows(logits: Tensor, tokens: Tensor, num_top: Tensor) -> Tensor:
     because torch's reductions could depend on the number of rows.
 
     Args:
-        logits: ``[N, V]``. tokens: ``[N]``, integers. num_top: ``[N]``, 0 to ``MAX_TOP``.
+        logits: ``[N, V]``. tokens: ``[N]``, integers. num_top: ``[N]``; at most
+            ``MAX_TOP`` are written.
 
     Returns:
         int32 ``[N, ROW_WORDS]``.
@@ -53,11 +54,29 @@ def logprob_rows(logits: Tensor, tokens: Tensor, num_top: Tensor) -> Tensor:
         is_before = int((padded > own).sum()) + int((padded[:token] == own).sum())
         values[place, 0] = (own - largest) - log_sum
         rows[place, 1] = 1 + is_before
-        ids = _likeliest(padded, min(count, len(row)))
+        ids = _likeliest(padded, min(count, MAX_TOP, len(row)))
         rows[place, 2 : 2 + len(ids)] = ids.int()
         first = 2 + MAX_TOP
         values[place, first : first + len(ids)] = (padded[ids] - largest) - log_sum
     return rows
+
+
+def likeliest(logits: Tensor, words: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """More than ``MAX_TOP`` most likely tokens of a row, on any device: ids, int32 ``[count]``, in
+    the order of ranks, and their log-probabilities, float32 ``[count]``, with the bits of the one
+    formula.
+
+    Args:
+        logits: ``[V]``. words: its result row, int32 ``[ROW_WORDS]``, with a most likely token.
+        count: more than V gives V.
+    """
+    row = logits.float()
+    row = row.masked_fill(row.isnan(), _NEG_INF)
+    ordered, ids = row.sort(descending=True, stable=True)  # equal logits: ascending ids
+    # The first token's log-probability is (largest - largest) - log(sum).
+    minus_log_sum = words.view(torch.float32)[2 + MAX_TOP]
+    distances = ordered[:count] - ordered[0]
+    return ids[:count].int(), distances + minus_log_sum
 
 
 def _padded(row: Tensor) -> Tensor:

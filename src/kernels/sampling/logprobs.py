@@ -94,7 +94,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, ((own - largest) - log_sum).to(tl.int32, bitcast=True))
     tl.store(out + 1, 1 + num_before)
 
-    k = tl.load(num_top + row)
+    k = tl.minimum(tl.load(num_top + row), MAX_TOP)
     slots = tl.arange(0, CHOSEN)
     chosen = slots * 0 + _NOWHERE
     value = tl.full([], float("inf"), tl.float32)

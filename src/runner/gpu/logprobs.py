@@ -6,16 +6,18 @@ logits that exist at a time, and the same kernels run whatever the prompts' leng
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...compile.captured_model import CapturedModel
 from ...engine.logprobs import StepLogprobs
-from ...kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS
+from ...kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS, likeliest
 from ...kernels.sampling.logprobs import write_logprobs
 from ...kernels.sampling.top_k_top_p import processed_scores
-from ..logprob_rows import CHUNK_ROWS, HostLogprobRows
+from ..logprob_rows import CHUNK_ROWS, HostLogprobRows, Likeliest, wide_rows
 from ..pinned import IntArray
 
 _PROCESSED_ROWS = 64
@@ -31,6 +33,29 @@ def pad_positions(fields: IntArray) -> IntArray:
 def max_logprob_rows(max_num_tokens: int, max_num_rows: int) -> int:
     """The most rows that a step returns, including whole chunks of prompt positions."""
     return max_num_rows + -(-max_num_tokens // CHUNK_ROWS) * CHUNK_ROWS
+
+
+@dataclass(slots=True, eq=False)
+class WideRows:
+    """The rows of a step with more than ``MAX_TOP`` most likely tokens.
+
+    Attributes:
+        sampled: (index, place, count) as from :func:`wide_rows`. prompt: the same.
+        of_sampled, of_prompt: their most likely tokens, filled once the step has been computed.
+    """
+
+    sampled: list[tuple[int, int, int]]
+    prompt: list[tuple[int, int, int]]
+    of_sampled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    of_prompt: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sampled_fields: IntArray, prompt_fields: IntArray) -> WideRows | None:
+        """Those of the fields that are sent, flat; None if there are none."""
+        if not (sampled_fields.size or prompt_fields.size):
+            return None
+        both = [wide_rows(f.reshape(LOGPROB_FIELDS, -1)) for f in (sampled_fields, prompt_fields)]
+        return cls(*both) if any(both) else None
 
 
 class GpuLogprobs:
@@ -90,6 +115,7 @@ class GpuLogprobs:
         sampled_fields: Tensor,
         prompt_fields: Tensor,
         hidden: Tensor | None,
+        wide: WideRows | None = None,
     ) -> Tensor:
         """Queue a step's rows. Returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
 
@@ -101,6 +127,8 @@ class GpuLogprobs:
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, see :mod:`...engine.logprobs`.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of ``hidden
                 [T, H]``, the hidden states before the LM head.
+            wide: on rank 0, rows with more than ``MAX_TOP`` most likely tokens. Their copies to the
+                host are queued too.
         """
         fields = sampled_fields.view(LOGPROB_FIELDS, -1)
         positions = prompt_fields.view(LOGPROB_FIELDS, -1)
@@ -108,6 +136,8 @@ class GpuLogprobs:
         rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
         if num_sampled and self._temperatures is None:
             write_logprobs(logits, fields, sampled, rows[:num_sampled])
+            for index, place, count in () if wide is None else wide.sampled:
+                wide.of_sampled[index] = _queue_likeliest(logits[place], rows[index], count)
         elif num_sampled:
             for first in range(0, num_sampled, _PROCESSED_ROWS):
                 part = fields[:, first : first + _PROCESSED_ROWS]
@@ -126,7 +156,12 @@ class GpuLogprobs:
             for first in range(0, positions.shape[1], CHUNK_ROWS):
                 chunk = positions[:, first : first + CHUNK_ROWS]
                 begin = num_sampled + first
-                self._write_chunk(hidden, chunk, sampled, rows[begin : begin + CHUNK_ROWS])
+                own = rows[begin : begin + CHUNK_ROWS]
+                scored = self._write_chunk(hidden, chunk, sampled, own)
+                for index, _, count in () if wide is None else wide.prompt:
+                    if first <= index < first + CHUNK_ROWS:
+                        at = index - first
+                        wide.of_prompt[index] = _queue_likeliest(scored[at], own[at], count)
         found = self._host[step, :num_rows]
         found.copy_(rows, non_blocking=True)
         return found
@@ -170,7 +205,23 @@ class GpuLogprobs:
                 self._write_processed(logits, places, places, blank[0, :0], sampled, own)
 
 
-def read_logprobs(words: Tensor, num_sampled: int) -> StepLogprobs:
-    """The rows of a computed step, copied from the ring."""
+def _queue_likeliest(logits: Tensor, words: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Queue :func:`.likeliest` and its copies to pinned memory. One row at a time, so that the
+    memory for sorting is that of one row."""
+    ids, logprobs = likeliest(logits, words, count)
+    return ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+
+
+def read_logprobs(words: Tensor, num_sampled: int, wide: WideRows | None = None) -> StepLogprobs:
+    """The rows of a computed step, copied from the ring and from pinned memory."""
     own = words.numpy().copy()
-    return StepLogprobs(HostLogprobRows(own[:num_sampled]), HostLogprobRows(own[num_sampled:]))
+    if wide is None:
+        return StepLogprobs(HostLogprobRows(own[:num_sampled]), HostLogprobRows(own[num_sampled:]))
+    return StepLogprobs(
+        HostLogprobRows(own[:num_sampled], _unpinned(wide.of_sampled)),
+        HostLogprobRows(own[num_sampled:], _unpinned(wide.of_prompt)),
+    )
+
+
+def _unpinned(found: Likeliest) -> Likeliest:
+    return {index: (ids.clone(), logprobs.clone()) for index, (ids, logprobs) in found.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from .logprobs import pad_positions
 from .unpack_kernels import update_tables
 
 _NONE = np.empty(0, np.int32)
+_Sent = TypeVar("_Sent", Tensor, IntArray)
 
 
 class StagedStep(NamedTuple):
@@ -55,7 +56,7 @@ class StagedStep(NamedTuple):
     def num_before_writes(self) -> int:
         return self.num_step + self.num_truncated + self.num_logprobs + self.num_prompt_logprobs
 
-    def logprob_fields(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+    def logprob_fields(self, sent: _Sent) -> tuple[_Sent, _Sent]:
         """Log-probability fields of sampled rows and of prompt positions, in the step as sent."""
         middle = self.num_step + self.num_truncated + self.num_logprobs
         return sent[middle - self.num_logprobs : middle], sent[middle : self.num_before_writes]

@@ -30,6 +30,7 @@ from ..pinned import IntArray, PinnedRing
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .drafting import DRAFT_FIELDS, GpuDrafting
+from .logprobs import WideRows
 from .pack import GpuStepPacker, StagedStep, send
 from .sampler import GpuStep, GpuStepHandle, GpuStepSampler
 from .unpack_kernels import unpack, update_tables
@@ -199,7 +200,8 @@ class GpuRunner(LocalRunner):
         truncated, copies = send(self.buffers, staged, self._staging, index, array)
         self._copier.copy(copies)
         outputs = self._run(staged)
-        step = GpuStep(plan, staged, outputs, truncated, self._packer.store_rows)
+        wide = None if plan is None else WideRows.of(*staged.logprob_fields(array))
+        step = GpuStep(plan, staged, outputs, truncated, self._packer.store_rows, wide)
         return self._sampler.sample_behind(step)
 
     def _run(self, staged: StagedStep) -> StepOutputs:

@@ -30,7 +30,7 @@ from ..pinned import PinnedRing
 from .device_buffers import StepBuffers
 from .drafting import GpuDrafting, QueuedDrafts
 from .edits import GpuEdits
-from .logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
+from .logprobs import GpuLogprobs, WideRows, max_logprob_rows, read_logprobs
 from .pack import StagedStep
 
 _POLL_S = 20e-6
@@ -39,7 +39,8 @@ _POLL_S = 20e-6
 @dataclass(slots=True, eq=False)
 class GpuStepHandle:
     """A step queued on the device. Once ``event`` has passed, ``token_ids`` and ``logprobs`` are
-    filled. The first ``num_logprobs`` log-probabilities belong to sampled rows.
+    filled, and the results of ``wide``. The first ``num_logprobs`` log-probabilities belong to
+    sampled rows.
 
     Attributes:
         constrained: rows that are sampled once their bitmasks are computed. Until then there is no
@@ -53,6 +54,7 @@ class GpuStepHandle:
     event: torch.cuda.Event | None = None
     logprobs: Tensor | None = None
     num_logprobs: int = 0
+    wide: WideRows | None = None
     failures: dict[str, str] = field(default_factory=dict)
     failed_samples: dict[str, int] = field(default_factory=dict)
     drafts: QueuedDrafts | None = None
@@ -74,6 +76,7 @@ class GpuStep(NamedTuple):
         plan: None on ranks without a plan; they have nothing to edit.
         truncated: fields of the rows that use top_k, top_p or min_p, as staged.
         store_rows: see :attr:`.pack.GpuStepPacker.store_rows`.
+        wide: rows with more than ``MAX_TOP`` most likely tokens.
         handle: created by :meth:`GpuStepSampler.sample_behind`.
     """
 
@@ -82,6 +85,7 @@ class GpuStep(NamedTuple):
     outputs: StepOutputs
     truncated: Tensor
     store_rows: list[int]
+    wide: WideRows | None = None
     handle: GpuStepHandle | None = None
 
 
@@ -148,7 +152,7 @@ class GpuStepSampler:
 
     def sample_behind(self, step: GpuStep) -> GpuStepHandle:
         """Queue the work after the graph. :meth:`finish` samples constrained rows later."""
-        plan, staged, (logits, hidden, _), truncated, store_rows, _ = step
+        plan, staged, (logits, hidden, _), truncated, store_rows, *_ = step
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
         if len(truncated) or is_whole:
@@ -170,7 +174,7 @@ class GpuStepSampler:
     def results(self, handle: GpuStepHandle) -> StepResult:
         """The results of a computed step."""
         found = handle.logprobs
-        logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
+        logprobs = None if found is None else read_logprobs(found, handle.num_logprobs, handle.wide)
         result = self.matchers.result(handle, logprobs)
         return result if handle.drafts is None else replace(result, drafts=handle.drafts.read())
 
@@ -183,7 +187,7 @@ class GpuStepSampler:
     def finish(self, step: GpuStep, masks: Masks | None = None) -> None:
         """Queue the rest of a step after its graph. Its inputs stay unchanged until the next step
         is sent."""
-        plan, staged, (logits, hidden, _), truncated, store_rows, handle = step
+        plan, staged, (logits, hidden, _), truncated, store_rows, wide, handle = step
         assert handle is not None, "it was begun"
         if plan is not None and (staged.is_edited or masks):
             sampled = logits[: staged.num_sampled]
@@ -197,7 +201,9 @@ class GpuStepSampler:
             handle.logprobs = self._logprobs.queue(
                 staged.result_row,
                 *(logits, b.sampled, truncated, *fields, hidden),
+                wide,
             )
+            handle.wide = wide
             handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
         if self._drafting is not None and plan is not None:
             handle.drafts = self._drafting.queue(plan, staged.shape, staged.result_row)

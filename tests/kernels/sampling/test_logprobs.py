@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.engine.sampling_params import MAX_LOGPROBS
-from pagespec.kernels.sampling.logprob_rows import MAX_TOP, ROW_WORDS, logprob_rows
+from pagespec.engine.config import MAX_LOGPROBS
+from pagespec.kernels.sampling.logprob_rows import (
+    MAX_TOP,
+    ROW_WORDS,
+    likeliest,
+    logprob_rows,
+)
 from pagespec.runner.logprob_rows import HostLogprobRows
 
 VOCAB = 5000  # two stretches, the last group in part
@@ -63,7 +68,7 @@ def check(compute: Rows, logits: Tensor, tokens: list[int], num_top: list[int]) 
             assert top_logprobs[list(top).index(token)] == logprob  # the same float
 
 
-def test_the_kernel_returns_as_many_as_the_parameters_allow() -> None:
+def test_the_kernel_returns_as_many_as_the_engine_allows_by_default() -> None:
     assert MAX_TOP == MAX_LOGPROBS
 
 
@@ -129,3 +134,22 @@ def test_kernels_read_the_places_they_are_given() -> None:
     again = by_kernels(logits[[1, 4]], [600, 77], [3, 0])
     assert torch.equal(rows[0, :5], again[0, :5])
     assert torch.equal(rows[1, :2], again[1, :2])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_tokens_in_order_have_the_floats_of_the_rows(compute: Rows, dtype: torch.dtype) -> None:
+    logits = (torch.randn(4, 700, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
+    logits[1, 5:300] = logits[1, 7]
+    logits[2, 3:30], logits[2, 40] = -INF, NAN
+    logits[3, 9] = INF
+    rows = compute(logits, [0] * 4, [1, 20, 700, 21])
+    for row, words in zip(logits, rows, strict=True):
+        ids, logprobs = likeliest(words=words, logits=row, count=701)
+        _, _, top, expected_logprobs = expected(row, 0, 700)
+        assert ids.tolist() == top
+        np.testing.assert_allclose(logprobs.numpy(), expected_logprobs, 2e-6, 2e-6)
+    for row, words, count in zip(logits[:3], rows, (1, 20, 20), strict=False):
+        ids, logprobs = likeliest(row, words, count)
+        of_rows = HostLogprobRows(words[None].numpy()).row(0, count)
+        assert (ids.tolist(), logprobs.tolist()) == (of_rows[2], of_rows[3])

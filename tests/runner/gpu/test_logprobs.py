@@ -25,8 +25,10 @@ pytestmark = pytest.mark.usefixtures("passed_events")
 BLOCK_SIZE, MAX_NUM_SEQS, NUM_TOP = 4, 5, 3
 
 
-def _words(request: Request, name: str) -> list[tuple[float, int, list[int], list[float]]]:
-    return [rows.row(i, NUM_TOP) for rows, i in getattr(request.logprobs, name)]
+def _words(
+    request: Request, name: str, num_top: int = NUM_TOP
+) -> list[tuple[float, int, list[int], list[float]]]:
+    return [rows.row(i, num_top) for rows, i in getattr(request.logprobs, name)]
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
@@ -52,7 +54,9 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
     requests = []
     for i, length in enumerate((1, 30, 7, 18, 2, 25, 11)):
         prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
-        asked = [{"logprobs": NUM_TOP}, {"logprobs": 3, "prompt_logprobs": 3}, {}][i % 3]
+        both = {"logprobs": 3, "prompt_logprobs": 3}
+        wide = {"logprobs": VOCAB_SIZE, "prompt_logprobs": 25}  # more than MAX_TOP
+        asked = [{"logprobs": NUM_TOP}, both, {}, wide][i % 4]
         requests.append(request(f"r{i}", prompt, 8 + i % 3, **asked))
     while engine.has_work:
         engine.step()
@@ -76,3 +80,19 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
         if params.prompt_logprobs is not None:
             assert _words(r, "prompt") == whole[:first]
         assert (r.logprobs is None) == (params.logprobs is None)
+        if params.logprobs == VOCAB_SIZE:
+            _check_wide(r, expected)
+
+
+def _check_wide(request: Request, expected: torch.Tensor) -> None:
+    """All tokens in order, with the floats that their own rows have."""
+    first = request.num_prompt_tokens - 1
+    for name, num_top, begin in (("sampled", VOCAB_SIZE, first), ("prompt", 25, 0)):
+        rows = _words(request, name, num_top)
+        assert rows
+        for position, (logprob, rank, top, top_logprobs) in enumerate(rows, begin):
+            assert len(top) == num_top
+            own = request.token_ids[position + 1]
+            assert own not in top or (top[rank - 1], top_logprobs[rank - 1]) == (own, logprob)
+            found = torch.tensor(top_logprobs)
+            assert torch.allclose(found, expected[position].topk(num_top).values, atol=1e-5)
