@@ -15,6 +15,7 @@ import torch
 
 from pagespec import LLM, InvalidInputError, Logprob, SamplingParams, ScoreOutput
 from pagespec.compile import captured_model
+from pagespec.engine.logprob_lists import FlatLogprobs
 from pagespec.engine.outputs import RequestOutput
 from tests.support.captures import capture_once
 from tests.support.content_llm import content_llm
@@ -146,6 +147,61 @@ def test_a_score_is_the_float_that_was_sampled(condition: str) -> None:
             assert again.metrics.num_cached_tokens > 0  # and a hit changes nothing
         assert again.prompt_logprobs is None
         assert score.total_logprob == sum(value for value in score.logprobs[1:] if value)
+
+
+def test_all_of_the_vocabulary_up_to_max_logprobs() -> None:
+    llm = make_llm(max_logprobs=-1)
+    given = prompts(5, 12)
+    whole = generate(llm, given, logprobs=-1, prompt_logprobs=-1)
+    some = generate(llm, given, logprobs=20, prompt_logprobs=30)
+    flat = generate(llm, given, logprobs=-1, prompt_logprobs=-1, flat_logprobs=True)
+    for output, part, columns in zip(whole, some, flat, strict=True):
+        answer = output.outputs[0]
+        expected = hf_logits(
+            tiny_model("llama", num_hidden_layers=2), output.prompt_token_ids + answer.token_ids
+        ).log_softmax(-1)
+        assert isinstance(answer.logprobs, list)
+        assert isinstance(output.prompt_logprobs, list)
+        found = [*output.prompt_logprobs[1:], *answer.logprobs]
+        for entries, row in zip(found, expected[:-1], strict=True):
+            assert entries is not None
+            assert sorted(entries) == list(range(VOCAB_SIZE))
+            assert sorted(e.rank or 0 for e in entries.values()) == [*range(1, VOCAB_SIZE + 1)]
+            for token, entry in entries.items():
+                assert abs(entry.logprob - float(row[token])) < 1e-4
+        pairs = [(answer.logprobs, part.outputs[0].logprobs, 20)]
+        pairs += [(output.prompt_logprobs[1:], (part.prompt_logprobs or [])[1:], 30)]  # type: ignore[list-item]
+        for all_of, few_of, count in pairs:
+            for entries, few in zip(all_of, few_of or (), strict=True):
+                assert count <= len(few) <= count + 1
+                assert few.items() <= entries.items()  # the same floats and ranks
+        assert isinstance(columns.outputs[0].logprobs, FlatLogprobs)
+        assert list(columns.outputs[0].logprobs) == answer.logprobs
+        assert isinstance(columns.prompt_logprobs, FlatLogprobs)
+        assert list(columns.prompt_logprobs)[1:] == output.prompt_logprobs[1:]
+        assert columns.outputs[0].cumulative_logprob == answer.cumulative_logprob
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_log_probabilities_than_max_logprobs_are_refused(name: str) -> None:
+    llm = content_llm(max_logprobs=2)
+    (request,) = llm.factory.make(llm.reader.read([0]), SamplingParams(**{name: 2}))
+    assert getattr(request.sampling_params, name) == 2
+    for value in (3, -1):
+        with pytest.raises(InvalidInputError, match=f"^{name} = {value}: .* max_logprobs = 2"):
+            generate(llm, [[0]], **{name: value})
+    with pytest.raises(InvalidInputError, match=r"^max_logprobs = -2"):
+        content_llm(max_logprobs=-2)
+    with pytest.raises(InvalidInputError, match=r"^max_logprobs = 21"):
+        content_llm(max_logprobs=21, logprobs_mode="processed_logprobs")
+
+
+def test_a_request_may_read_nothing_from_the_prefix_cache() -> None:
+    llm = content_llm()
+    assert [generate(llm, [[0] * 9])[0].num_cached_tokens for _ in range(2)] == [0, 8]
+    again = generate(llm, [[0] * 9], skip_reading_prefix_cache=True)[0]
+    assert again.num_cached_tokens == 0
+    assert generate(llm, [[0] * 9], skip_reading_prefix_cache=False)[0].num_cached_tokens == 8
 
 
 def test_the_best_of_the_likeliest_is_the_greedy_token() -> None:

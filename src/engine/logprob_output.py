@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .logprobs import KeptRows, StepLogprobs
+from .logprob_lists import LogprobList, LogprobPositions, PromptLogprobs, SampleLogprobs
+from .logprobs import StepLogprobs
 from .outputs import Logprob, RequestOutput, ScoreOutput
 from .plan import InFlightStep
 from .request import Request
@@ -51,74 +52,6 @@ def trim_logprobs(step: InFlightStep) -> None:
             request.logprobs.trim_sampled(len(request.token_ids) - request.num_prompt_tokens)
 
 
-class LogprobList(Sequence[Any]):
-    """The log-probabilities of some tokens: for each token a dict with its own entry first, then
-    the most likely tokens. Dicts are created on access.
-
-    Creating hundreds of thousands of dicts eagerly would keep Python's garbage collector busy while
-    the device waits. It behaves like a list, compares equal to one, and is pickled as one.
-
-    Args:
-        token_ids: the tokens.
-        kept: their rows; the first is at ``begin``.
-        num_top: number of most likely tokens per entry.
-        decode: decodes one token; None: entries have no text.
-        first: an element before them: None for a prompt, whose first token has no row.
-    """
-
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        kept: KeptRows,
-        num_top: int,
-        decode: Callable[[int], str] | None,
-        *,
-        begin: int = 0,
-        first: tuple[None, ...] = (),
-    ) -> None:
-        self._token_ids, self._num_top, self._decode = token_ids, num_top, decode
-        end = begin + len(token_ids)
-        self._rows, self._places = kept.rows[begin:end], kept.places[begin:end]
-        self._first = first
-        if len(self._places) != len(token_ids):
-            raise RuntimeError(f"{len(self._places)} rows for {len(token_ids)} tokens")
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._token_ids)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index] - len(self._first)
-        if place < 0:
-            return None
-        token_id = self._token_ids[place]
-        logprob, rank, top_ids, top_logprobs = self._rows[place].row(
-            self._places[place], self._num_top
-        )
-        entries = {token_id: Logprob(logprob, rank, self._text(token_id))}
-        for top_rank, (top_id, top) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
-            if top_id != token_id:
-                entries[top_id] = Logprob(top, top_rank, self._text(top_id))
-        return entries
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (list, LogprobList)):
-            return NotImplemented
-        return list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-    def _text(self, token_id: int) -> str | None:
-        return None if self._decode is None else self._decode(token_id)
-
-
 def add_logprobs(
     output: RequestOutput, requests: Sequence[Request], decode: Callable[[int], str] | None
 ) -> None:
@@ -138,9 +71,7 @@ def add_logprobs(
     output.prompt_logprobs = prompt_entries(requests[0], decode)
 
 
-def prompt_entries(
-    leader: Request, decode: Callable[[int], str] | None
-) -> Sequence[dict[int, Logprob] | None] | None:
+def prompt_entries(leader: Request, decode: Callable[[int], str] | None) -> PromptLogprobs | None:
     """Entries of the prompt tokens computed so far; None without ``prompt_logprobs``."""
     num_top = leader.sampling_params.prompt_logprobs
     if num_top is None or leader.logprobs is None:
@@ -148,19 +79,22 @@ def prompt_entries(
     kept = leader.logprobs.prompt
     # All tokens, unless the request is still in its prompt or was aborted there.
     token_ids = leader.token_ids[1 : len(kept) + 1]
-    return LogprobList(token_ids, kept, num_top, decode, first=(None,))
+    found = LogprobPositions(token_ids, kept, num_top, decode, has_first=True)
+    return found.flat() if leader.sampling_params.flat_logprobs else LogprobList(found)
 
 
 def logprob_entries(
     request: Request, begin: int, end: int, decode: Callable[[int], str] | None
-) -> Sequence[dict[int, Logprob]] | None:
+) -> SampleLogprobs | None:
     """Entries of the settled outputs ``begin`` to ``end``; None without ``logprobs``."""
     num_top = request.sampling_params.logprobs
     if num_top is None or request.logprobs is None:
         return None
     first = request.num_prompt_tokens
     token_ids = request.token_ids[first + begin : first + end]
-    return LogprobList(token_ids, request.logprobs.sampled, num_top, decode, begin=begin)
+    kept = request.logprobs.sampled
+    found = LogprobPositions(token_ids, kept, num_top, decode, begin=begin)
+    return found.flat() if request.sampling_params.flat_logprobs else LogprobList(found)
 
 
 def plain_logprobs(
@@ -175,7 +109,7 @@ def plain_logprobs(
     """
     return [
         None
-        if entries is None
+        if not entries  # in flat lists, the first token of a prompt has an empty dict
         else [
             {
                 "token_id": token_id,

@@ -7,7 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .logprob_lists import PromptLogprobs, SampleLogprobs
 
 logger = logging.getLogger("pagespec")
 
@@ -75,7 +78,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated continuation.
+    """One generated continuation. Positional arguments have vLLM's order.
 
     Attributes:
         index: index among the request's continuations, from 0.
@@ -83,16 +86,18 @@ class CompletionOutput:
             token that ended it (as in vLLM); "" if the model has no tokenizer. For incomplete
             characters see :mod:`.text.detokenizer`.
         token_ids: every generated id, including the end or stop token.
-        finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
-            max_model_len) or "abort". (A request with reason "error" has no output: its call
-            raises EngineError.)
         cumulative_logprob: the sum of the log-probabilities of ``token_ids``; None without
-            ``logprobs``.
+            ``logprobs``. In a DELTA output, the sum over the whole answer so far.
         logprobs: for each of ``token_ids``, a dict by token id with its log-probability and those
             of the ``logprobs`` most likely tokens; None without ``logprobs``. The dicts are created
-            on access.
+            on first access. With ``flat_logprobs``, a ``FlatLogprobs``.
+        routed_experts: always None.
+        finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
+            max_model_len) or "abort". (A request with reason "error" has no output: its call
+            raises EngineError.) None until the continuation has ended.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
             the model's end tokens and any other end.
+        lora_request: always None.
         message: with ``LLM.chat``, the answer as a message in OpenAI's form (``role``,
             ``content``, ``reasoning_content``, ``tool_calls``); otherwise, and with
             ``detokenize=False``, None.
@@ -101,35 +106,108 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
     cumulative_logprob: float | None = None
-    logprobs: Sequence[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
+    routed_experts: Any = None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: Any = None
     message: dict[str, Any] | None = None
 
+    def finished(self) -> bool:
+        """Whether the continuation has ended."""
+        return self.finish_reason is not None
 
-@dataclass(slots=True)
+    def extend(self, later: CompletionOutput) -> None:
+        """Append what was generated later."""
+        self.text += later.text
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        if later.logprobs is not None:
+            so_far = [] if self.logprobs is None else self.logprobs[:]
+            if not so_far and not isinstance(later.logprobs, list):
+                so_far = later.logprobs[:0]  # flat lists
+            so_far.extend(later.logprobs)
+            self.logprobs = so_far
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+@dataclass(slots=True, init=False)
 class RequestOutput:
-    """The answers to a request; ``finished`` is True when all have ended, as in ``LLM``'s results.
+    """The answers to a request. Positional arguments have vLLM's order; keyword arguments that do
+    not exist are ignored with a warning, as in vLLM.
 
     Attributes:
         prompt: None when token ids were given.
         prompt_logprobs: as :attr:`CompletionOutput.logprobs`, for each prompt token; None for the
             first token, which has no predecessor. None without ``prompt_logprobs``.
+        finished: whether all answers have ended, as in ``LLM``'s results.
+        num_cached_tokens: prompt tokens found in the prefix cache; unless given, that of
+            ``metrics``.
+        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: always None in
+            results.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    finished: bool = True
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    finished: bool
+    metrics: RequestMetrics
+    lora_request: Any
+    encoder_prompt: str | None
+    encoder_prompt_token_ids: list[int] | None
+    num_cached_tokens: int | None
+    kv_transfer_params: dict[str, Any] | None
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """vLLM's name for ``metrics.num_cached_tokens``."""
-        return self.metrics.num_cached_tokens
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        prompt_logprobs: PromptLogprobs | None = None,
+        outputs: list[CompletionOutput] | None = None,
+        finished: bool = True,
+        metrics: RequestMetrics | None = None,
+        lora_request: Any = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
+        num_cached_tokens: int | None = None,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **ignored: Any,
+    ) -> None:
+        if ignored:
+            logger.warning("RequestOutput: ignored arguments: %s", ", ".join(ignored))
+        self.request_id, self.prompt = request_id, prompt
+        self.prompt_token_ids, self.prompt_logprobs = prompt_token_ids, prompt_logprobs
+        self.outputs = [] if outputs is None else outputs
+        self.finished = finished
+        self.metrics = RequestMetrics() if metrics is None else metrics
+        self.lora_request, self.kv_transfer_params = lora_request, kv_transfer_params
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        if num_cached_tokens is None:
+            num_cached_tokens = self.metrics.num_cached_tokens
+        self.num_cached_tokens = num_cached_tokens
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request. Name and arguments as in vLLM.
+
+        Args:
+            aggregate: append answers to those of the same index; otherwise replace these.
+        """
+        self.finished |= next_output.finished
+        places = {answer.index: place for place, answer in enumerate(self.outputs)}
+        for answer in next_output.outputs:
+            place = places.get(answer.index)
+            if place is None:
+                self.outputs.append(answer)
+            elif aggregate:
+                self.outputs[place].extend(answer)
+            else:
+                self.outputs[place] = answer
 
 
 @dataclass(slots=True)

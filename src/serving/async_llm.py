@@ -34,7 +34,7 @@ from ..params.checks import integer, is_list
 from ..params.declare import Param, defaults, param, takes
 from ..params.foreign import ASYNC, CALL, INSTEAD, refuse
 from .engine_thread import EngineThread
-from .generation import Generation, cumulative
+from .generation import Generation, outputs_of
 from .host import RequestHost
 from .lanes import SHORT, lane_of
 from .served import Loops, Observers, Served
@@ -174,7 +174,8 @@ class AsyncLLM:
         **marks: Unpack[Marks],
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt. Yields the whole answers so far, each time; the last one, with
-        ``finished``, equals the result of ``LLM.generate``. Closing the iterator aborts it.
+        ``finished``, equals the result of ``LLM.generate``. Other kinds of outputs: see
+        ``output_kind`` of :class:`SamplingParams`. Closing the iterator aborts the request.
 
         See :meth:`submit` for the arguments and errors. Arguments that :meth:`submit` lacks are
         vLLM's. They must be None, or say what is done anyway (docs/from_vllm.md).
@@ -191,11 +192,8 @@ class AsyncLLM:
             if value is not None:
                 refuse(name, value, CALL)
         async with await self.submit(prompt, sampling_params, request_id, **marks) as generation:
-            if generation.has_parts:
-                async for output in cumulative(generation):
-                    yield output
-            else:
-                yield await generation.result()
+            async for output in outputs_of(generation):
+                yield output
 
     async def submit(
         self,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from ..engine.inputs import PromptInput
+from ..engine.logprob_lists import PromptLogprobs, SampleLogprobs
 from ..engine.logprob_output import logprob_entries, prompt_entries
-from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
+from ..engine.outputs import CompletionOutput, RequestOutput
 from ..engine.request import Request
 from ..engine.request_factory import RequestFactory
+from ..engine.sampling_params import RequestOutputKind
 from ..engine.text.detokenizer import GrowingText
 from ..errors import InvalidInputError
 from .served import Served
@@ -35,7 +37,7 @@ class AnswerDelta:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: Sequence[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -79,6 +81,15 @@ class Generation:
         return self._served.num_output_tokens
 
     @property
+    def output_kind(self) -> RequestOutputKind:
+        return self._served.params.output_kind
+
+    @property
+    def num_answers(self) -> int:
+        """Number of continuations, with ``best_of`` also those that are not returned."""
+        return len(self._served.requests)
+
+    @property
     def has_parts(self) -> bool:
         """Whether :meth:`deltas` can be used: not with ``best_of`` above ``n``."""
         params = self._served.params
@@ -102,7 +113,7 @@ class Generation:
         return num_accepted, sum(request.num_predicted for request in requests) - num_accepted
 
     @property
-    def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
+    def prompt_logprobs(self) -> PromptLogprobs | None:
         """See :class:`RequestOutput`; complete once an output token is settled."""
         params = self._served.params
         decode = self._factory.decode_one if params.detokenize else None
@@ -223,41 +234,65 @@ class _GrowingAnswer:
         )
 
 
-async def cumulative(generation: Generation) -> AsyncIterator[RequestOutput]:
-    """The whole answers so far, each time; the last time as from :meth:`result`."""
+async def outputs_of(generation: Generation) -> AsyncIterator[RequestOutput]:
+    """The outputs that ``output_kind`` selects.
+
+    CUMULATIVE: the whole answers so far; the last output is that of :meth:`Generation.result`.
+    DELTA: the answers with something new, and only what is new; the first output also has
+    ``prompt_logprobs``, the last the metrics. FINAL_ONLY, and with ``best_of``: the result.
+    """
+    kind = generation.output_kind
+    if kind is RequestOutputKind.FINAL_ONLY or not generation.has_parts:
+        yield await generation.result()
+        return
+    is_delta = kind is RequestOutputKind.DELTA
     so_far: dict[int, CompletionOutput] = {}
+    totals: dict[int, float | None] = {}
+    num_unfinished, is_first = generation.num_answers, True
     async for deltas in generation.deltas():
-        for delta in deltas:
-            _extend(
-                so_far.setdefault(delta.index, CompletionOutput(delta.index, "", [], None)), delta
-            )
-        if generation.has_ended:
+        new = [_answer(delta, totals.get(delta.index)) for delta in deltas]
+        totals |= {answer.index: answer.cumulative_logprob for answer in new}
+        num_unfinished -= sum(answer.finished() for answer in new)
+        if not is_delta:
+            for answer in new:
+                whole = so_far.setdefault(answer.index, CompletionOutput(answer.index, "", []))
+                whole.extend(answer)
+        if num_unfinished == 0 or (not is_delta and generation.has_ended):
             break
         yield RequestOutput(
             request_id=generation.request_id,
             prompt=generation.prompt.text,
             prompt_token_ids=generation.prompt.token_ids,
-            outputs=[_copied(so_far[index]) for index in sorted(so_far)],
+            prompt_logprobs=generation.prompt_logprobs if is_first or not is_delta else None,
+            outputs=new if is_delta else [replace(so_far[index]) for index in sorted(so_far)],
             finished=False,
+            num_cached_tokens=generation.num_cached_tokens,
         )
-    yield await generation.result()
+        is_first = False
+    result = await generation.result()
+    if is_delta:
+        result.outputs = new
+        result.prompt_logprobs = result.prompt_logprobs if is_first else None
+    yield result
 
 
-def _extend(answer: CompletionOutput, delta: AnswerDelta) -> None:
-    answer.text += delta.text
-    answer.token_ids += delta.token_ids
+def _answer(delta: AnswerDelta, total: float | None) -> CompletionOutput:
+    """The new part of an answer.
+
+    Args:
+        total: the sum of log-probabilities before it.
+    """
+    answer = CompletionOutput(
+        delta.index,
+        delta.text,
+        delta.token_ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+    )
     if delta.logprobs is not None:
-        answer.logprobs = [*(answer.logprobs or ()), *delta.logprobs]
-        total = answer.cumulative_logprob or 0.0
+        total = total or 0.0
         for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
             total += entries[token].logprob  # in the engine's order of addition
         answer.cumulative_logprob = total
-    answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-
-
-def _copied(answer: CompletionOutput) -> CompletionOutput:
-    return replace(
-        answer,
-        token_ids=list(answer.token_ids),
-        logprobs=None if answer.logprobs is None else list(answer.logprobs),
-    )
+    return answer

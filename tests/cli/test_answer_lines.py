@@ -11,7 +11,7 @@ from pagespec.engine.logprob_output import plain_logprobs
 
 
 def test_columns_exist_only_with_logprobs() -> None:
-    answer = CompletionOutput(0, "a", [7], "stop")
+    answer = CompletionOutput(0, "a", [7], finish_reason="stop")
     assert not _fields(answer).keys() & {"cumulative_logprob", "logprobs"}
     answer.logprobs = [{7: Logprob(-math.inf, 2, "a"), 3: Logprob(0.0, 1, None)}]
     answer.cumulative_logprob = -math.inf

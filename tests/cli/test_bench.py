@@ -27,8 +27,8 @@ class FakeLLM:
         assert all(0 <= i < 50 for ids in prompts for i in ids)
         tokens = [1] * (params.max_tokens - self.short)
         metrics = RequestMetrics(time_to_first_token_s=0.5)
-        output = CompletionOutput(0, "", tokens, "length")
-        return [RequestOutput("r", None, ids, [output], metrics) for ids in prompts]
+        output = CompletionOutput(0, "", tokens, finish_reason="length")
+        return [RequestOutput("r", None, ids, None, [output], metrics=metrics) for ids in prompts]
 
 
 @pytest.fixture

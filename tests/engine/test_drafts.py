@@ -454,8 +454,8 @@ def outputs_of(drafter: FromStreams | None, depth: int) -> tuple[list[tuple[obje
         num_steps += 1
     told = []
     for request in requests:
-        answer = CompletionOutput(0, "", request.output_token_ids, request.finish_reason)
-        output = RequestOutput("", None, [], [answer])
+        answer = CompletionOutput(0, "", request.output_token_ids)
+        output = RequestOutput("", None, [], None, [answer])
         add_logprobs(output, [request], None)
         told.append((answer.token_ids, answer.finish_reason, answer.cumulative_logprob))
         told.append(None if answer.logprobs is None else list(answer.logprobs))

@@ -67,8 +67,8 @@ class LogprobRunner(ContentRunner):
 
 def check(request: Request) -> None:
     params, prompt = request.sampling_params, request.token_ids[: request.num_prompt_tokens]
-    answer = CompletionOutput(0, "", request.output_token_ids, request.finish_reason)
-    output = RequestOutput("", None, prompt, [answer])
+    answer = CompletionOutput(0, "", request.output_token_ids)
+    output = RequestOutput("", None, prompt, None, [answer])
     add_logprobs(output, [request], None)
     assert (answer.logprobs is None) == (params.logprobs is None)
     for token, entries in zip(answer.token_ids, answer.logprobs or [], strict=False):

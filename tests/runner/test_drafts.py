@@ -140,8 +140,8 @@ def run(
         engine.step()
     found = {}
     for request in requests:
-        answer = CompletionOutput(0, "", request.output_token_ids, request.finish_reason)
-        output = RequestOutput(request.request_id, None, request.token_ids, [answer])
+        answer = CompletionOutput(0, "", request.output_token_ids)
+        output = RequestOutput(request.request_id, None, request.token_ids, None, [answer])
         add_logprobs(output, [request], None)
         rows = None if answer.logprobs is None else list(answer.logprobs)
         prompt_rows = output.prompt_logprobs and list(output.prompt_logprobs)

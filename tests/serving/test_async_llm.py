@@ -20,6 +20,7 @@ from pagespec import (
     InvalidInputError,
     SamplingParams,
 )
+from pagespec.engine.sampling_params import RequestOutputKind
 from pagespec.serving.generation import AnswerDelta
 from tests.support.content_llm import answer_alone, content_llm, text_alone
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
@@ -123,6 +124,27 @@ def test_generate_yields_growing_answers() -> None:
         assert last.finished
         assert lengths == sorted(lengths)
         assert last.outputs[0].token_ids == answer_alone(engine.llm, PROMPT, LONG)
+
+    run(test, runner=slow_runner())
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_deltas_joined_are_the_only_output_of_the_kind_final_only(num: int) -> None:
+    async def test(engine: AsyncLLM) -> None:
+        params = SamplingParams(n=num, max_tokens=12, seed=5, ignore_eos=True)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        (final,) = [output async for output in engine.generate(PROMPT, params)]
+        assert final.finished
+        params.output_kind = RequestOutputKind.DELTA
+        deltas = [output async for output in engine.generate(PROMPT, params)]
+        assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+        assert len(deltas) > 2
+        joined = deltas[0]
+        for output in deltas[1:]:
+            assert all(answer.token_ids or answer.finish_reason for answer in output.outputs)
+            joined.add(output, aggregate=True)
+        assert sorted(joined.outputs, key=lambda answer: answer.index) == final.outputs
+        assert final.outputs[0].token_ids == answer_alone(engine.llm, PROMPT, params)
 
     run(test, runner=slow_runner())
 

@@ -94,10 +94,10 @@ class FakeLLM:
             return InvalidInputError("prompt", text, "must not be empty")
         answer = "".join(chr(i) for i in ids).upper()[: params.max_tokens]
         outputs = [
-            CompletionOutput(i, answer + "!" * i, [ord(c) for c in answer], "stop")
+            CompletionOutput(i, answer + "!" * i, [ord(c) for c in answer], finish_reason="stop")
             for i in range(params.n)
         ]
-        return RequestOutput("r", text, ids, outputs)
+        return RequestOutput("r", text, ids, None, outputs)
 
 
 def start_with(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
