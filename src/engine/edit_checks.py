@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..params.checks import as_float, as_int, is_list
 
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS = 1024  # over HTTP
 MAX_BAD_WORDS = 1000
 MAX_TOKEN_IDS = 1 << 18  # more than any vocabulary
 _BIAS_LIMIT = 100.0
@@ -16,8 +16,8 @@ _BIAS_LIMIT = 100.0
 
 def checked_logit_bias(name: str, value: Any) -> dict[int, float]:
     """Biases by token id. Ids may be strings, as JSON keys are."""
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
-        limit = f"must be a dict of at most {MAX_LOGIT_BIAS} token ids and biases"
+    if not isinstance(value, Mapping) or len(value) > MAX_TOKEN_IDS:
+        limit = f"must be a dict of at most {MAX_TOKEN_IDS} token ids and biases"
         raise InvalidInputError(name, value, limit)
     checked: dict[int, float] = {}
     for key, bias in value.items():

@@ -210,15 +210,14 @@ class SamplingParams(UnsupportedParams):
     repetition_penalty: float = param(
         1.0,
         "For tokens of the prompt or the answer: divide positive logits by this, multiply "
-        "negative ones. 1 changes nothing.",
-        # Bounded so that its float32 value is finite and not 0.
-        number(1e-3, 1e3, "from 0.001 to 1000"),
+        "negative ones. 1 changes nothing. From 1e-10 to 1e10, so that scaled logits are finite.",
+        number(1e-10, 1e10, "from 1e-10 to 1e10"),
         is_of_model=True,
     )
     temperature: float = param(
         1.0,
         "0 is greedy: the highest logit, ties to the lowest token id. Otherwise logits are divided "
-        "it.",
+        "by it. At most 1,000,000, where all tokens are equally likely; vLLM accepts at most 2.",
         number(0.0, 1e6, "finite, from 0 to 1,000,000"),
         is_of_model=True,
     )
@@ -334,7 +333,7 @@ class SamplingParams(UnsupportedParams):
     )
     logit_bias: Mapping[int, float] | None = param(
         None,
-        "Values added to the logits of these token ids. From -100 to 100.",
+        "Values added to the logits of these token ids. From -100 to 100, OpenAI's range.",
         checks.checked_logit_bias,
         flag=None,
         is_hashed=False,
@@ -345,7 +344,8 @@ class SamplingParams(UnsupportedParams):
     bad_words: Sequence[str] | None = param(
         None,
         "Words that are not generated, with or without a leading space: the last token of a word "
-        "is banned right after the others were generated. Several may be given.",
+        "is banned right after the others were generated. Several may be given, at most 1,000: "
+        "each is compared with the end of the answer for each token.",
         checks.checked_bad_words,
         takes_none=False,
         flag="--bad-word",
