@@ -20,7 +20,8 @@ _MODULES = {
     "serving.async_llm": "AsyncLLM",
     "engine.sampling_params": "SamplingParams",
     "engine.structured_outputs": "StructuredOutputs StructuredOutputsParams",
-    "engine.outputs": "RequestOutput CompletionOutput RequestMetrics Logprob ScoreOutput",
+    "engine.logprob_lists": "Logprob",
+    "engine.outputs": "RequestOutput CompletionOutput RequestMetrics ScoreOutput",
     "errors": "PagespecError InvalidInputError UnsupportedModelError EngineError RequestError "
     "EngineBusyError EngineStoppedError",
     "model_name": "embedded_model_path",
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from .compat.arguments import AsyncEngineArgs, EngineArgs
     from .compat.prompts import PromptType, TextPrompt, TokensPrompt
     from .compat.vllm.engine.async_llm_engine import AsyncLLMEngine
+    from .engine.logprob_lists import Logprob
     from .engine.outputs import (
         CompletionOutput,
-        Logprob,
         RequestMetrics,
         RequestOutput,
         ScoreOutput,

@@ -5,7 +5,8 @@ Reading order: ``request`` and ``plan`` (the decision for one step), ``queues``,
 service), ``core`` (the step loop, around a ``runner``), ``generation`` (the loop of ``generate``).
 Inputs and outputs: ``config``, ``sampling_params`` with ``edit_checks``, ``logit_edits``,
 ``structured_outputs``, ``inputs``, ``request_factory``, ``outputs``; ``text`` (detokenizer, stop
-strings). ``drafting``: draft tokens. ``logprobs`` and ``logprob_output`` keep log-probabilities.
+strings). ``drafting``: draft tokens. ``logprobs``, ``logprob_output`` and ``logprob_lists`` keep
+log-probabilities and give them to outputs.
 Checks and traces: ``invariants``, ``trace``, ``record``.
 
 Imports only ``params`` and ``errors``. Imported by ``runner``, ``build``, ``chat``,

@@ -1,4 +1,4 @@
-"""The two forms in which an output has log-probabilities: a list of dicts, and flat lists."""
+"""Log-probabilities of an output, in two forms: a list of dicts, and flat lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from functools import wraps
 from typing import Any, overload
 
 from .logprobs import KeptRows
-from .outputs import Logprob
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log-probability of a token at a position.
+
+    Attributes:
+        logprob: natural logarithm, as a float32 value; NaN if the model's logits have no finite
+            maximum.
+        rank: 1 plus the number of tokens that precede it in descending order of logits (ties: by
+            ascending id). Ranks are therefore distinct, and a greedy token has rank 1.
+        decoded_token: its text as inside a text, U+FFFD for bytes that form no character; None if
+            the model has no tokenizer, or with ``detokenize=False``.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
 
 LogprobsOnePosition = dict[int, Logprob]
 """By token id: the position's own token first, then the most likely tokens."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .logprob_lists import LogprobList, LogprobPositions, PromptLogprobs, SampleLogprobs
+from .logprob_lists import Logprob, LogprobList, LogprobPositions, PromptLogprobs, SampleLogprobs
 from .logprobs import StepLogprobs
-from .outputs import Logprob, RequestOutput, ScoreOutput
+from .outputs import RequestOutput, ScoreOutput
 from .plan import InFlightStep
 from .request import Request
 from .sampling_params import SamplingParams

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .logprob_lists import PromptLogprobs, SampleLogprobs
+from .logprob_lists import PromptLogprobs, SampleLogprobs
 
 logger = logging.getLogger("pagespec")
 
@@ -56,24 +55,6 @@ def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
         num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
     )
-
-
-@dataclass(slots=True)
-class Logprob:
-    """The log-probability of a token at a position.
-
-    Attributes:
-        logprob: natural logarithm, as a float32 value; NaN if the model's logits have no finite
-            maximum.
-        rank: 1 plus the number of tokens that precede it in descending order of logits (ties: by
-            ascending id). Ranks are therefore distinct, and a greedy token has rank 1.
-        decoded_token: its text as inside a text, U+FFFD for bytes that form no character; None if
-            the model has no tokenizer, or with ``detokenize=False``.
-    """
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True)

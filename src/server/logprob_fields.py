@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..engine.outputs import Logprob
+from ..engine.logprob_lists import Logprob
 from ..engine.request_factory import RequestFactory
 from ..engine.text.text_offsets import TextOffsets
 from ..engine.text.token_bytes import TokenBytes

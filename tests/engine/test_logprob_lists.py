@@ -15,6 +15,7 @@ import pytest
 
 from pagespec.engine.logprob_lists import (
     FlatLogprobs,
+    Logprob,
     LogprobList,
     LogprobPositions,
     append_logprobs_for_next_position,
@@ -22,7 +23,6 @@ from pagespec.engine.logprob_lists import (
     create_sample_logprobs,
 )
 from pagespec.engine.logprobs import KeptRows
-from pagespec.engine.outputs import Logprob
 
 TOKENS = [3, 1, 2]
 

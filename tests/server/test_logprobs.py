@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pagespec import LLM, AsyncLLM
-from pagespec.engine.outputs import Logprob
+from pagespec.engine.logprob_lists import Logprob
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig

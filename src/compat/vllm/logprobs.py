@@ -1,5 +1,23 @@
 """vLLM's module of log-probabilities."""
 
-from pagespec.engine.outputs import Logprob
+from pagespec.engine.logprob_lists import (
+    FlatLogprobs,
+    Logprob,
+    LogprobsOnePosition,
+    PromptLogprobs,
+    SampleLogprobs,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
 
-__all__ = ["Logprob"]
+__all__ = [
+    "FlatLogprobs",
+    "Logprob",
+    "LogprobsOnePosition",
+    "PromptLogprobs",
+    "SampleLogprobs",
+    "append_logprobs_for_next_position",
+    "create_prompt_logprobs",
+    "create_sample_logprobs",
+]
