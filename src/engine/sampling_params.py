@@ -10,7 +10,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, nearest
-from ..params.checks import as_int, flag, integer, is_list, number
+from ..params.checks import as_float, as_int, flag, integer, is_list, number
 from ..params.declare import check_field, check_fields, describe, param
 from . import edit_checks as checks
 from .structured_outputs import StructuredOutputs
@@ -386,9 +386,9 @@ class SamplingParams(UnsupportedParams):
     is_joint_checked: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        for name in UNSUPPORTED:
+        for name, known in _UNSUPPORTED.items():
             value = getattr(self, name)
-            if value is not _UNSUPPORTED[name].default:
+            if value is not known.default:
                 object.__setattr__(self, name, _checked_unsupported(name, value))
         check_fields(self)
         self._check_jointly()
@@ -421,7 +421,8 @@ class SamplingParams(UnsupportedParams):
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping):
             given["logit_bias"] = {
-                key: min(max(value, -100.0), 100.0) for key, value in bias.items()
+                key: value if as_float(value) is None else min(max(value, -100.0), 100.0)
+                for key, value in bias.items()
             }
         return cls(
             **{k: value for k, value in given.items() if value is not None or k == "max_tokens"}

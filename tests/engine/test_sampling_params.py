@@ -262,6 +262,8 @@ def test_from_optional_takes_none_for_defaults_and_clips_biases() -> None:
     assert given == SamplingParams(max_tokens=None, top_p=0.5, logit_bias={3: 100.0, 4: -100.0})
     with pytest.raises(InvalidInputError, match=r"^logit_bias"):
         SamplingParams.from_optional(logit_bias={"a": 1})
+    with pytest.raises(InvalidInputError, match=r"^logit_bias = 'x'"):
+        SamplingParams.from_optional(logit_bias={3: "x"})
 
 
 def test_an_assignment_does_not_change_a_request() -> None:
