@@ -138,3 +138,44 @@ def test_an_engine(arch: str, settings: dict[str, Any], monkeypatch: pytest.Monk
     assert sorted(errors)[len(errors) // 2] < 0.3  # bfloat16, beside float32
     if llm.stats().num_graphs:  # without any, kernels are compiled when a step needs them
         assert late == []
+
+
+def test_more_than_the_kernel_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a synchronisation, and with the floats of the kernel."""
+    llm = LLM(
+        copy.deepcopy(tiny_model("qwen3", head_dim=64, hidden_size=256)).to("cuda"),
+        dtype="bfloat16",
+        device="cuda",
+        max_model_len=256,
+        num_blocks=60,
+        max_logprobs=-1,
+    )
+    runner, dispatch = llm.engine.runner, llm.engine.runner.dispatch
+
+    def watched(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return dispatch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner, "dispatch", watched)
+    prompts = [list(range(2, 12)), list(range(3, 40))]
+
+    def outputs(num_top: int) -> list[Any]:
+        params = SamplingParams(
+            max_tokens=8, seed=1, ignore_eos=True, logprobs=num_top, prompt_logprobs=num_top
+        )
+        return [
+            [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]  # type: ignore[index, misc]
+            for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+
+    for whole, some in zip(outputs(-1), outputs(20), strict=True):
+        for entries, few in zip(whole, some, strict=True):
+            assert sorted(entries) == list(range(VOCAB_SIZE))
+            assert few.items() <= entries.items()
+            ordered = sorted(entries.values(), key=lambda entry: entry.rank)
+            assert [entry.rank for entry in ordered] == list(range(1, VOCAB_SIZE + 1))
+            values = [entry.logprob for entry in ordered]
+            assert values == sorted(values, reverse=True)
