@@ -108,6 +108,20 @@ def test_what_is_refused_leaves_the_others_alone(llm: LLM) -> None:
     assert [text_of(first), text_of(last)] == ["x", "y"]  # type: ignore[arg-type]
 
 
+def test_min_tokens_lengthen_a_text_that_can_go_on(llm: LLM) -> None:
+    least = SamplingParams(
+        structured_outputs=StructuredOutputs(regex="x*"), min_tokens=5, max_tokens=20, seed=1
+    )
+    fixed = replace(least, structured_outputs=StructuredOutputs(choice=["xy"]))
+    together = llm.generate(["ab", "ab"], [least, fixed], use_tqdm=False)
+    long, short = (output.outputs[0] for output in together)
+    assert set(long.text) == {"x"}
+    assert len(long.text) >= 5
+    assert (short.text, short.finish_reason) == ("xy", "stop")
+    [alone] = llm.generate("ab", least, use_tqdm=False)
+    assert alone.outputs[0].token_ids == long.token_ids
+
+
 def test_a_request_that_cannot_go_on_ends_alone(llm: LLM) -> None:
     nothing_left = SamplingParams(
         allowed_token_ids=[3 + ord("z")],

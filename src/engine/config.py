@@ -25,6 +25,7 @@ from ..params.checks import (
 from ..params.declare import check_fields, declared, param
 from .drafting.config import SpeculativeConfig, speculative
 from .policy import MAX_OVERTAKES
+from .structured_config import NO_DEFAULTS, StructuredOutputsConfig, structured_config
 
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_BLOCK_SIZE = 4096
@@ -294,6 +295,15 @@ class EngineConfig:
         absent="no draft tokens",
         metavar="JSON",
     )
+    structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | str | None = param(  # noqa: RUF009
+        None,
+        "Defaults of constraints: a dict or JSON text. Keys: backend (auto or guidance), "
+        "disable_any_whitespace and disable_additional_properties (docs/structured_output.md).",
+        structured_config,
+        absent="backend auto; as each request says",
+        metavar="JSON",
+        stage="serve",
+    )
     tool_call_format: str = param(
         "auto",
         "Syntax of the model's tool calls, such as hermes, mistral or llama3_json (docs/chat.md); "
@@ -380,6 +390,15 @@ class EngineConfig:
         """The checked ``speculative_config``."""
         config = self.speculative_config
         assert config is None or isinstance(config, SpeculativeConfig)
+        return config
+
+    @property
+    def structured(self) -> StructuredOutputsConfig:
+        """The checked ``structured_outputs_config``."""
+        config = self.structured_outputs_config
+        if config is None:
+            return NO_DEFAULTS
+        assert isinstance(config, StructuredOutputsConfig)
         return config
 
     def arguments(self) -> dict[str, Any]:

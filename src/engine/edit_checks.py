@@ -75,13 +75,8 @@ def checked_bad_words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
-def checked_beside_a_constraint(min_tokens: int, bad_words: Sequence[str]) -> None:
-    """Refuses parameters that ban tokens which ``structured_outputs`` may require."""
-    if min_tokens:
-        limit = (
-            "must be 0 with structured_outputs: after a complete text, only an end token may follow"
-        )
-        raise InvalidInputError("min_tokens", min_tokens, limit)
+def checked_beside_a_constraint(bad_words: Sequence[str]) -> None:
+    """Refuses words that ban tokens which ``structured_outputs`` may require."""
     if bad_words:
         limit = "must be empty with structured_outputs, which may allow only a banned token"
         raise InvalidInputError("bad_words", list(bad_words), limit)

@@ -53,7 +53,9 @@ class LogitEdits:
         Raises:
             InvalidInputError: no token is left to sample.
         """
-        stops = tuple(sorted(stop_token_ids)) if params.min_tokens else ()
+        # For constrained requests, bitmasks ban these: a complete text may allow nothing else.
+        has_stops = params.min_tokens > 0 and params.structured_outputs is None
+        stops = tuple(sorted(stop_token_ids)) if has_stops else ()
         allowed = params.allowed_token_ids
         edits = cls(
             params.repetition_penalty,

@@ -42,6 +42,8 @@ class RequestInfo:
         edits: edits of its logits; None for none.
         reasoning: the reasoning that may precede constrained content; None for none.
         end_token_ids: tokens that end constrained content, in addition to the model's end tokens.
+        early_stop_ids: tokens that bitmasks ban before ``min_tokens`` outputs, wherever they allow
+            another token; empty without a constraint.
         segments: segments of its prompt, in order. They identify the content at positions whose
             tokens are placeholders.
     """
@@ -56,6 +58,7 @@ class RequestInfo:
     edits: LogitEdits | None = None
     reasoning: Reasoning | None = None
     end_token_ids: frozenset[int] = frozenset()
+    early_stop_ids: frozenset[int] = frozenset()
     segments: tuple[Segment, ...] = ()
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
@@ -178,6 +181,7 @@ class Request:
         edits: LogitEdits | None = None,
         reasoning: Reasoning | None = None,
         end_token_ids: frozenset[int] = frozenset(),
+        early_stop_ids: frozenset[int] = frozenset(),
         scores_prompt: bool = True,
         segments: Sequence[Segment] | None = None,
         prediction: Sequence[int] = (),
@@ -198,6 +202,7 @@ class Request:
             edits,
             reasoning,
             end_token_ids,
+            early_stop_ids,
             (Segment(len(prompt_token_ids)),) if segments is None else tuple(segments),
         )
         self.reads_cache = reads_cache and not is_scored
@@ -250,6 +255,7 @@ class Request:
             edits=info.edits,
             reasoning=info.reasoning,
             end_token_ids=info.end_token_ids,
+            early_stop_ids=info.early_stop_ids,
             scores_prompt=False,
             segments=info.segments,
             prediction=self.prediction,

@@ -122,8 +122,11 @@ class RequestFactory:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
         ends = self._ends_of(prompt)
         stops = frozenset() if params.ignore_eos else ends
-        own_ends = frozenset() if params.structured_outputs is None else stops - self._eos_token_ids
-        edits = self._edits(params, ends)
+        is_constrained = params.structured_outputs is not None
+        own_ends = stops - self._eos_token_ids if is_constrained else frozenset()
+        # min_tokens bans the model's end tokens even if they would not end the request.
+        early = ends.union(params.stop_token_ids or ())
+        edits = self._edits(params, early)
         if prompt.is_scored:  # the sampled token is discarded: no edits are needed
             edits = None
         number = next(self._numbers)
@@ -139,8 +142,9 @@ class RequestFactory:
             owner=prompt.owner,
             cache_salt=prompt.cache_salt,
             edits=edits,
-            reasoning=None if params.structured_outputs is None else prompt.reasoning,
+            reasoning=prompt.reasoning if is_constrained else None,
             end_token_ids=own_ends,
+            early_stop_ids=early if is_constrained and params.min_tokens else frozenset(),
             segments=prompt.segments,
             prediction=prompt.prediction,
             reads_cache=not params.skip_reading_prefix_cache,
@@ -230,8 +234,8 @@ class RequestFactory:
         if is_compiled:
             self.structures.check(outputs, prompt.reasoning)
 
-    def _edits(self, params: SamplingParams, ends: frozenset[int]) -> LogitEdits | None:
-        """``ends``: end tokens of the prompt's answers, unless ignored."""
+    def _edits(self, params: SamplingParams, early: frozenset[int]) -> LogitEdits | None:
+        """``early``: the tokens that ``min_tokens`` bans."""
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
             if self._encode is None:
@@ -239,9 +243,7 @@ class RequestFactory:
                 raise InvalidInputError("bad_words", list(params.bad_words), limit)
             bad_words = bad_word_ids(self._encode, params.bad_words)
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
-        # min_tokens bans the model's end tokens even if they would not end the request.
-        stop_token_ids = ends | set(params.stop_token_ids or ())
-        return LogitEdits.of(params, stop_token_ids, bad_words)
+        return LogitEdits.of(params, early, bad_words)
 
     def output(
         self, requests: Sequence[Request], prompt: PromptInput, metrics: Sequence[RequestMetrics]

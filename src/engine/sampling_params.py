@@ -277,7 +277,8 @@ class SamplingParams(UnsupportedParams):
     min_tokens: int = param(
         0,
         "Ban end tokens and stop_token_ids until this many tokens are generated. A stop string "
-        "that is complete earlier does not count either.",
+        "that is complete earlier does not count either. With structured_outputs they are banned "
+        "only where another token is allowed.",
         _min_tokens,
     )
     logprobs: int | None = param(
@@ -325,8 +326,7 @@ class SamplingParams(UnsupportedParams):
     structured_outputs: StructuredOutputs | None = param(
         None,
         "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
-        "length; for chat answers, the content after the reasoning. Not with min_tokens or "
-        "bad_words.",
+        "length; for chat answers, the content after the reasoning. Not with bad_words.",
         _structured,
         flag=None,
         is_hashed=False,
@@ -411,7 +411,7 @@ class SamplingParams(UnsupportedParams):
             limit = "must be None or True with prompt_logprobs, which compute the whole prompt"
             raise InvalidInputError("skip_reading_prefix_cache", False, limit)
         if self.structured_outputs is not None:
-            checks.checked_beside_a_constraint(self.min_tokens, self.bad_words or ())
+            checks.checked_beside_a_constraint(self.bad_words or ())
         object.__setattr__(self, "is_joint_checked", True)
 
     @classmethod

@@ -274,10 +274,7 @@ ENGINE: dict[str, Foreign] = {
     "attention_config": Foreign(({},), "use attention"),
     "logits_processors": Foreign(([],), "use SamplingParams(logits_processors=[...])"),
     "logits_processor_pattern": Foreign((), "use SamplingParams(logits_processors=[...])"),
-    "guided_decoding_backend": Foreign(
-        ("auto", "guidance"), "llguidance compiles all: leave it out"
-    ),
-    "structured_outputs_config": Foreign(({},), "llguidance compiles all: leave it out"),
+    "guided_decoding_backend": Foreign(("auto", "guidance"), "use structured_outputs_config"),
     "reasoning_config": Foreign(({},), "use reasoning_format"),
     "reasoning_parser_plugin": Foreign(("",), "use reasoning_format"),
     # Logs.

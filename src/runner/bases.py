@@ -21,6 +21,7 @@ from ..engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from ..engine.outputs import EngineStats
 from ..engine.plan import StepPlan, StepResult
 from ..engine.runner import MAX_DRAFT_TOKENS, Runner
+from ..engine.structured_config import NO_DEFAULTS, StructuredOutputsConfig
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..structured.grammars import Grammars
@@ -69,6 +70,7 @@ class LocalRunner(ABC):
         overlap: whether the next step may be dispatched before the tokens of a step are collected.
         processed_logprobs: whether log-probabilities of sampled tokens are taken from the
             distributions that the tokens are sampled from, instead of the model's own.
+        structured_outputs: defaults of constraints.
         on_logits: called in each dispatch, before sampling, with the plan and the logits
             ``[num_sampled, V]`` of its samples. It must clone the tensor to keep it.
 
@@ -94,6 +96,7 @@ class LocalRunner(ABC):
         state_interval: int = 0,
         overlap: bool = False,
         processed_logprobs: bool = False,
+        structured_outputs: StructuredOutputsConfig = NO_DEFAULTS,
         on_logits: OnLogits | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
@@ -113,7 +116,9 @@ class LocalRunner(ABC):
         # Recurrent layers need the place where draft tokens begin.
         has_field = any(field.name == "num_drafts" for field in captured.fields)
         self.max_draft_tokens = MAX_DRAFT_TOKENS if has_field or not loaded.recurrent else 0
-        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self.grammars = Grammars(
+            loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids, structured_outputs
+        )
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks
         self._has_processed_logprobs, self._on_logits = processed_logprobs, on_logits
@@ -190,6 +195,7 @@ def runner_settings(config: EngineConfig, size: CacheSize) -> dict[str, Any]:
         "num_state_slots": size.num_state_slots,
         "state_interval": config.num_tokens_per_interval if size.num_state_slots else 0,
         "processed_logprobs": config.logprobs_mode == "processed_logprobs",
+        "structured_outputs": config.structured,
     }
 
 

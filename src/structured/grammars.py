@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.json_schemas import implemented
+from ..engine.structured_config import NO_DEFAULTS, StructuredOutputsConfig
 from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..engine.text.reasoning import Reasoning
 from ..engine.text.token_bytes import TokenBytes
@@ -70,14 +71,22 @@ class Grammars:
         tokenizer: the model's tokenizer, or None.
         vocab_size: columns of the logits, possibly more than the tokenizer's tokens.
         eos_token_ids: the tokens that may follow a complete text.
+        config: defaults of constraints.
 
     Attributes:
         token_bytes: the bytes of the model's tokens.
         eos_token_ids: as passed, in order.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        config: StructuredOutputsConfig = NO_DEFAULTS,
+    ) -> None:
         self._model = tokenizer, vocab_size, eos_token_ids
+        self._config = config
         self.num_words = -(-vocab_size // 32)
         self.token_bytes = TokenBytes(tokenizer)
         self.eos_token_ids = np.array(sorted(eos_token_ids), np.int64)
@@ -185,7 +194,7 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Any:
         try:
-            grammar = _grammar(constraint)
+            grammar = _grammar(self._with_defaults(constraint))
         except InvalidInputError:
             raise
         except Exception as error:  # llguidance converts GBNF in Python
@@ -201,6 +210,14 @@ class Grammars:
             self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
         grammar = _NOT_ENCODED + grammar
         return self._new_matcher(constraint, grammar, self._named_tokenizer)
+
+    def _with_defaults(self, constraint: Constraint) -> Constraint:
+        config = self._config
+        is_tight = config.disable_any_whitespace and constraint.whitespace_pattern is None
+        return constraint._replace(
+            any_whitespace=constraint.any_whitespace and not is_tight,
+            closes_objects=constraint.closes_objects or config.disable_additional_properties,
+        )
 
     @staticmethod
     def _new_matcher(constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:

@@ -16,11 +16,10 @@ mask before and inside the reasoning (:mod:`.reasoning`), and the matcher gets t
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,10 +27,11 @@ from numpy.typing import NDArray
 
 from ..engine.plan import LastTwoBatches, StepPlan
 from ..engine.request import RequestInfo
-from ..engine.text.reasoning import Phase, ReasoningTracker
+from ..engine.text.reasoning import ReasoningTracker
 from .grammars import Grammars
-from .reasoning import Ids, ReasoningTokens
+from .reasoning import Ids
 from .reasons import readable
+from .texts import Beginning, Text
 
 IntArray = NDArray[np.int32]
 # A mask takes some 30 us. Waking a thread on each of many cores took longer than 64 masks.
@@ -46,103 +46,6 @@ _MADE.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
-class _Beginning:
-    """A text whose content has not begun.
-
-    Attributes:
-        fresh: a matcher at the beginning of the content.
-        is_free: whether the row's mask allows all tokens except ``banned``.
-        is_beyond: whether the text so far can only open the reasoning, and cannot be content.
-    """
-
-    tracker: ReasoningTracker
-    tokens: ReasoningTokens
-    fresh: Any
-    is_free: bool = False
-    banned: int = 0
-    is_beyond: bool = False
-
-    @property
-    def is_undecided(self) -> bool:
-        return self.tracker.phase is Phase.UNDECIDED
-
-
-@dataclass(slots=True, eq=False)
-class _Text:
-    """The known text of a running request.
-
-    Attributes:
-        mask: index of its mask.
-        num_known: number of its known tokens, including the prompt.
-        unread: outputs that the matcher has not consumed yet.
-        made: done when the matcher has consumed all known tokens and the mask is written.
-        failure: why no further mask can be computed.
-        beginning: state before the content begins; None from the content's first token on.
-        ends: additional tokens that are allowed wherever the model's end tokens are. The matcher
-            consumes ``end`` in place of each.
-        is_fork: see :meth:`fork`.
-    """
-
-    matcher: Any
-    mask: int
-    num_known: int = 0
-    unread: list[int] = field(default_factory=list)
-    made: Future[None] | None = None
-    failure: str = ""
-    beginning: _Beginning | None = None
-    ends: frozenset[int] = frozenset()
-    end: int = 0
-    is_fork: bool = False
-
-    def fork(self) -> _Text:
-        """A copy that consumes draft tokens. Called when the matcher has consumed all known
-        tokens."""
-        matcher, beginning = self.matcher.deep_copy(), self.beginning
-        if beginning is not None:
-            is_fresh = beginning.fresh is self.matcher
-            fresh = matcher if is_fresh else beginning.fresh.deep_copy()
-            tracker = copy.copy(beginning.tracker)
-            beginning = replace(beginning, tracker=tracker, fresh=fresh)
-        return replace(self, matcher=matcher, unread=[], beginning=beginning, is_fork=True)
-
-    @property
-    def opening(self) -> Ids | None:
-        """Tokens that open the reasoning now; None once the content has begun."""
-        beginning = self.beginning
-        return None if beginning is None else beginning.tokens.opening(beginning.tracker.head)
-
-    def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
-        """Add the tokens at positions ``start ..``, some of which may be known already."""
-        new = token_ids[self.num_known - start :]
-        num_prompt = max(0, request.num_prompt_tokens - self.num_known)
-        self.num_known += len(new)
-        if len(new) > num_prompt:
-            self.push_outputs(new[num_prompt:])
-
-    def push_outputs(self, outputs: Sequence[int]) -> None:
-        """Add output tokens, which follow the known ones."""
-        if self.ends:
-            outputs = [self.end if i in self.ends else i for i in outputs]
-        self.made = None
-        num_before = 0
-        while self.beginning is not None and num_before < len(outputs):
-            self._push_before_content(self.beginning, outputs[num_before])
-            num_before += 1
-        self.unread += outputs[num_before:]
-
-    def _push_before_content(self, beginning: _Beginning, token_id: int) -> None:
-        # If the answer turns out to begin with content, the matcher needs its first token too.
-        self.unread.append(token_id)
-        tracker = beginning.tracker
-        phase = tracker.push(token_id)
-        if phase is Phase.REASONING or tracker.num_skipped:
-            self.unread.clear()
-            self.matcher = beginning.fresh
-        if phase is Phase.CONTENT:
-            self.beginning = None
-
-
-@dataclass(slots=True, eq=False)
 class _Ahead:
     """The masks behind the draft tokens of a row.
 
@@ -153,7 +56,7 @@ class _Ahead:
         failure: why the next mask could not be computed; empty if it did not fail.
     """
 
-    text: _Text
+    text: Text
     drafts: tuple[int, ...]
     masks: list[int]
     num_made: int = 0
@@ -174,7 +77,7 @@ class ConstrainedRows:
     plan: StepPlan
     rows: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    texts: list[_Text] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
     aheads: dict[int, _Ahead] = field(default_factory=dict)
     made_ahead: Future[None] | None = None
 
@@ -231,7 +134,7 @@ class Matchers:
         if self._last_job is not None:
             wait([self._last_job])  # its error no longer matters
         self._last_job = None
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, Text] = {}
         self._free = list(range(len(self._bits) - 1, -1, -1))
         self._leaving: list[int] = []
         self._repeatable.clear()
@@ -302,25 +205,32 @@ class Matchers:
                 masks = [self._take_mask() for _ in drafts[row]]
                 found.aheads[row] = _Ahead(text, drafts[row], masks)
 
-    def _new_text(self, request: RequestInfo) -> _Text:
+    def _new_text(self, request: RequestInfo) -> Text:
         try:
             return self._begun_text(request)
         except Exception as error:  # admission accepted it: a bug, which ends only this request
-            return _Text(None, self._take_mask(), failure=_shown(error))
+            return Text(None, self._take_mask(), failure=_shown(error))
 
-    def _begun_text(self, request: RequestInfo) -> _Text:
+    def _begun_text(self, request: RequestInfo) -> Text:
         outputs, reasoning = request.sampling_params.structured_outputs, request.reasoning
         if outputs is None:
             raise ValueError(f"request {request.request_id} has no constraint")
         matcher = self._grammars.matcher(outputs)
-        ends, end = request.end_token_ids, int(self._grammars.eos_token_ids[0])
+        text = Text(
+            matcher,
+            self._take_mask(),
+            ends=request.end_token_ids,
+            end=int(self._grammars.eos_token_ids[0]),
+            early_stops=np.array(sorted(request.early_stop_ids), np.int64),
+            min_tokens=request.sampling_params.min_tokens,
+        )
         if reasoning is None:
-            return _Text(matcher, self._take_mask(), ends=ends, end=end)
+            return text
         tracker = ReasoningTracker(reasoning, self._grammars.token_bytes)
         tokens = self._grammars.reasoning_tokens(reasoning)
-        early = matcher if reasoning.is_open else matcher.deep_copy()
-        beginning = _Beginning(tracker, tokens, matcher)
-        return _Text(early, self._take_mask(), beginning=beginning, ends=ends, end=end)
+        text.matcher = matcher if reasoning.is_open else matcher.deep_copy()
+        text.beginning = Beginning(tracker, tokens, matcher)
+        return text
 
     def _take_mask(self) -> int:
         if not self._free:
@@ -406,12 +316,12 @@ class Matchers:
 
     # On the thread ----------------------------------------------------------------------------
 
-    def _start(self, texts: list[_Text]) -> None:
+    def _start(self, texts: list[Text]) -> None:
         """Queue the masks of these texts, after all earlier ones."""
         for text in texts:
             if text.beginning is not None and not text.beginning.is_undecided:
                 self._write_free_mask(text, text.beginning)
-        jobs = [_Job(text, text.unread, text.opening) for text in texts if text.made is None]
+        jobs = [_Job.of(text) for text in texts if text.made is None]
         if not jobs:
             return
         made = self._submit(self._make, jobs, self._bits)
@@ -425,14 +335,29 @@ class Matchers:
         self._last_job = self._worker.submit(work, *arguments)
         return self._last_job
 
-    def _write_free_mask(self, text: _Text, beginning: _Beginning) -> None:
+    def _write_free_mask(self, text: Text, beginning: Beginning) -> None:
         """Write the mask of a row inside its reasoning. No job writes it at the same time."""
         text.made = _MADE
-        num_matched = beginning.tracker.num_matched
-        if beginning.is_free and beginning.banned == num_matched:
+        num_matched, stops = beginning.tracker.num_matched, text.banned_stops
+        state = (True, num_matched, len(stops) > 0)
+        if (beginning.is_free, beginning.banned, beginning.is_early) == state:
             return
-        _write_free(self._bits[text.mask], beginning.tokens.banned(num_matched))
-        beginning.is_free, beginning.banned = True, num_matched
+        self._write_free(text, beginning, self._bits)
+        beginning.is_free, beginning.banned, beginning.is_early = state
+
+    def _write_free(self, text: Text, beginning: Beginning, bits: IntArray) -> None:
+        row = bits[text.mask]
+        row[:] = -1
+        _remove(row, beginning.tokens.banned(beginning.tracker.num_matched))
+        self._ban(row, text.banned_stops)
+
+    def _ban(self, row: IntArray, ids: Ids) -> None:
+        """Ban tokens unless a mask allows no others."""
+        if len(ids):
+            others = row.copy()
+            _remove(others, ids)
+            if others[: self._grammars.num_words].any():
+                row[:] = others
 
     def _look_ahead(self, aheads: Sequence[_Ahead], bits: IntArray) -> None:
         """Write the masks behind draft tokens: for each in turn, the masks of all rows at once."""
@@ -449,10 +374,9 @@ class Matchers:
                 text.failure = _failure_of(text.push_outputs, [ahead.drafts[i]])
                 beginning = text.beginning
                 if beginning is not None and not beginning.is_undecided:
-                    num_matched = beginning.tracker.num_matched
-                    _write_free(bits[text.mask], beginning.tokens.banned(num_matched))
+                    self._write_free(text, beginning, bits)
                 elif not text.failure:
-                    jobs.append(_Job(text, text.unread, text.opening))
+                    jobs.append(_Job.of(text))
                     text.unread = []
             if jobs:
                 self._make(jobs, bits)
@@ -502,8 +426,10 @@ class Matchers:
                 if job.is_beyond:
                     row[:] = 0
                 np.bitwise_or.at(row, job.opening >> 5, _bits_of(job.opening))
+            if not job.text.failure:
+                self._ban(bits[job.text.mask], job.banned_stops)
 
-    def _allow_ends(self, text: _Text, bits: IntArray) -> None:
+    def _allow_ends(self, text: Text, bits: IntArray) -> None:
         """Allow the tokens that end this text, if the model's end tokens are allowed."""
         row, own = bits[text.mask], self._grammars.eos_token_ids
         if (row[own >> 5] & _bits_of(own)).any():
@@ -519,11 +445,18 @@ class _Job:
         ids: outputs that the matcher consumes first.
         opening: tokens that open the reasoning, which are also allowed; None once the content has
             begun.
+        banned_stops: see :attr:`Text.banned_stops`.
     """
 
-    text: _Text
+    text: Text
     ids: list[int]
     opening: Ids | None
+    banned_stops: Ids
+
+    @classmethod
+    def of(cls, text: Text) -> _Job:
+        """The job for the next token of a text."""
+        return cls(text, text.unread, text.opening, text.banned_stops)
 
     @property
     def is_beyond(self) -> bool:
@@ -543,7 +476,7 @@ def consume_all(matcher: Any, token_ids: Sequence[int]) -> bool:
     return all(matcher.consume_token(token_id) for token_id in token_ids)
 
 
-def _fork_of(ahead: _Ahead) -> _Text | None:
+def _fork_of(ahead: _Ahead) -> Text | None:
     try:
         return None if ahead.text.failure else ahead.text.fork()
     except BaseException as error:  # not on a thread that receives signals
@@ -559,10 +492,8 @@ def _not_allowed(token_id: int) -> str:
     return f"token {token_id} is not allowed: other parameters ban all allowed tokens"
 
 
-def _write_free(mask: IntArray, banned: Ids) -> None:
-    """Allow all tokens except ``banned``."""
-    mask[:] = -1
-    np.bitwise_and.at(mask, banned >> 5, ~_bits_of(banned))
+def _remove(mask: IntArray, ids: Ids) -> None:
+    np.bitwise_and.at(mask, ids >> 5, ~_bits_of(ids))
 
 
 def _bits_of(ids: Ids) -> IntArray:
@@ -570,7 +501,7 @@ def _bits_of(ids: Ids) -> IntArray:
     return np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32)).view(np.int32)
 
 
-def _has_failed(text: _Text) -> bool:
+def _has_failed(text: Text) -> bool:
     if not text.failure and text.matcher.is_error():
         text.failure = _shown(text.matcher.get_error())
     return bool(text.failure)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pagespec import EngineBusyError, InvalidInputError, StructuredOutputs
 from pagespec.engine.json_schemas import implemented
+from pagespec.engine.structured_config import StructuredOutputsConfig
 from pagespec.structured import grammars as module
 from pagespec.structured.grammars import Grammars
 from tests.support.structured import END, NUM_TOKENS, check_output, random_outputs, tokenizer
@@ -75,8 +76,8 @@ def test_what_the_compiler_cannot_keep_is_refused(asked: dict[str, Any], message
     assert refused.value.field.startswith("structured_outputs.")
 
 
-def allows(text: str, **asked: Any) -> bool:
-    matcher = GRAMMARS.matcher(StructuredOutputs(**asked))
+def allows(text: str, grammars: Grammars = GRAMMARS, **asked: Any) -> bool:
+    matcher = grammars.matcher(StructuredOutputs(**asked))
     ids = tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
@@ -132,6 +133,22 @@ def test_additional_properties_can_be_disabled() -> None:
     assert closed["additionalProperties"] is False
     assert first == {**inner, "additionalProperties": False}
     assert second == {"additionalProperties": True}
+
+
+def test_the_engine_has_defaults_for_constraints() -> None:
+    config = StructuredOutputsConfig(
+        disable_any_whitespace=True, disable_additional_properties=True
+    )
+    strict = Grammars(tokenizer(), 320, {END}, config)
+    schema = {"properties": {"a": {}}, "required": ["a"]}
+    asked: list[dict[str, Any]] = [
+        {"json": schema},
+        {"json": {**schema, "additionalProperties": True}},
+        {"json": schema, "whitespace_pattern": " ?"},
+    ]
+    texts = ['{"a":1}', '{"a": 1}', '{"a":1,"b":1}']
+    found = [[allows(text, grammars=strict, **one) for text in texts] for one in asked]
+    assert found == [[True, False, False], [True, False, True], [True, True, False]]
 
 
 def test_regexes_match_the_whole_text() -> None:

@@ -270,6 +270,50 @@ def test_a_request_that_was_released_keeps_no_mask_behind_draft_tokens() -> None
     assert len(matchers._free) == len(matchers._bits) - 2
 
 
+def with_min_tokens(request: RequestInfo, min_tokens: int, *stops: int) -> RequestInfo:
+    params = replace(request.sampling_params, min_tokens=min_tokens)
+    return replace(request, sampling_params=params, early_stop_ids=frozenset(stops))
+
+
+def test_min_tokens_bans_end_tokens_where_others_are_allowed() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = (
+        with_min_tokens(info("long", "xy*"), 3, END, 300),
+        with_min_tokens(info("short", "x"), 9, END),
+        with_min_tokens(info("stop", "[xy]*"), 2, END, X),
+    )
+    rows = matchers.take(
+        plan(requests, [0, 0, 0], [[7, 7]] * 3, admitted=dict.fromkeys(range(3), ()))
+    )
+    expected = [
+        {0: [X], 1: [X], 2: [Y]},
+        {0: [Y], 1: [END], 2: [Y]},
+        {0: [Y], 1: [END], 2: [END, X, Y]},
+        {0: [END, Y], 1: [END], 2: [END, X, Y]},
+    ]
+    for step, masks in enumerate(expected):
+        assert allowed(matchers, rows) == masks
+        assert rows is not None
+        token_ids = [X if step == 0 else Y, X if step == 0 else END, Y]
+        assert matchers.settle(rows, token_ids) == ({}, {})
+        # The text of the second request is complete. Its end token is not passed on.
+        tokens = [[token_ids[0]], [X], [token_ids[2]]]
+        rows = matchers.take(plan(requests, [2 + step, 2, 2 + step], tokens))
+
+
+def test_min_tokens_counts_draft_tokens_and_returned_outputs() -> None:
+    matchers = Matchers(GRAMMARS)
+    own = with_min_tokens(info("own", "xy*"), 3, END)
+    rows = drafted(matchers, own, 0, [7, 7, X, Y, Y], 3)
+    assert allowed(matchers, rows) == {0: [X], 1: [Y], 2: [Y], 3: [END, Y]}
+    assert matchers.settle(rows, [X, Y, Y, END]) == ({}, {})
+    matchers.take(plan((), [], [], released=("own",)))
+    for known, masks in (((X, Y), [Y]), ((X, Y, Y), [END, Y])):
+        again = with_min_tokens(info(f"own{len(known)}", "xy*"), 3, END)
+        rows = matchers.take(plan((again,), [0], [[7, 7, *known]], admitted={0: ()}))
+        assert allowed(matchers, rows) == {0: masks}
+
+
 def test_a_text_with_its_own_end_tokens_ends_behind_draft_tokens() -> None:
     matchers = Matchers(GRAMMARS)
     own = replace(info("own", "xy?"), end_token_ids=frozenset({300}))

@@ -76,6 +76,25 @@ def test_in_the_reasoning_everything_is_allowed_and_behind_it_the_constraint() -
     assert answer.allowed() == {END}
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_min_tokens_bans_end_tokens_in_the_reasoning_too(is_open: bool) -> None:
+    own = info(replace(SPELLED, is_open=is_open), "xy*")
+    params = replace(own.sampling_params, min_tokens=4 - is_open)
+    own = replace(own, sampling_params=params, early_stop_ids=frozenset({END, 300}))
+    matchers = Matchers(GRAMMARS)
+    rows = matchers.take(plan((own,), [0], [[9, 9]], admitted={0: ()}))
+    answer = [A, 17, 300, 301] if is_open else [LESS, A, 17, 300, 301]
+    for i, token_id in enumerate(answer):
+        found = set(allowed(matchers, rows)[0])
+        if i >= 2 * (not is_open):
+            assert found == (ALL if i >= params.min_tokens else ALL - {END, 300})
+        assert rows is not None
+        token_id = token_id if token_id in found else 301
+        assert matchers.settle(rows, [token_id]) == ({}, {})
+        rows = matchers.take(plan((own,), [2 + i], [[token_id]]))
+    assert set(allowed(matchers, rows)[0]) == ALL
+
+
 def test_the_answer_may_open_its_reasoning_or_begin_with_content() -> None:
     answer = Answer(SPELLED)
     assert answer.allowed() == {X, LESS}

@@ -1,0 +1,86 @@
+"""The engine argument ``structured_outputs_config``: its keys, values and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import InvalidInputError, nearest
+from .structured_outputs import BACKENDS
+
+# Keys of vLLM whose other values are not supported, with their replacement.
+_EMPTY = {
+    "reasoning_parser": ("", "use reasoning_format"),
+    "reasoning_parser_plugin": ("", "use reasoning_format"),
+    "enable_in_reasoning": (False, "a constraint applies to the content after the reasoning"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """Defaults of a model's constraints. Names as in vLLM.
+
+    Attributes:
+        backend: "auto" or "guidance"; llguidance compiles all constraints.
+        disable_any_whitespace: no whitespace between JSON tokens, for every constraint without a
+            ``whitespace_pattern``.
+        disable_additional_properties: as in ``StructuredOutputs``, for every JSON schema.
+        disable_fallback: no effect, because there is one backend.
+        reasoning_parser, reasoning_parser_plugin, enable_in_reasoning: only vLLM's defaults.
+
+    Raises:
+        InvalidInputError: names the key, the value and the limit.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+    reasoning_parser: str = ""
+    reasoning_parser_plugin: str = ""
+    enable_in_reasoning: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            limit = f"must be {' or '.join(BACKENDS)}: llguidance compiles all constraints"
+            raise _error("backend", self.backend, limit)
+        for key in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, key), bool):
+                raise _error(key, getattr(self, key), "must be True or False")
+        for key, (empty, instead) in _EMPTY.items():
+            if getattr(self, key) != empty:
+                raise _error(key, getattr(self, key), f"must be {empty!r}: {instead}")
+
+
+NO_DEFAULTS = StructuredOutputsConfig()
+
+
+def structured_config(name: str, value: Any) -> StructuredOutputsConfig:
+    """Check the argument: a :class:`StructuredOutputsConfig`, a dict of its fields, or JSON text.
+
+    Raises:
+        InvalidInputError: names the key, the value and the limit.
+    """
+    if isinstance(value, StructuredOutputsConfig):
+        return value
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        limit = 'must be a dict or JSON text, such as {"backend": "guidance"}'
+        raise InvalidInputError(name, value, limit)
+    keys = [known.name for known in fields(StructuredOutputsConfig)]
+    for key in given:
+        if key not in keys:
+            near = nearest(str(key), keys) or f": its keys are {', '.join(keys)}"
+            raise _error(key, given[key], f"there is no such key{near}")
+    return StructuredOutputsConfig(**given)
+
+
+def _error(key: object, value: object, limit: str) -> InvalidInputError:
+    return InvalidInputError(f"structured_outputs_config.{key}", value, limit)
