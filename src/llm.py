@@ -116,7 +116,7 @@ class LLMEngine(StepwiseEngine):
         Raises:
             InvalidInputError, UnsupportedModelError: as for ``LLM``.
         """
-        return LLM(**vars(engine_args)).llm_engine
+        return LLM.from_engine_args(engine_args).llm_engine
 
 
 class LLM:
@@ -230,6 +230,11 @@ class LLM:
             InvalidInputError: the model has none.
         """
         return self.llm_engine.get_tokenizer()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """An engine with the attributes of ``EngineArgs`` as arguments."""
+        return cls(**vars(engine_args))
 
     if not TYPE_CHECKING:  # type checkers would accept every name
 

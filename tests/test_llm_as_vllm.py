@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from tqdm import tqdm
 
 from pagespec import LLM, InvalidInputError, SamplingParams
-from pagespec import llm as llm_module
 from pagespec.engine.metric_values import Counter, Gauge, Histogram, Vector
 from pagespec.llm import LLMEngine
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -179,11 +177,17 @@ def test_settings_are_read_under_vllms_names(llm: LLM, chat_llm: LLM) -> None:
 
 
 def test_an_engine_is_made_from_its_arguments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = mock.Mock(return_value=llm)
-    monkeypatch.setattr(llm_module, "LLM", made)
+    def refuse(_: Any, *args: Any, **named: Any) -> None:
+        raise InvalidInputError("given", (args, named), "is what was given")
+
     arguments = SimpleNamespace(model="m", num_blocks=8)
+    monkeypatch.setattr(LLM, "__init__", refuse)
+    for make in (LLM.from_engine_args, LLMEngine.from_engine_args):
+        with pytest.raises(InvalidInputError) as given:
+            make(arguments)
+        assert given.value.value == ((), {"model": "m", "num_blocks": 8})
+    monkeypatch.setattr(LLM, "from_engine_args", lambda _: llm)
     assert LLMEngine.from_engine_args(arguments, usage_context=None) is llm.llm_engine
-    assert made.call_args == mock.call(model="m", num_blocks=8)
 
 
 def metrics_of(llm: LLM) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""vLLM's ``v1.metrics``."""
