@@ -167,6 +167,8 @@ def build(
             if record is not None and graph_cache is not None:
                 described = record.describe(loaded, specs)
                 graph_cache.code = described["code"] if described else None
+            if config.skip_tokenizer_init:  # the record is for starts with it, too
+                loaded = replace(loaded, tokenizer=None)
             # On a CPU the field is always there: any engine can then verify draft tokens.
             has_drafts = config.speculation is not None or device.type == "cpu"
             fields = step_fields(has_drafts=has_drafts, is_recurrent=bool(loaded.recurrent))

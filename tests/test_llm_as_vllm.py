@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tqdm import tqdm
 
-from pagespec import LLM, InvalidInputError, SamplingParams
+from pagespec import LLM, InvalidInputError, SamplingParams, StructuredOutputs
 from pagespec.engine.metric_values import Counter, Gauge, Histogram, Vector
 from pagespec.llm import LLMEngine
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.scripted_llm import scripted_llm
+from tests.support.tokenizers import byte_level
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -224,3 +226,20 @@ def test_metrics_have_vllms_names_and_count_the_results(llm: LLM) -> None:
     assert isinstance(accepted, Vector)
     assert len(accepted.values) == 3
     assert sum(accepted.values) == now["vllm:spec_decode_num_accepted_tokens"].value
+
+
+def test_a_model_without_its_tokenizer_takes_token_ids_and_gives_no_text(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model("llama"), byte_level()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for skips in (True, False):  # the second start may be restored from the record of the first
+        llm = LLM(str(tmp_path), num_blocks=40, skip_tokenizer_init=skips)
+        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, GREEDY)
+        assert len(output.outputs[0].token_ids) == 4
+        assert (output.outputs[0].text == "") == skips
+        if skips:
+            with pytest.raises(ValueError, match="`skip_tokenizer_init=True`"):
+                llm.generate("abc", GREEDY)
+            constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+            with pytest.raises(ValueError, match="no tokenizer"):
+                llm.generate([5], constrained)

@@ -304,6 +304,12 @@ class EngineConfig:
         metavar="JSON",
         stage="serve",
     )
+    skip_tokenizer_init: bool = param(
+        False,
+        "Work without the model's tokenizer: prompts are token ids, and answers have no text.",
+        flag(),
+        flag=None,
+    )
     tool_call_format: str = param(
         "auto",
         "Syntax of the model's tool calls, such as hermes, mistral or llama3_json (docs/chat.md); "

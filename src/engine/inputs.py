@@ -466,7 +466,8 @@ class PromptReader:
 
     def _tokenize(self, text: str, field: str, truncate: int | None, **options: bool) -> list[int]:
         if self._tokenizer is None:
-            raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
+            limit = "give token ids: this model has no tokenizer, or `skip_tokenizer_init=True`"
+            raise InvalidInputError(field, text, limit)
         require_unicode(field, text)
         if truncate is None:
             self._require_room(text, field)

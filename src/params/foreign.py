@@ -107,9 +107,6 @@ ENGINE: dict[str, Foreign] = {
     "trust_remote_code": Foreign(_EITHER, "must be True or False"),  # a permission, never used
     "tokenizer": Foreign((_is_our_model,), _OWN_TOKENIZER),
     "tokenizer_mode": Foreign(("auto", "hf"), _OWN_TOKENIZER),
-    "skip_tokenizer_init": Foreign(
-        _OFF, "use SamplingParams(detokenize=False) and prompt_token_ids"
-    ),
     "revision": Foreign((), _REVISION),
     "code_revision": Foreign((), _REVISION),
     "tokenizer_revision": Foreign((), _REVISION),
