@@ -137,6 +137,12 @@ class LLM:
         UnsupportedModelError: the model needs something this engine does not compute exactly.
     """
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """Make an ``LLM`` from any object whose attributes are its arguments, such as
+        ``pagespec.EngineArgs``. Raises as the class."""
+        return cls(**vars(engine_args))
+
     @takes(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         check_formats(args.tool_call_format, args.reasoning_format)
@@ -230,11 +236,6 @@ class LLM:
             InvalidInputError: the model has none.
         """
         return self.llm_engine.get_tokenizer()
-
-    @classmethod
-    def from_engine_args(cls, engine_args: Any) -> LLM:
-        """An engine with the attributes of ``EngineArgs`` as arguments."""
-        return cls(**vars(engine_args))
 
     if not TYPE_CHECKING:  # type checkers would accept every name
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .engine.call_arguments import (
@@ -52,13 +53,15 @@ INSTEAD = {
 """Hints at what serves in place of attributes of vLLM's LLM and LLMEngine."""
 
 
-def refuse_attribute(target: object, name: str) -> None:
+def refuse_attribute(
+    target: object, name: str, instead: Mapping[str, str] = MappingProxyType(INSTEAD)
+) -> None:
     """Refuse a name that is not found, with the replacement of vLLM's names.
 
     Raises:
         AttributeError: always.
     """
-    hint = INSTEAD.get(name)
+    hint = instead.get(name)
     text = f"{type(target).__name__!r} object has no attribute {name!r}"
     raise AttributeError(text + (f": {hint}" if hint else ""), name=name, obj=target)
 

@@ -72,7 +72,9 @@ TESTED_ELSEWHERE = {
     },
 }
 # Folders of `tests` that do not test a single package; `src/spec` is a link to `spec`.
-WITHOUT_PACKAGE = {"benchmarks", "clients", "coverage", "golden", "mutants", "property", "spec"}
+WITHOUT_PACKAGE = {
+    *("benchmarks", "clients", "coverage", "golden", "mutants", "peer", "property", "spec"),
+}
 # The engine is outside the layers: only these packages may import it, and it may import only
 # `params` and the lowest line.
 ABOVE_ENGINE = (

@@ -371,27 +371,6 @@ ASYNC: dict[str, Foreign] = {
 }
 """Arguments of other methods of ``AsyncLLM``."""
 
-INSTEAD = {
-    "encode": _NO_POOLING,
-    "sleep": "call shutdown(), and make a new AsyncLLM",
-    "wake_up": "make a new AsyncLLM",
-    "is_sleeping": "an AsyncLLM is awake until shutdown()",
-    "add_lora": _NO_LORA,
-    "remove_lora": _NO_LORA,
-    "list_loras": _NO_LORA,
-    "pin_lora": _NO_LORA,
-    "collective_rpc": "ranks run no calls of the user",
-    "start_profile": "use torch.profiler around the call",
-    "stop_profile": "use torch.profiler around the call",
-    "update_weights": "make a new AsyncLLM",
-    "scale_elastic_ep": _ONE_HOST,
-    "add_request": "use submit()",
-    "from_vllm_config": "use from_engine_args()",
-    "reset_mm_cache": _NO_IMAGES,
-    "reset_encoder_cache": _NO_IMAGES,
-}
-"""Methods of vLLM's ``AsyncLLM`` that are not supported, and the replacement."""
-
 _NO_TEMPLATE = "the template of the model is used: give a folder that has another"
 _PROXY = "use a proxy that checks clients"
 _HEADERS = "a request has at most 64 KiB of headers"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagespec import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, InvalidInputError
+from pagespec import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, InvalidInputError, LLMEngine
 from pagespec.compat.parser import FlexibleArgumentParser
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared
@@ -50,6 +50,12 @@ def test_given_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
         "EngineArgs(model='m', max_model_len=64, seed=5, num_gpu_blocks_override=9, "
         "enforce_eager=True)"
     )
+
+
+@pytest.mark.parametrize("cls", [LLM, LLMEngine, AsyncLLM])
+def test_from_engine_args(cls: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^model = 'm/n/o'"):
+        cls.from_engine_args(EngineArgs(model="m/n/o"))
 
 
 def test_an_effect_that_is_not_supported_is_refused_by_the_engine() -> None:

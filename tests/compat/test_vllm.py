@@ -34,8 +34,12 @@ def test_a_module_has_the_same_classes_under_both_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("", "LLM EngineArgs AsyncEngineArgs AsyncLLMEngine SamplingParams RequestOutput"),
-        ("", "CompletionOutput TextPrompt TokensPrompt PromptType __version__ __version_tuple__"),
+        (
+            "",
+            "LLM LLMEngine EngineArgs AsyncEngineArgs AsyncLLMEngine SamplingParams RequestOutput",
+        ),
+        ("", "CompletionOutput TextPrompt TokensPrompt PromptType"),
+        ("", "__version__ __version_tuple__"),
         ("sampling_params", "SamplingParams StructuredOutputsParams"),
         ("outputs", "RequestOutput CompletionOutput"),
         ("inputs", "TextPrompt TokensPrompt PromptType"),
@@ -47,6 +51,9 @@ def test_a_module_has_the_same_classes_under_both_names(name: str) -> None:
         ("v1.engine.llm_engine", "LLMEngine"),
         ("v1.metrics.reader", "Counter Gauge Histogram Metric Vector"),
         ("v1.engine.async_llm", "AsyncLLM"),
+        ("engine.llm_engine", "LLMEngine"),
+        ("v1.engine.llm_engine", "LLMEngine"),
+        ("v1.metrics.reader", "Counter Gauge Histogram Metric Vector"),
         ("entrypoints.llm", "LLM"),
         ("distributed", "cleanup_dist_env_and_memory"),
         ("utils", "FlexibleArgumentParser random_uuid"),

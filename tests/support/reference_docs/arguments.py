@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pagespec
-from pagespec import llm_engine
+from pagespec import LLM, AsyncLLM, LLMEngine, llm_engine
 from pagespec.cli.options import EngineOptions
 from pagespec.compat.refused import REFUSED
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
-from pagespec.params.foreign import ASYNC, CALL, ENGINE, INSTEAD, SERVER, Foreign
+from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, Foreign
+from pagespec.serving import async_llm
 
 from .cells import code, prose, table
 
@@ -82,8 +83,16 @@ def foreign_calls() -> Iterator[str]:
 
 def missing_methods() -> Iterator[str]:
     """Methods of vLLM's classes that are not supported."""
-    rows = [(code(f"LLM.{name}"), prose(text)) for name, text in llm_engine.INSTEAD.items()]
-    rows += [(code(f"AsyncLLM.{name}"), prose(text)) for name, text in INSTEAD.items()]
+    rows = [
+        (code(f"{owner.__name__}.{name}"), prose(text))
+        for owner, known in (
+            (LLM, llm_engine.INSTEAD),
+            (LLMEngine, llm_engine.INSTEAD),
+            (AsyncLLM, async_llm.INSTEAD),
+        )
+        for name, text in known.items()
+        if not hasattr(owner, name)
+    ]
     return table(("method", "instead"), sorted(rows))
 
 
