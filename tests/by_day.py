@@ -290,7 +290,6 @@ NUM_BY_DAY = {
         "test_reasoning_and_calls": 12,
     },
     "spec/test_spec.py": {
-        "test_no_property_is_violated_in_a_ci_scope": 16,
         "test_the_scope_of_a_defect_is_clean_without_it": 10,
     },
     "test_draft_edits.py": {

@@ -66,7 +66,12 @@ GATE_SIZE = GateSize(
     num_tokens=4,
 )
 QUANTIZED_GATE_SIZE = GateSize(
-    max_batch=5, neighbour_lengths=(1, 3, 65), cuts=(1, 3, 32, 63), budgets=(2, 33), num_tokens=4
+    max_batch=5,
+    neighbour_lengths=(1, 3, 65),
+    cuts=(1, 3, 32, 63),
+    budgets=(2, 33),
+    num_tokens=4,
+    both_overlaps=False,  # formats do not see it; tests/verify/test_gate.py has both
 )
 
 

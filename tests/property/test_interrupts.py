@@ -12,7 +12,7 @@ from hypothesis import settings
 from tests.support.interrupts import campaign
 
 
-@pytest.mark.parametrize("number", [500, pytest.param(1500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [300, pytest.param(1500, marks=pytest.mark.nightly)])
 def test_an_exception_at_any_line_leaves_an_engine_that_serves_the_next_call(
     tmp_path: Path, number: int
 ) -> None:

@@ -41,7 +41,24 @@ def ci_report(name: str) -> Report:
     return explore(SCOPES[name])
 
 
-@pytest.mark.parametrize("name", [scope.name for scope in CI])
+# Whose states show all kinds of plans.
+KINDS_OF_PLANS = ("hold", "states-depth-2", "drafts-overlap", "segments", "wishes-sync")
+# The others run at night. Each feature has one here, with few states; some have 20 times as many.
+BY_DAY = {
+    f"ci-{name}"
+    for name in (
+        *KINDS_OF_PLANS,
+        *("sync", "priority", "fair-siblings", "states", "states-uncached"),
+        *("drafts-history", "drafts-paced", "drafts-states", "wishes-overlap"),
+    )
+}
+SCOPES_BY_DAY = [
+    pytest.param(scope.name, marks=() if scope.name in BY_DAY else pytest.mark.nightly)
+    for scope in CI
+]
+
+
+@pytest.mark.parametrize("name", SCOPES_BY_DAY)
 def test_no_property_is_violated_in_a_ci_scope(name: str) -> None:
     report = ci_report(name)
     assert report.complete
@@ -49,8 +66,7 @@ def test_no_property_is_violated_in_a_ci_scope(name: str) -> None:
 
 
 def test_ci_scopes_exercise_every_kind_of_plan() -> None:
-    names = ("ci-hold", "ci-states-depth-2", "ci-drafts-overlap", "ci-segments", "ci-wishes-sync")
-    reports = map(ci_report, names)
+    reports = [ci_report(f"ci-{name}") for name in KINDS_OF_PLANS]
     seen = sum((report.seen for report in reports), Counter())
     plans = ("preempt", "hold", "hit", "evict", "chunk", "draft", "wish", "mixed")
     for event in (*plans, "flight 2", "flight 3", "chunk in segment", "hit in segment"):
