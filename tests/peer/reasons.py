@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     _no("internal", message="Torch not compiled with CUDA|ATen_cuda|simple_compile_backend"),
     _no("internal", message=r"X is not a type object \(Missing\)"),
     _no("internal", message="Cannot locate module vllm"),
+    _no("diffusion models", test=r"test_sampling_params\.py::test_(non_)?diffusion"),
     _no("Responses API", test="entrypoints/openai/responses/"),
     _no("batch files (run-batch)", test=r"test_run_batch\.py"),
     _no("LoRA", message=r"LoRA|enable_lora|zephyr-lora"),
