@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from ..engine.inputs import PromptInput
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
-from ..serving.lanes import Lane, lane_of
+from ..serving.lanes import lane_of
 from .bodies import BodyRoute, require_bounded, run_for_body
 from .call import Answer, read_call
 from .context import Context, ServerContext
@@ -46,19 +47,25 @@ async def _prompts_of(
     prompts: list[Any] = [given] if is_one else list(given)
     sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
     require_bounded("prompt", sum(sizes), truncate, context)
+    if truncate is not None and body.truncation_side == "right":
+        return await _beginnings(prompts, body, context, truncate)
     if body.add_special_tokens is not False or context.engine.llm.tokenizer is None:
         return prompts
-    lane = lane_of("text", sum(sizes))
-    return [
-        p if not isinstance(p, str) else await _encoded(p, context, truncate, lane) for p in prompts
-    ]
+    lane, reader = lane_of("text", sum(sizes)), context.engine.llm.reader
+    encode = partial(reader.encode_prompt, field="prompt", truncate=truncate)
+    return [await lane.run(encode, p) if isinstance(p, str) else p for p in prompts]
 
 
-async def _encoded(
-    text: str, context: ServerContext, truncate: int | None, lane: Lane
-) -> list[int]:
-    """The token ids of a text, without special tokens added."""
-    return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
+async def _beginnings(
+    prompts: list[Any], body: CompletionRequest, context: ServerContext, most: int
+) -> list[list[int]]:
+    """The first ``most`` token ids of each prompt; -1: as many as leave space for one token."""
+    llm = context.engine.llm
+    end = llm.max_model_len - 1 if most == -1 else most
+    add = body.add_special_tokens is not False
+    encode = partial(llm.reader.encode, field="prompt", add_special_tokens=add)
+    lane = lane_of("text", sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+    return [(await lane.run(encode, p) if isinstance(p, str) else p)[:end] for p in prompts]
 
 
 class _Choices(Choices[CompletionRequest]):

@@ -151,6 +151,24 @@ def test_a_users_message_is_not_echoed(http: httpx.Client) -> None:
     assert answer["choices"][0]["message"]["content"] == "Plain words."
 
 
+# Truncation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["abcdefgh", [5, 6, 7, 8, 9, 10, 11, 12]])
+def test_a_prompt_loses_its_beginning_or_its_end(http: httpx.Client, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
+
+    def ids(**fields: Any) -> list[int]:
+        answer = http.post(COMPLETIONS, json={**body, **fields}).json()
+        found: list[int] = answer["choices"][0]["prompt_token_ids"]
+        return found
+
+    whole = ids()
+    for side, kept in ((None, whole[-4:]), ("left", whole[-4:]), ("right", whole[:4])):
+        assert ids(truncate_prompt_tokens=4, truncation_side=side) == kept
+    assert ids(truncate_prompt_tokens=-1, truncation_side="right") == whole
+
+
 # Options of the server --------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ class ChatRequest(GeneratingBody):
     neutral: ClassVar[Neutral] = {
         **GeneratingBody.neutral,
         "add_special_tokens": (False,),
+        "truncation_side": ("left",),
         # A template is a program, which could occupy the server forever.
         "chat_template": (),
         "documents": ([],),
@@ -112,6 +113,10 @@ class CompletionRequest(GeneratingBody):
     echo: bool | None = Field(None, description="Prepend the prompt to the answer.")
     logprobs: int | None = None
     add_special_tokens: bool | None = Field(None, description="For text prompts; default true.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None,
+        description="The side from which truncate_prompt_tokens removes tokens; default: left.",
+    )
 
 
 class BodyError(InvalidInputError):
