@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
 from ..serving.async_llm import AsyncLLM
-from . import admin, basic, chat, completions, generate, tokenization
+from . import admin, basic, chat, completions, generate, invocations, tokenization
 from .config import ServerConfig
 from .connection import WRITE_TIMEOUT
 from .context import ServerContext
@@ -28,7 +28,7 @@ from .sampling import SamplingDefaults
 from .security import ApiKeys
 
 # Each module has a ``router``.
-ENDPOINTS = (basic, chat, completions, generate, tokenization)
+ENDPOINTS = (basic, chat, completions, generate, invocations, tokenization)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:

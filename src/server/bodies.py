@@ -43,6 +43,7 @@ MAX_TEXT_BYTES = 2 << 20
 _BYTES_PER_TOKEN = 8
 
 _T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _NUMBERS = re.compile(r"[-0-9,\s]{512,65536}")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -101,15 +102,18 @@ def require_bounded(
         raise InvalidInputError(field, f"{num_bytes} bytes", limit)
 
 
-def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """A body's value, as FastAPI would read it.
+def read_body(body: bytes, model: type[_Model]) -> _Model:
+    """A body's value, as FastAPI would read it. Raises what the two steps raise."""
+    return validated(read_json(body), model)
 
+
+def read_json(body: bytes) -> Any:
+    """
     Raises:
-        ApiError, HTTPException, RequestValidationError: it is not JSON, or does not match
-            ``model``.
+        ApiError, HTTPException, RequestValidationError: it is not JSON.
     """
     try:
-        value = parse(body)
+        return parse(body)
     except JSONDecodeError as error:
         fault = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error",
                  "input": {}, "ctx": {"error": error.msg}}  # fmt: skip
@@ -118,6 +122,13 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise
     except Exception as error:
         raise HTTPException(400, "There was an error parsing the body") from error
+
+
+def validated(value: Any, model: type[_Model]) -> _Model:
+    """
+    Raises:
+        RequestValidationError: it does not match ``model``.
+    """
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:

@@ -26,7 +26,7 @@ from .protocol.absent import CHAT, CHAT_CHOICE, CHAT_MESSAGE
 from .protocol.endpoints import ChatRequest, client_names
 from .sampling import chat_params
 from .sse import Choices, Piece, respond
-from .template_fields import check_effort, check_roles
+from .template_fields import check_effort, check_roles, template_variables
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -66,10 +66,10 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
 def _read_prompt(
     body: ChatRequest, context: ServerContext, params: SamplingParams, choice: ToolChoice
 ) -> PromptInput:
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
     llm = context.engine.llm
+    variables = template_variables(
+        body.chat_template_kwargs, body.reasoning_effort, body.documents, llm.tokenizer
+    )
     prompt = llm.chat_reader.read(
         body.messages,
         tools=None if body.tool_choice == "none" else body.tools,
@@ -106,6 +106,8 @@ class _Choices(Choices[ChatRequest]):
         }
         if self._body.return_token_ids:
             found["prompt_token_ids"] = result.prompt_token_ids
+        if self._body.return_prompt_text:
+            found["prompt_text"] = self._prompt.text
         if self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
         return found
@@ -117,7 +119,8 @@ class _Choices(Choices[ChatRequest]):
         index = delta.index
         if index not in self._answers:
             prompt = self._prompt.token_ids if self._body.return_token_ids else None
-            extra = None if self._answers else {"prompt_token_ids": prompt}
+            text = self._prompt.text if self._body.return_prompt_text else None
+            extra = {"prompt_token_ids": prompt, "prompt_text": text} if not self._answers else None
             yield Piece(
                 _chunk(index, {"role": "assistant", "content": ""}), extra, has_tokens=False
             )

@@ -1,9 +1,9 @@
-"""Checks fields that only the chat template uses: roles, reasoning effort."""
+"""Fields that only the chat template uses: roles, reasoning effort, documents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -12,7 +12,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # OpenAI's default, which has no effect.
 _PLAIN_EFFORT = "medium"
-_EFFORT = "reasoning_effort"
+_EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
+_UNREAD = "has no effect: the chat template of this model does not read it"
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
@@ -43,14 +44,40 @@ def check_effort(effort: str | None, tokenizer: Any) -> None:
     if effort is None:
         return
     template = _template(tokenizer)
-    is_read = re.search(rf"\b{_EFFORT}\b", template) is not None
+    is_read = _reads(template, _EFFORT)
     if effort not in EFFORTS and not (is_read and _names(template, effort)):
         raise InvalidInputError(_EFFORT, effort, f"must be one of {', '.join(EFFORTS)}")
-    if not is_read and effort != _PLAIN_EFFORT:
-        limit = "has no effect: the chat template of this model does not read it"
-        if re.search(r"\benable_thinking\b", template):
-            limit += "; see chat_template_kwargs.enable_thinking"
-        raise InvalidInputError(_EFFORT, effort, limit)
+    if not (is_read or effort == _PLAIN_EFFORT or _reads(template, _SWITCH)):
+        raise InvalidInputError(_EFFORT, effort, _UNREAD)
+
+
+def template_variables(
+    given: Mapping[str, Any] | None,
+    effort: str | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """The variables of a chat template: ``chat_template_kwargs``, the effort and documents. As in
+    vLLM, the effort also switches a template's ``enable_thinking``: off for "none", else on.
+
+    Raises:
+        InvalidInputError: the chat template does not read the documents.
+    """
+    found = dict(given or {})
+    template = _template(tokenizer)
+    if effort is not None:
+        found.setdefault(_EFFORT, effort)
+        if _reads(template, _SWITCH):
+            found.setdefault(_SWITCH, effort != "none")
+    if documents:
+        if not _reads(template, "documents"):
+            raise InvalidInputError("documents", f"{len(documents)} documents", _UNREAD)
+        found.setdefault("documents", documents)
+    return found
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", template) is not None
 
 
 def _template(tokenizer: Any) -> str:

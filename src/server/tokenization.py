@@ -67,6 +67,10 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
     check_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
+    opens = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
+    if body.continue_final_message and opens:
+        limit = "must be false if add_generation_prompt is true"
+        raise InvalidInputError("continue_final_message", True, limit)
     field, num_bytes = "messages", len(await request.body())
     if body.prompt is not None:
         field, num_bytes = "prompt", len(body.prompt.encode("utf-8", "surrogatepass"))

@@ -151,6 +151,16 @@ def test_a_users_message_is_not_echoed(http: httpx.Client) -> None:
     assert answer["choices"][0]["message"]["content"] == "Plain words."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_rendered_prompt_is_returned(http: httpx.Client, stream: bool) -> None:
+    body = {"messages": HELLO, "return_prompt_text": True, "stream": stream}
+    answer = http.post(CHAT, json=body)
+    first, *rest = read_events(answer.text) if stream else [answer.json()]
+    assert "hé?" in first["prompt_text"]
+    assert first["prompt_text"].endswith("assistant\n")
+    assert not any("prompt_text" in chunk for chunk in rest)
+
+
 # Truncation -------------------------------------------------------------------------------------
 
 
@@ -167,6 +177,36 @@ def test_a_prompt_loses_its_beginning_or_its_end(http: httpx.Client, prompt: Any
     for side, kept in ((None, whole[-4:]), ("left", whole[-4:]), ("right", whole[:4])):
         assert ids(truncate_prompt_tokens=4, truncation_side=side) == kept
     assert ids(truncate_prompt_tokens=-1, truncation_side="right") == whole
+
+
+# Other paths ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_invocations_are_chats_or_completions(http: httpx.Client, path: str) -> None:
+    body = NULLS[path][0]
+    here, there = (http.post(where, json=body).json() for where in ("/invocations", path))
+    assert here["choices"] == there["choices"]
+    assert here["object"] == there["object"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [('{"messages": 1}', "messages"), ('{"prompt": 1}', "prompt"), ("{}", "prompt"), ("[", None),
+     ('{"messages": [], "suffix": "a"}', "suffix")],
+)  # fmt: skip
+def test_wrong_invocations_are_refused(http: httpx.Client, content: str, param: str | None) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/invocations", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_message_is_left_open_or_answered(http: httpx.Client) -> None:
+    body = {"messages": HELLO, "continue_final_message": True}
+    assert http.post("/tokenize", json=body).status_code == 200
+    answer = http.post("/tokenize", json={**body, "add_generation_prompt": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "continue_final_message"
 
 
 # Options of the server --------------------------------------------------------------------------

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from pagespec import LLM
+from pagespec.errors import InvalidInputError
+from pagespec.server.template_fields import check_effort, template_variables
 from tests.server.chunks import read_events
 from tests.server.test_bad_fields import JSON
 from tests.server.test_requests import CHAT, COMPLETIONS, GENERATE, HELLO, VALID
@@ -59,6 +63,14 @@ OPENAI = CHAT, COMPLETIONS
 ASKS_FOR_NOTHING: list[tuple[tuple[str, ...], str, list[Any]]] = [
     (EVERYWHERE, "stream_options", [None, {}, {"include_obfuscation": False}]),
     (EVERYWHERE, "kv_transfer_params", [None, {}]),
+    (OPENAI, "logprob_token_ids", [None, []]),
+    (OPENAI, "thinking_token_budget", [None, -1]),
+    (OPENAI, "repetition_detection", [None]),
+    (OPENAI, "return_token_offsets", [None, False]),
+    ((CHAT,), "return_assistant_tokens_mask", [None, False]),
+    ((CHAT,), "truncation_side", [None, "left"]),
+    ((GENERATE,), "assistant_tokens_mask", [None]),
+    ((GENERATE,), "token_offsets", [None]),
     (OPENAI, "store", [None, False]),
     (OPENAI, "service_tier", [None, "auto", "default"]),
     (OPENAI, "metadata", [None, {}, {"a": "b"}]),
@@ -152,7 +164,6 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "context_management", [{"type": "compaction"}]),
     (CHAT, "include_server_side_tool_invocations", True),
     (CHAT, "reasoning_effort", "banana"),
-    (CHAT, "reasoning_effort", "high"),  # this template does not read it
     (COMPLETIONS, "suffix", "x"),
     (COMPLETIONS, "reasoning_effort", "high"),
     (COMPLETIONS, "use_beam_search", 0),
@@ -208,10 +219,39 @@ def test_an_effort_is_one_of_openais_or_of_the_template(own: httpx.Client) -> No
         assert "xhigh" in error["message"]
 
 
-def test_an_effort_that_the_template_does_not_read_has_no_effect(http: httpx.Client) -> None:
+def test_an_effort_switches_thinking(http: httpx.Client) -> None:
     assert "reasoning_effort" not in QWEN_TEMPLATE
-    error = error_of(http.post(CHAT, json={"messages": HELLO, "reasoning_effort": "low"}))
-    assert "chat template" in error["message"]
+
+    def text(**fields: Any) -> str:
+        body = {"messages": HELLO, "return_prompt_text": True, "max_tokens": 1, **fields}
+        found: str = http.post(CHAT, json=body).json()["prompt_text"]
+        return found
+
+    off = text(chat_template_kwargs={"enable_thinking": False})
+    assert text(reasoning_effort="none") == off != text(reasoning_effort="low")
+    kwargs = {"enable_thinking": True}
+    assert text(reasoning_effort="none", chat_template_kwargs=kwargs) != off
+
+
+@pytest.mark.parametrize(
+    ("template", "is_accepted"), [("", False), ("{{ enable_thinking }}", True),
+                                  ("{{ reasoning_effort }}", True)]
+)  # fmt: skip
+def test_an_effort_that_the_template_does_not_read_is_refused(
+    template: str, is_accepted: bool
+) -> None:
+    tokenizer = SimpleNamespace(chat_template=template)
+    check_effort("medium", tokenizer)
+    with nullcontext() if is_accepted else pytest.raises(InvalidInputError, match="chat template"):
+        check_effort("low", tokenizer)
+
+
+def test_documents_are_for_a_template_that_reads_them() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    with pytest.raises(InvalidInputError, match="documents = '1 documents'"):
+        template_variables(None, None, documents, SimpleNamespace(chat_template="{{ messages }}"))
+    tokenizer = SimpleNamespace(chat_template="{{ documents }}")
+    assert template_variables(None, None, documents, tokenizer) == {"documents": documents}
 
 
 # Sentences --------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ class ChatRequest(GeneratingBody):
         **GeneratingBody.neutral,
         "add_special_tokens": (False,),
         "truncation_side": ("left",),
+        "return_assistant_tokens_mask": (False,),
         # A template is a program, which could occupy the server forever.
         "chat_template": (),
-        "documents": ([],),
         "modalities": (["text"], []),
         "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),
@@ -83,6 +83,8 @@ class ChatRequest(GeneratingBody):
         None, description="Prepend the last message to the answer if it is the assistant's."
     )
     chat_template_kwargs: Object | None = None
+    documents: Objects | None = Field(None, description="Passed to the chat template.")
+    return_prompt_text: bool | None = Field(None, description="Return the rendered prompt's text.")
     prediction: Object | None = Field(
         None,
         description="The expected answer, {'type': 'content', 'content': text}: a hint for draft "
@@ -91,7 +93,12 @@ class ChatRequest(GeneratingBody):
 
 
 class GenerateRequest(EngineFields):
-    neutral: ClassVar[Neutral] = {**EngineFields.neutral, "features": ()}
+    neutral: ClassVar[Neutral] = {
+        **EngineFields.neutral,
+        "features": (),
+        "assistant_tokens_mask": (),
+        "token_offsets": (),
+    }
 
     token_ids: Integers = Field(min_length=1)
     sampling_params: Object | None = Field(

@@ -162,6 +162,10 @@ class GeneratingBody(Identification, EngineFields, SamplingFields):
         "logits_processors": ([],),
         "guided_decoding_backend": (),
         "vllm_xargs": ({},),
+        "logprob_token_ids": ([],),
+        "thinking_token_budget": (-1,),
+        "repetition_detection": (),
+        "return_token_offsets": (False,),
     }
 
     max_tokens: int | None = None
