@@ -72,25 +72,32 @@ class TokenTexts:
 
 
 class PromptPlaces:
-    """The places of a prompt's tokens in its text. Special tokens may be missing there: a tokenizer
-    adds some to a text."""
+    """The places of a prompt's tokens in its text. Tokenizers may add special tokens to a text, and a
+    space before it and behind its special tokens.
+
+    Attributes:
+        is_beginning: the text has no space where the tokenizer may have added one.
+    """
 
     def __init__(self, bytes_of: TokenBytes, text: str) -> None:
         self._bytes_of, self._text = bytes_of, text
         self._offsets = TextOffsets(bytes_of, skips_special=False)
-
-    def is_textless(self, token_id: int) -> bool:
-        """Whether the next token is a special one that is not in the text."""
-        if token_id not in self._bytes_of.special_ids:
-            return False
-        written = self._bytes_of(token_id).decode("utf-8", "replace")
-        return not self._text.startswith(written, self._offsets.num_chars)
+        self.is_beginning = True
 
     def push(self, token_id: int) -> int:
         """The offset of the next token's first character."""
-        if self.is_textless(token_id):
-            return self._offsets.num_chars
-        return self._offsets.push(token_id)
+        if token_id not in self._bytes_of.special_ids:
+            self.is_beginning = False
+            return self._offsets.push(token_id)
+        place = self._offsets.num_chars
+        written = self._bytes_of(token_id).decode("utf-8", "replace")
+        if self._text.startswith(written, place):
+            place = self._offsets.push(token_id)
+            end = self._offsets.num_chars
+            self.is_beginning = self._text[end : end + 1] != " "
+            if self.is_beginning:
+                self._offsets = TextOffsets(self._bytes_of, skips_special=False, num_before=end)
+        return place
 
 
 def by_id(token_id: int) -> str:
@@ -160,14 +167,13 @@ class CompletionLogprobs:
         offsets: list[int] = []
         own: list[float | None] = []
         top: list[dict[str, float | None] | None] = []
-        is_textless = self._texts.is_textless
-        if isinstance(places, PromptPlaces):
-            is_textless = places.is_textless
         for token_id, found in zip(token_ids, entries, strict=True):
             text = self._texts.text(token_id, is_beginning=is_beginning)
-            is_beginning = is_beginning and is_textless(token_id)
             tokens.append(text)
             offsets.append(0 if places is None else places.push(token_id))
+            is_beginning = is_beginning and self._texts.is_textless(token_id)
+            if isinstance(places, PromptPlaces):
+                is_beginning = places.is_beginning
             own.append(None if found is None else number_of(found[token_id].logprob))
             top.append(None if found is None else self._top(token_id, text, found))
         return {
