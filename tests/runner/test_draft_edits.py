@@ -222,9 +222,11 @@ EDITED = [
     if WORLDS[name].kind == "cpu"
     for processed, guess in itertools.product((False, True), GUESSES)
 ]
-if "gpu" in RUNNERS:  # the interpreter is slow
-    EDITED.insert(0, pytest.param("gpu", True, "partly right"))
-    EDITED.append(pytest.param("gpu, preempting", False, "random"))
+if "gpu" in RUNNERS:  # the interpreter is slow; by day test_drafting.py edits behind drafts there
+    EDITED += [
+        pytest.param("gpu", True, "partly right", marks=pytest.mark.nightly),
+        pytest.param("gpu, preempting", False, "random", marks=pytest.mark.nightly),
+    ]
 
 
 @pytest.mark.parametrize(("world", "processed_logprobs", "guess"), EDITED)

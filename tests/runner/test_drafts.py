@@ -156,13 +156,14 @@ SERVED = [
 ]
 if "gpu" in both_runners.RUNNERS:
     SERVED += [(8, False, "gpu"), (64, True, "gpu")]
-# Models with recurrent layers run in one process: no rank sends them a step.
 _INTERPRETED = (8, False, "gpu")  # an interpreted step takes long
 CASES = [
-    pytest.param("llama", *how, marks=[pytest.mark.nightly] * (how == _INTERPRETED))
+    pytest.param(arch, *how, marks=[pytest.mark.nightly] * (how == _INTERPRETED))
+    for arch in ("llama", "lfm2")
     for how in SERVED
+    # Models with recurrent layers run in one process: no rank sends them a step.
+    if arch == "llama" or how[-1] != "staged"
 ]
-CASES += [pytest.param("lfm2", *how) for how in SERVED if how[-1] != "staged"]
 
 
 @pytest.mark.parametrize(("captured", "budget", "overlap", "kind"), CASES, indirect=["captured"])

@@ -143,7 +143,7 @@ def logits_of(captured: CapturedModel, plans: list[StepPlan]) -> list[Tensor]:
 PLANS = [two_requests(0, (2, 3), (0, 0)), two_requests(7, (1, 1), (2, 3))]
 
 
-@pytest.mark.parametrize("mode", ["graph", "inductor"])
+@pytest.mark.parametrize("mode", ["graph", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_declared_input_reaches_a_kernel_in_the_captured_graph(mode: str) -> None:
     captured = captured_with(mode, (*FIELDS, *NEW))
     logits = logits_of(captured, PLANS)

@@ -79,7 +79,7 @@ def make_runner(
     ("kind", "quantization"),
     [
         ("mtp", None),
-        ("eagle3", "fp8"),
+        pytest.param("eagle3", "fp8", marks=pytest.mark.nightly),
         pytest.param("mtp", "fp8", marks=pytest.mark.nightly),
         pytest.param("eagle3", None, marks=pytest.mark.nightly),
     ],

@@ -178,7 +178,12 @@ def run(
 
 @pytest.mark.parametrize(
     ("world", "temperature"),
-    [("roomy", 0.0), ("chunks", 0.8), ("preempting", 0.8), ("overlap", 0.8)],
+    [
+        pytest.param("roomy", 0.0, marks=pytest.mark.nightly),
+        pytest.param("chunks", 0.8, marks=pytest.mark.nightly),
+        ("preempting", 0.8),
+        ("overlap", 0.8),
+    ],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(
     target: CapturedModel, world: str, temperature: float
