@@ -70,7 +70,7 @@ class LogprobPositions:
         most likely tokens; None for the first token of a prompt."""
         if self._has_first:
             yield None
-        text = self._decode or (lambda _: None)
+        text: Callable[[int], str | None] = self._decode or (lambda _: None)
         for token_id, rows, place in zip(self._token_ids, self._rows, self._places, strict=True):
             logprob, rank, top_ids, top = rows.row(place, self._num_top)
             entries: list[tuple[int, float, int, str | None]]
@@ -83,7 +83,9 @@ class LogprobPositions:
     def dicts(self) -> list[Any]:
         """A dict per position; None for the first token of a prompt."""
         return [
-            None if entries is None else {i: Logprob(*entry) for i, *entry in entries}
+            None
+            if entries is None
+            else {i: Logprob(value, rank, text) for i, value, rank, text in entries}
             for entries in self
         ]
 

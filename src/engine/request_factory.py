@@ -168,7 +168,8 @@ class RequestFactory:
                 limit += f"; -1 stands for {wanted}, the vocabulary" if given == -1 else ""
                 raise InvalidInputError(name, given, limit)
             if given == -1:
-                params = replace(params, **{name: wanted}).frozen()
+                changed: dict[str, Any] = {name: wanted}
+                params = replace(params, **changed).frozen()
         return params
 
     def _ends_of(self, prompt: PromptInput) -> frozenset[int]:

@@ -54,8 +54,9 @@ class WideRows:
         """Those of the fields that are sent, flat; None if there are none."""
         if not (sampled_fields.size or prompt_fields.size):
             return None
-        both = [wide_rows(f.reshape(LOGPROB_FIELDS, -1)) for f in (sampled_fields, prompt_fields)]
-        return cls(*both) if any(both) else None
+        sampled = wide_rows(sampled_fields.reshape(LOGPROB_FIELDS, -1))
+        prompt = wide_rows(prompt_fields.reshape(LOGPROB_FIELDS, -1))
+        return cls(sampled, prompt) if sampled or prompt else None
 
 
 class GpuLogprobs:
@@ -136,8 +137,9 @@ class GpuLogprobs:
         rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
         if num_sampled and self._temperatures is None:
             write_logprobs(logits, fields, sampled, rows[:num_sampled])
-            for index, place, count in () if wide is None else wide.sampled:
-                wide.of_sampled[index] = _queue_likeliest(logits[place], rows[index], count)
+            if wide is not None:
+                for index, place, count in wide.sampled:
+                    wide.of_sampled[index] = _queue_likeliest(logits[place], rows[index], count)
         elif num_sampled:
             for first in range(0, num_sampled, _PROCESSED_ROWS):
                 part = fields[:, first : first + _PROCESSED_ROWS]
@@ -158,7 +160,9 @@ class GpuLogprobs:
                 begin = num_sampled + first
                 own = rows[begin : begin + CHUNK_ROWS]
                 scored = self._write_chunk(hidden, chunk, sampled, own)
-                for index, _, count in () if wide is None else wide.prompt:
+                if wide is None:
+                    continue
+                for index, _, count in wide.prompt:
                     if first <= index < first + CHUNK_ROWS:
                         at = index - first
                         wide.of_prompt[index] = _queue_likeliest(scored[at], own[at], count)
