@@ -72,8 +72,8 @@ class TokenTexts:
 
 
 class PromptPlaces:
-    """The places of a prompt's tokens in its text. Tokenizers may add special tokens to a text, and a
-    space before it and behind its special tokens.
+    """The places of a prompt's tokens in its text. A tokenizer may add special tokens to a text, a
+    space before it, and a space behind its special tokens.
 
     Attributes:
         is_beginning: the text has no space where the tokenizer may have added one.
