@@ -252,7 +252,7 @@ def test_a_seed_beyond_64_signed_bits_is_refused(http: httpx.Client, path: str, 
          "structured_outputs.xml = null: is not supported"),
         ({"structured_outputs": {"json_object": True, "xml": True}},
          "structured_outputs.xml = true: is not supported"),
-        ({"logprobs": 21}, "logprobs = 21: must be an integer from 0 to 20, or null"),
+        ({"max_tokens": 0}, "max_tokens = 0: must be an integer of 1 or more, or null"),
     ],
 )  # fmt: skip
 def test_errors_show_values_as_json(

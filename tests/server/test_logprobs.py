@@ -33,7 +33,7 @@ PROMPT = [5, 40, 41, 90, 7, 12]
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = save_chat_model(tmp_path_factory.mktemp("model"))
-    return LLM(folder, max_num_seqs=8, num_blocks=200)
+    return LLM(folder, max_num_seqs=8, num_blocks=200, max_logprobs=-1)
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -80,6 +80,17 @@ def test_generate_has_the_sampled_token_at_least(http: httpx.Client) -> None:
         (top,) = entry.pop("top_logprobs")
         assert top == entry
         assert (top["token"], top["bytes"]) == (f"token_id:{token_id}", None)
+
+
+def test_minus_one_is_the_whole_vocabulary(http: httpx.Client, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": -1, "prompt_logprobs": -1}
+    answer = post(http, "/v1/chat/completions", **body, max_tokens=1)
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    values = [top["logprob"] for top in entry["top_logprobs"]]
+    num_tokens = len(answer["prompt_logprobs"][1])
+    assert len(values) == num_tokens >= len(llm.tokenizer)
+    assert values == sorted(values, reverse=True)
 
 
 @pytest.mark.parametrize("by_default", [False, True])
