@@ -12,6 +12,7 @@ import pytest
 import pagespec
 from pagespec import InvalidInputError
 from pagespec.compat.refused import REFUSED
+from pagespec.params.foreign import translate
 
 FOLDER = Path(pagespec.__file__).parent / "compat" / "vllm"
 
@@ -51,6 +52,7 @@ def test_a_module_has_the_same_classes_under_both_names(name: str) -> None:
         ("v1.engine.llm_engine", "LLMEngine"),
         ("v1.metrics.reader", "Counter Gauge Histogram Metric Vector"),
         ("v1.engine.async_llm", "AsyncLLM"),
+        ("config", "AttentionConfig CompilationConfig KVTransferConfig PoolerConfig"),
         ("entrypoints.llm", "LLM"),
         ("distributed", "cleanup_dist_env_and_memory"),
         ("utils", "FlexibleArgumentParser random_uuid"),
@@ -90,6 +92,18 @@ def test_an_adapter_is_refused_where_it_is_made() -> None:
 
     with pytest.raises(InvalidInputError, match="merge the adapter"):
         LoRARequest("name", 1, "/folder")
+
+
+def test_a_configuration_as_an_object_is_like_its_dict() -> None:
+    from pagespec.config import CompilationConfig
+
+    assert translate("compilation_config", CompilationConfig(), {}) == {}
+    given = CompilationConfig(mode=3)
+    assert given.mode == 3
+    with pytest.raises(InvalidInputError, match=r"^compilation_config = {'mode': 3}:"):
+        translate("compilation_config", given, {})
+    with pytest.raises(AttributeError, match="level"):
+        given.level  # noqa: B018
 
 
 def test_imports_load_no_torch() -> None:
