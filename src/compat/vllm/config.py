@@ -7,6 +7,7 @@ from pagespec.compat.configs import (
     PoolerConfig,
     ProfilerConfig,
 )
+from pagespec.engine.structured_config import StructuredOutputsConfig
 
 __all__ = [
     "AttentionConfig",
@@ -14,4 +15,5 @@ __all__ = [
     "KVTransferConfig",
     "PoolerConfig",
     "ProfilerConfig",
+    "StructuredOutputsConfig",
 ]

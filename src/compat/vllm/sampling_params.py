@@ -1,10 +1,10 @@
 """vLLM's module of sampling parameters."""
 
 from pagespec.compat.refused import attribute
-from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagespec.engine.structured_outputs import StructuredOutputsParams
 
-__all__ = ["SamplingParams", "StructuredOutputsParams"]
+__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> object:
