@@ -84,7 +84,7 @@ class EngineArgs(_made("_EngineArgs", EngineConfig, ENGINE)):  # type: ignore[mi
             value = getattr(default, one.name)
             flag = "--" + one.name.replace("_", "-")
             settings: dict[str, Any] = {"default": value, "help": _help(one.name)}
-            if isinstance(value, bool):
+            if _is_switch(one.name, value):
                 settings["action"] = BooleanOptionalAction
             else:
                 settings |= {"type": _read, "metavar": "VALUE"}
@@ -103,6 +103,12 @@ class AsyncEngineArgs(  # type: ignore[misc]
     _made("_AsyncEngineArgs", AsyncArgs, ENGINE), EngineArgs
 ):
     """The arguments of ``AsyncLLM``, see :class:`EngineArgs`."""
+
+
+def _is_switch(name: str, default: Any) -> bool:
+    ours = ENGINE[name].same_as if name in ENGINE else name
+    declared_type = {one.name: str(one.type) for one in fields(EngineConfig)}.get(ours, "")
+    return isinstance(default, bool) or declared_type.startswith("bool")
 
 
 def _read(text: str) -> Any:

@@ -109,6 +109,13 @@ def test_options_have_dashes_or_underscores_and_json_values() -> None:
     assert vars(made) == vars(expected)
 
 
+@pytest.mark.parametrize("name", ["async_scheduling", "overlap", "enable_prefix_caching"])
+def test_a_switch_has_two_forms(name: str) -> None:
+    flag = name.replace("_", "-")
+    assert getattr(args_of(f"--{flag}"), name) is True
+    assert getattr(args_of(f"--no_{name}"), name) is False
+
+
 @pytest.mark.parametrize("short", sorted(SHORT))
 def test_short_options(short: str) -> None:
     name = SHORT[short].removeprefix("--").replace("-", "_")
