@@ -28,6 +28,7 @@ from tests.support.cli_fakes import Desk, call
         (["--logprobs-mode", "processed_logprobs"], {"logprobs_mode": "processed_logprobs"}),
         (["--cudagraph-capture-sizes", "[1, 2]"], {"graph_batch_sizes": (1, 2)}),
         (["--disable-log-stats", "--tokenizer-mode", "auto"], {"max_num_seqs": 64}),
+        (["--trust-remote-code", "--spec-method", "ngram"], {"max_num_seqs": 64}),
         (["--tokenizer", "tiny", "--swap-space", "0"], {"max_num_seqs": 64}),
         (["--limit-mm-per-prompt", '{"image": 0}'], {"max_num_seqs": 64}),
         (["--dtype", "half"], {"dtype": "float16"}),
@@ -45,7 +46,7 @@ def test_flags_of_equal_meaning_are_accepted(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--trust-remote-code"], ["--trust-remote-code = True", "leave it out"]),
+        (["--trust-remote-code", "maybe"], ["--trust-remote-code = 'maybe'", "True or False"]),
         (["--tokenizer", "other"], ["--tokenizer = 'other'", "folder"]),
         (["--data-parallel-size", "2"], ["--data-parallel-size = 2", "--replicas"]),
         (["-dp", "2"], ["--data-parallel-size = 2"]),
