@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import InvalidInputError
 from ..params.checks import is_list
 from .json_schemas import check_keywords
+from .structural_tags import structural_grammar
 
 MAX_CONSTRAINT_BYTES = 1 << 18
 
@@ -22,7 +23,8 @@ class Constraint(NamedTuple):
     """One constraint in a comparable form, ready to be compiled.
 
     Attributes:
-        kind: "json" (a schema), "regex", "choice" (a JSON list) or "grammar".
+        kind: "json" (a schema), "regex", "choice" (a JSON list), "grammar" or
+            "structural_tag" (its JSON).
         closes_objects: whether ``additionalProperties`` is false by default.
     """
 
@@ -35,7 +37,7 @@ class Constraint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A constraint on the text of an answer; exactly one of the first five. Names and order as in
+    """A constraint on the text of an answer; exactly one kind. Names and order as in
     vLLM.
 
     Attributes:
@@ -49,7 +51,7 @@ class StructuredOutputs:
         disable_additional_properties: for ``json``: objects with named properties have no others,
             unless the schema has ``additionalProperties``.
         whitespace_pattern: for JSON: a regex for whitespace between tokens.
-        structural_tag: not supported.
+        structural_tag: text with tags, as a dict or JSON text in one of vLLM's two forms.
         backend: "auto" or "guidance"; llguidance compiles all constraints.
         disable_fallback: no effect, because there is one backend.
 
@@ -66,14 +68,12 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     backend: str | None = field(default=None, kw_only=True, compare=False)
     disable_fallback: bool = field(default=False, kw_only=True, compare=False)
     constraint: Constraint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.structural_tag is not None:
-            _refuse("structural_tag", self.structural_tag, "is not supported")
         if self.backend not in (None, *BACKENDS):
             _refuse("backend", self.backend, f"must be {' or '.join(BACKENDS)}")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
@@ -84,13 +84,19 @@ class StructuredOutputs:
             "json": self._json_text,
             "json_object": self._json_object_text,
             "choice": self._choice_text,
+            "structural_tag": self._tag_text,
         }
         text = makers[kind]() if kind in makers else _require_text(kind, getattr(self, kind))
         _require_short(kind, text)
         kind = "json" if kind == "json_object" else kind
-        if self.disable_additional_properties and kind != "json":
-            _refuse("disable_additional_properties", True, "is for json only")
-        whitespace = self._whitespace(kind == "json")
+        has_json = kind in ("json", "structural_tag")
+        if self.disable_additional_properties and not has_json:
+            _refuse("disable_additional_properties", True, "is for json and structural_tag only")
+        if kind == "structural_tag" and self.whitespace_pattern is not None:
+            _refuse(
+                "whitespace_pattern", self.whitespace_pattern, "is for json and json_object only"
+            )
+        whitespace = self._whitespace(has_json)
         constraint = Constraint(kind, text, *whitespace, self.disable_additional_properties)
         object.__setattr__(self, "constraint", constraint)
 
@@ -137,6 +143,22 @@ class StructuredOutputs:
         if self.json_object is not True:
             _refuse("json_object", self.json_object, "must be True or not given")
         return '{"type": "object"}'
+
+    def _tag_text(self) -> str:
+        """The tag as JSON, checked."""
+        tag: Any = self.structural_tag
+        try:
+            if isinstance(tag, str):
+                _require_short("structural_tag", tag)
+                tag = json.loads(tag)
+            _require_few("structural_tag", tag)
+            text = json.dumps(tag, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            _refuse("structural_tag", self.structural_tag, f"must be JSON: {error}")
+        _require_short("structural_tag", text)
+        closes = self.disable_additional_properties
+        structural_grammar(json.loads(text), closes_objects=closes)
+        return text
 
     def _choice_text(self) -> str:
         choice = self.choice

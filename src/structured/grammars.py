@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.json_schemas import implemented
+from ..engine.structural_tags import structural_grammar
 from ..engine.structured_config import NO_DEFAULTS, StructuredOutputsConfig
 from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..engine.text.reasoning import Reasoning
@@ -288,6 +289,12 @@ def _grammar(constraint: Constraint) -> str:
                 "whitespace_pattern": pattern,
                 "lenient": False,
             },
+        )
+    if kind == "structural_tag":
+        return LLMatcher.grammar_from_lark(
+            structural_grammar(
+                json.loads(text), any_whitespace=any_whitespace, closes_objects=closes_objects
+            )
         )
     if kind == "choice":
         # One lexeme, which may have 15,000 alternatives; the parser would try each one separately.

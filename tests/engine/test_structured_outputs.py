@@ -112,6 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "disable_fallback": 1}, "disable_fallback"),
     ({"regex": "a", "backend": "xgrammar"}, "backend.*auto or guidance"),
     ({"structural_tag": "{}"}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "any_text"}}, "whitespace_pattern": " "}, "pattern"),
 ]
 
 
