@@ -209,6 +209,17 @@ def _structured_outputs(given: Any) -> StructuredOutputs:
 
 
 def _response_format(given: ResponseFormat) -> StructuredOutputs | None:
+    tag = {
+        name: value
+        for name in ("format", "structures", "triggers")
+        if (value := getattr(given, name)) is not None
+    }
+    if tag and given.type != "structural_tag":
+        name = next(iter(tag))
+        limit = f"is for the type 'structural_tag', not for '{given.type}'"
+        raise BodyError(f"response_format.{name}", tag[name], limit)
+    if given.type == "structural_tag" and given.json_schema is None:
+        return StructuredOutputs(structural_tag=tag)
     if given.type != "json_schema":
         if given.json_schema is not None:
             limit = f"is for the type 'json_schema', not for '{given.type}'"

@@ -88,6 +88,10 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"sampling_params": {"logit_bias": {"07": 2}}}, "logit_bias"),
     (CHAT, {"response_format": {**FORMAT, "type": "text"}}, "response_format.json_schema"),
     (CHAT, {"response_format": {**FORMAT, "type": "json_object"}}, "response_format.json_schema"),
+    (CHAT, {"response_format": {"type": "text", "format": {}}}, "response_format.format"),
+    (CHAT, {"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+    (COMPLETIONS, {"structured_outputs": {"structural_tag": "no"}},
+     "structured_outputs.structural_tag"),
     (COMPLETIONS, {"request_id": "x" * 257}, "request_id"),
 ]  # fmt: skip
 

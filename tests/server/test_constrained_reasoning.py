@@ -39,12 +39,22 @@ def is_json(content: str) -> bool:
     return json.loads(content).keys() == {"n"}
 
 
+TAG = {
+    "type": "tag",
+    "begin": "<a>",
+    "content": {"type": "regex", "pattern": "[xy]"},
+    "end": ">",
+}
 CONSTRAINTS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"guided_choice": ["yes", " no"]}, lambda text: text in ("yes", " no")),
     ({"guided_regex": "[a-c]{3}"}, lambda text: bool(re.fullmatch("[a-c]{3}", text))),
     ({"guided_json": SCHEMA}, is_json),
     ({"structured_outputs": {"choice": ["x"]}}, lambda text: text == "x"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, is_json),
+    (
+        {"response_format": {"type": "structural_tag", "format": TAG}},
+        lambda text: bool(re.fullmatch("<a>[xy]>", text)),
+    ),
 ]
 
 

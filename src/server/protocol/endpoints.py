@@ -163,7 +163,7 @@ def _names(body: EngineFields) -> dict[str, str]:
         names["structured_outputs.whitespace_pattern"] = "guided_whitespace_pattern"
     elif body.response_format is not None and body.response_format.type == "json_schema":
         names["structured_outputs"] = "response_format.json_schema.schema"
-    elif body.response_format is not None and body.response_format.type == "json_object":
+    elif body.response_format is not None and body.response_format.type != "text":
         names["structured_outputs"] = "response_format"
     elif isinstance(body, ChatRequest) and body.tools:
         # A tool choice that forces a call.

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from ...engine.sampling_params import SamplingParams
 from ...params.declare import declared
-from .shapes import Biases, Integers, Object, TextOrObject, TextOrTexts, Texts
+from .shapes import Biases, Integers, Object, Objects, TextOrObject, TextOrTexts, Texts
 
 MAX_REQUEST_ID = 256
 # Maximum number of unknown fields named in one error.
@@ -74,8 +74,11 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: Object | None = Field(None, description="Of a structural_tag: its format.")
+    structures: Objects | None = Field(None, description="Of a structural_tag: its tags.")
+    triggers: Texts | None = Field(None, description="Of a structural_tag, beside structures.")
 
 
 class Identification(Body):
