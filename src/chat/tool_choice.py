@@ -106,8 +106,9 @@ def _moved(schema: Any, root: str) -> Any:
 
     def move(one: dict[str, Any]) -> dict[str, Any]:
         reference = one.get("$ref")
-        is_own = isinstance(reference, str) and reference.startswith("#")
-        return {**one, "$ref": root + reference[1:]} if is_own else one
+        if isinstance(reference, str) and reference.startswith("#"):
+            return {**one, "$ref": root + reference[1:]}
+        return one
 
     return map_schemas(schema, move, "tools")
 

@@ -99,9 +99,10 @@ class EngineArgs(_made("_EngineArgs", EngineConfig, ENGINE)):  # type: ignore[mi
         return made
 
 
-class AsyncEngineArgs(  # type: ignore[misc]
-    _made("_AsyncEngineArgs", AsyncArgs, ENGINE), EngineArgs
-):
+_AsyncFields: Any = _made("_AsyncEngineArgs", AsyncArgs, ENGINE)
+
+
+class AsyncEngineArgs(_AsyncFields, EngineArgs):
     """The arguments of ``AsyncLLM``, see :class:`EngineArgs`."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..params.checks import is_int, is_list
+from ..params.checks import is_int
 
 MAX_SCHEMA_DEPTH = 64
 FIELD = "structured_outputs.json"
@@ -97,7 +97,8 @@ def _closed(schema: Schema) -> Schema:
 def _rewritten(schema: Schema, field: str) -> Schema:
     least, required = schema.get("minProperties"), schema.get("required")
     if is_int(least):
-        names = {name for name in required if isinstance(name, str)} if is_list(required) else ()
+        listed = required if isinstance(required, list) else []
+        names = {name for name in listed if isinstance(name, str)}
         if 0 <= least <= len(names):
             schema = {k: value for k, value in schema.items() if k != "minProperties"}
         elif least > 1:

@@ -98,8 +98,8 @@ class HostLogprobRows:
         if not num_top:
             return *own, (), ()
         if num_top > MAX_TOP:
-            ids, logprobs = self._likeliest[index]
-            return *own, ids.tolist(), logprobs.tolist()
+            all_ids, logprobs = self._likeliest[index]
+            return *own, all_ids.tolist(), logprobs.tolist()
         words, first = self._words[index], 2 + MAX_TOP
         ids = [i for i in words[2 : 2 + num_top].tolist() if i >= 0]  # a vocabulary may have fewer
         return *own, ids, words[first : first + len(ids)].view(np.float32).tolist()
