@@ -407,8 +407,8 @@ class AsyncLLM:
         """Refuse new requests, complete live ones within ``drain_s`` seconds, abort the rest, and
         end the engine's thread. The ``LLM`` remains usable.
 
-        Await the result to wait for the end. Without a drain the call alone is enough, as in vLLM:
-        the thread ends after its current step.
+        Await the result to wait for the end. A call whose result is dropped, as in vLLM, waits at
+        once: it blocks until the current step ends, and drains nothing.
 
         Args:
             timeout: vLLM's name for ``drain_s``.
@@ -420,7 +420,7 @@ class AsyncLLM:
             drain_s = 0.0
         if not drain_s:
             self._end()
-        return Started(self._shut_down(drain_s), self._end)
+        return Started(self._shut_down(drain_s), self._end_and_join)
 
     async def _shut_down(self, drain_s: float) -> None:
         if drain_s:
@@ -440,6 +440,14 @@ class AsyncLLM:
             self._ended = self._thread.call(end)
             self._finalizer.detach()
         return self._ended
+
+    def _end_and_join(self) -> None:
+        """A process that exits while the thread computes may be aborted by torch."""
+        ended = self._end()
+        if not self._thread.is_current:
+            with suppress(EngineError):
+                ended.result()
+            self._thread.close()
 
     async def check_health(self) -> None:
         """Raises:

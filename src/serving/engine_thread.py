@@ -63,6 +63,11 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
     def call(self, operation: Callable[[], _T]) -> Future[_T]:
         """Run ``operation`` between steps. The future receives its exception; if that is not an
         ``Exception``, it is converted to an EngineError.
@@ -87,7 +92,7 @@ class EngineThread:
         self._reason = reason or self._reason
         self._is_closing = True
         self._wake.set()
-        if waits and threading.current_thread() is not self._thread:
+        if waits and not self.is_current:
             self._thread.join()
 
     def _run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable
@@ -104,6 +105,7 @@ def test_shutdown_without_await_aborts(given: dict[str, Any]) -> None:
             warnings.simplefilter("error")
             engine.shutdown(**given)
             gc.collect()
+        assert not any(thread.name == "pagespec-engine" for thread in threading.enumerate())
         answer = (await asyncio.wait_for(generation.result(), 10)).outputs[0]
         assert answer.finish_reason == "abort"
         with pytest.raises(EngineStoppedError):
