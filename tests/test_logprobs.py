@@ -257,14 +257,14 @@ def test_only_tokens_of_the_answer_have_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("value", [-1, 21, True, 1.0, "3"])
+@pytest.mark.parametrize("value", [-2, False, 1.0, "3"])
 def test_parameters_that_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=name):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 def test_modes_that_are_refused_by_name() -> None:
-    for mode in ("raw_logits", "processed_logits", None):
+    for mode in ("raw_logits", "processed_logits"):
         with pytest.raises(InvalidInputError, match="logprobs_mode"):
             content_llm(logprobs_mode=mode)
 
