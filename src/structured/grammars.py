@@ -21,6 +21,7 @@ from ..engine.text.reasoning import Reasoning
 from ..engine.text.token_bytes import TokenBytes
 from ..errors import EngineBusyError, InvalidInputError
 from ..threads import start_native
+from .gbnf import prepared_gbnf
 from .reasoning import ReasoningTokens
 from .reasons import readable
 from .tokens import make_ll_tokenizer
@@ -278,6 +279,7 @@ def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
 def _grammar(constraint: Constraint) -> str:
     """A constraint in llguidance's own format."""
     from llguidance import LLMatcher, grammar_from
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
     kind, text, any_whitespace, pattern, closes_objects = constraint
     if kind == "json":
@@ -300,7 +302,9 @@ def _grammar(constraint: Constraint) -> str:
         # One lexeme, which may have 15,000 alternatives; the parser would try each one separately.
         choices = [json.dumps(choice) for choice in sorted(set(json.loads(text)))]
         return f"start: CHOICE\nCHOICE: {' | '.join(choices)}\n"
-    return grammar_from("regex" if kind == "regex" else "grammar", text)
+    if kind == "regex":
+        return grammar_from("regex", text)
+    return grammar_from("grammar", text if is_lark_syntax(text) else prepared_gbnf(text))
 
 
 def _refusal(constraint: Constraint, reason: str, num_lines_before: int = 0) -> InvalidInputError:

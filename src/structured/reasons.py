@@ -35,7 +35,7 @@ _WORDS: tuple[tuple[re.Pattern[str], _Words], ...] = tuple(
         (r"; following .*are available: .*", ""),
         (
             r"^Failed to convert the grammar from GBNF to Lark: ",
-            "must be a Lark grammar with a rule 'start', or a GBNF grammar: ",
+            "Failed to convert the grammar from GBNF to Lark (Lark has a rule 'start'): ",
         ),
         (r"(at line \d+), .*", r"\1"),
         (

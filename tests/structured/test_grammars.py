@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(?=a)"}, "look-around"),
     ({"grammar": "start: missing"}, "missing"),
     ({"grammar": "] garbage ["}, "garbage"),
+    ({"grammar": "not a grammar"}, "Failed to convert the grammar "),
     ({"grammar": 'start: more\nmore: more "x"'}, "no text|grammar"),
 ]
 
@@ -159,6 +160,24 @@ def test_regexes_match_the_whole_text() -> None:
 
 def test_a_grammar_may_be_gbnf() -> None:
     assert allows("ab", grammar='root ::= "a" tail\ntail ::= "b" | "c"')
+
+
+@pytest.mark.parametrize(
+    ("grammar", "allowed", "others"),
+    [
+        (r'root ::= "\u00e9\x41" [\u00e8-\U000000ea\U0001F600]', ["éAé", "éA\U0001f600"], ["éAë"]),
+        ('root ::= "a" # "|"\n  | "b." # c\n\t| [.#]', ["a", "b.", ".", "#"], ["bc", "c", ""]),
+        ('root ::= "(" root ")" | .', ["((x))", "\n", "(\n)"], ["", "(x"]),
+        ('root ::= "\\"" x "\\\\u"\nx ::= [^\\]\\\\]+', ['"ab\\u'], ['"]\\u', '"\\u']),
+    ],
+)
+def test_gbnf_has_escapes_line_breaks_and_comments(
+    grammar: str, allowed: list[str], others: list[str]
+) -> None:
+    for text in allowed:
+        assert allows(text, grammar=grammar), text
+    for text in others:
+        assert not allows(text, grammar=grammar), text
 
 
 class Watched(Grammars):
