@@ -22,6 +22,8 @@ _NAME = f"vllm-{VERSION}"
 _TIMEOUT_S = 120
 # Files of its tests that import its internals; ours stand in their place.
 _OURS = {"tests/conftest.py": "fixtures", "tests/utils.py": "helpers"}
+# Fixtures of tests of its internals.
+_EMPTY = ("tests/v1/engine/conftest.py",)
 _INI = """[pytest]
 asyncio_mode = strict
 asyncio_default_fixture_loop_scope = function
@@ -101,6 +103,8 @@ def stage(cache: Path) -> Path:
         if ours == "helpers":
             text += "\n\ndef __getattr__(name):\n    return helpers.missing(name)\n"
         (folder / name).write_text(text)
+    for name in _EMPTY:
+        (folder / name).write_text("")
     (folder / "pytest.ini").write_text(_INI)
     link = folder / "peer_harness"
     link.unlink(missing_ok=True)
