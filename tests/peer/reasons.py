@@ -76,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     *(_no(feature, message=f"No module named '{name}") for name, feature in _PACKAGES.items()),
     _no("internal", message="Torch not compiled with CUDA|ATen_cuda|simple_compile_backend"),
     _no("internal", message=r"X is not a type object \(Missing\)"),
+    _no("internal", message="no attribute 'output_processor'"),
     _no("internal", message="Cannot locate module vllm"),
     _no("diffusion models", test=r"test_sampling_params\.py::test_(non_)?diffusion"),
     _no("Responses API", test="entrypoints/openai/responses/"),
