@@ -52,6 +52,22 @@ INSTEAD = {
 }
 """Hints at what serves in place of attributes of vLLM's LLM and LLMEngine."""
 
+ASYNC_INSTEAD = INSTEAD | {
+    "add_request": "use submit()",
+    "from_vllm_config": "use from_engine_args()",
+    "sleep": "call shutdown(), and make a new AsyncLLM",
+    "wake_up": "make a new AsyncLLM",
+    "is_sleeping": "an AsyncLLM is awake until shutdown()",
+    "pause": "use pause_generation and resume_generation",
+    "resume": "use pause_generation and resume_generation",
+    "output_processor": "use num_live_requests",
+    "pin_lora": INSTEAD["add_lora"],
+    "scale_elastic_ep": "use tensor_parallel_size",
+    "reset_mm_cache": "only text is supported",
+    "reset_encoder_cache": "only text is supported",
+}
+"""Hints at what serves in place of attributes of vLLM's AsyncLLM."""
+
 
 def refuse_attribute(
     target: object, name: str, instead: Mapping[str, str] = MappingProxyType(INSTEAD)

@@ -30,8 +30,7 @@ from ..errors import (
     UnknownArgumentError,
 )
 from ..llm import LLM
-from ..llm_engine import INSTEAD as OF_ENGINES
-from ..llm_engine import refuse_attribute
+from ..llm_engine import ASYNC_INSTEAD, refuse_attribute
 from ..params.checks import integer, is_list
 from ..params.declare import Param, defaults, param, takes
 from ..params.foreign import ASYNC, CALL, refuse
@@ -56,23 +55,6 @@ _SHORT_TEXT = 2_000
 _NUM_IDS_PER_CHAR = 8  # token ids that are checked in the time of tokenising one character
 _MAX_CONSTRAINT_WAIT_S = 10.0
 _MAX_QUICK = 8  # continuations
-
-
-INSTEAD = OF_ENGINES | {
-    "add_request": "use submit()",
-    "from_vllm_config": "use from_engine_args()",
-    "sleep": "call shutdown(), and make a new AsyncLLM",
-    "wake_up": "make a new AsyncLLM",
-    "is_sleeping": "an AsyncLLM is awake until shutdown()",
-    "pause": "use pause_generation and resume_generation",
-    "resume": "use pause_generation and resume_generation",
-    "output_processor": "use num_live_requests",
-    "pin_lora": OF_ENGINES["add_lora"],
-    "scale_elastic_ep": "use tensor_parallel_size",
-    "reset_mm_cache": "only text is supported",
-    "reset_encoder_cache": "only text is supported",
-}
-"""Hints at what serves in place of attributes of vLLM's AsyncLLM."""
 
 
 def _check_model(name: str, model: Any) -> Any:
@@ -171,7 +153,7 @@ class AsyncLLM:
 
         def __getattr__(self, name: str) -> Any:
             """Called for names that are not found, such as methods of vLLM's AsyncLLM."""
-            refuse_attribute(self, name, INSTEAD)
+            refuse_attribute(self, name, ASYNC_INSTEAD)
 
     # Requests ---------------------------------------------------------------------------------
 

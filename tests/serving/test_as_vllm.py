@@ -14,8 +14,8 @@ import pytest
 
 from pagespec import AsyncEngineArgs, AsyncLLM, EngineStoppedError, InvalidInputError
 from pagespec.engine.sampling_params import SamplingParams
+from pagespec.llm_engine import ASYNC_INSTEAD as INSTEAD
 from pagespec.params.foreign import CALL
-from pagespec.serving.async_llm import INSTEAD
 from tests.support.content_llm import answer_alone, content_llm
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
 

@@ -15,7 +15,6 @@ from pagespec.compat.refused import REFUSED
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
 from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, Foreign
-from pagespec.serving import async_llm
 
 from .cells import code, prose, table
 
@@ -88,7 +87,7 @@ def missing_methods() -> Iterator[str]:
         for owner, known in (
             (LLM, llm_engine.INSTEAD),
             (LLMEngine, llm_engine.INSTEAD),
-            (AsyncLLM, async_llm.INSTEAD),
+            (AsyncLLM, llm_engine.ASYNC_INSTEAD),
         )
         for name, text in known.items()
         if not hasattr(owner, name)
