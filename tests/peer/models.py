@@ -47,10 +47,9 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(replaced.get("max_model_len"), int):
         replaced["max_model_len"] = min(replaced["max_model_len"], MAX_MODEL_LEN)
     draft = replaced.get("speculative_config")
-    if isinstance(draft, dict) and isinstance(draft.get("model"), str):
-        method = draft.get("method")
-        if method not in ("ngram", "suffix"):
-            replaced["speculative_config"] = draft | {"model": model_of(draft["model"])}
+    # "ngram" and "[ngram]" are no models.
+    if isinstance(draft, dict) and "/" in str(draft.get("model")):
+        replaced["speculative_config"] = draft | {"model": model_of(draft["model"])}
     return replaced
 
 
