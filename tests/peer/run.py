@@ -14,7 +14,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE_S = 900
-TEST_S = 150
+TEST_S = 240
 
 _running: set[subprocess.Popen[bytes]] = set()
 
