@@ -78,22 +78,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         call = getattr(item, "callspec", None)
-        parameters = call.params.items() if call else ()
-        key = (
-            item.nodeid.partition("[")[0],
-            *(f"{name}={_replaced(name, value)}" for name, value in parameters),
-        )
-        (left_out if key in seen else kept).append(item)
+        given = call.params.items() if call else ()
+        values = {name: _replaced(name, value) for name, value in given}
+        key = (item.nodeid.partition("[")[0], *(f"{name}={values[name]}" for name in values))
+        is_replaced = any(not each.startswith("=") for each in values.values())
+        (left_out if is_replaced and key in seen else kept).append(item)
         seen.add(key)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
 
 def _replaced(name: str, value: object) -> str:
+    """What stands for the value of a parameter; "=" and its text if it is not replaced."""
     if name == "dtype" or (isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value)):
         features = models.feature_of(str(value))
         return features or "replaced"
-    return repr(value)
+    return f"={value!r}"
 
 
 @pytest.hookimpl(tryfirst=True)
