@@ -72,7 +72,7 @@ def render(results: Iterable[Result], title: str, more: str = "") -> str:
         share = 100 * total[PASSED] / applicable
         lines += ["", f"Of {applicable} tests that apply, {total[PASSED]} pass: {share:.1f}%."]
     features = Counter(
-        result.reason
+        result.reason.partition(":")[0]
         for group in by_file.values()
         for result in group
         if result.outcome == NOT_APPLICABLE
