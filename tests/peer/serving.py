@@ -92,9 +92,11 @@ class RemoteOpenAIServer:
             flags += ["--hf-overrides", json.dumps(override_hf_configs)]
         self.log = Path(tempfile.mkstemp(prefix="peer-", suffix=".log")[1])
         self.proc: subprocess.Popen[bytes]
+        # As the import line: VLLM_API_KEY is PAGESPEC_API_KEY here.
+        named = {key.replace("VLLM_", "PAGESPEC_"): one for key, one in (env_dict or {}).items()}
         while True:
             try:
-                self._start(flags, env_dict or {})
+                self._start(flags, named)
                 break
             except _RefusedFlag as refused:
                 flags = _without(flags, str(refused))
