@@ -19,7 +19,8 @@ TABLE = Path(__file__).with_name("expected.md")
 _TITLE = f"vLLM {sources.VERSION}'s tests and examples against pagespec"
 _MORE = """Written by `python -m tests.peer --write`, compared by `nox -s peer_tests`. Every name
 of a text-generation model stands for SmolLM2-135M-Instruct in float32 on a CPU, so texts and token
-ids of other models differ. Tests are counted by pytest's ids, parameters included."""
+ids of other models differ. Tests are counted by pytest's ids, parameters included. A file without a
+row has not been run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -126,7 +126,7 @@ def result_of(entry: Mapping[str, Any]) -> Result:
         return Result(file, test, PASSED, "", seconds)
     if entry["outcome"] == "skipped":
         stated = re.fullmatch(r"not applicable: (.*) \([^()]*\)", text)
-        reason = stated[1] if stated else f"skipped by the test: {text}"
+        reason = stated[1] if stated else "skipped by the test"
         return Result(file, test, NOT_APPLICABLE, reason, seconds)
     for rule in RULES:
         if rule.fits(entry):
