@@ -46,7 +46,7 @@ def main() -> None:
 
     # A constraint that the engine cannot enforce is refused with the reason.
     try:
-        SamplingParams(structured_outputs=StructuredOutputs(json={"patternProperties": {}}))
+        SamplingParams(structured_outputs=StructuredOutputs(json={"divisibleBy": 2}))
     except InvalidInputError as error:
         print("refused:", error)
 

@@ -402,7 +402,7 @@ def test_an_earlier_answer_is_drafted_from_under_its_salt_only() -> None:
             {"type": "content", "content": [{"type": "image"}]},
             r"prediction.content\[0\] = 'image': only parts of type 'text'",
         ),
-        ([-1], "prediction = -1: token ids must be integers"),
+        ([-1], "prediction = -1: out of vocabulary: token ids must be integers"),
         ([1 << 20], "token ids must be integers from 0"),
         ([0] * 200, "prediction = .200 tokens.: must be at most"),
     ],

@@ -147,7 +147,9 @@ def serve(
         num_steps += 1
     served = {}
     for request in (*requests, *siblings):
-        answer = CompletionOutput(0, "", request.output_token_ids)
+        answer = CompletionOutput(
+            0, "", request.output_token_ids, finish_reason=request.finish_reason
+        )
         output = RequestOutput(request.request_id, None, request.token_ids, None, [answer])
         add_logprobs(output, [request], None)
         served[request.request_id] = Served(

@@ -131,7 +131,7 @@ def test_bodies_of_some_size_take_no_thread_of_chats(
 
 
 BAD_FIELDS: dict[str, dict[str, Any]] = {
-    "schema": {"guided_json": {"type": "object", "patternProperties": {}}},
+    "schema": {"guided_json": {"type": "integer", "divisibleBy": 2}},
     "two": {"guided_regex": "a", "guided_choice": ["a"]},
     "format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
     "bias": {"logit_bias": {"x": 1.0}},

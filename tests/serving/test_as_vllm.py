@@ -99,13 +99,17 @@ def test_states_before_and_after_shutdown() -> None:
 @pytest.mark.parametrize("given", [{}, {"drain_s": 30.0}, {"timeout": 30}])
 def test_shutdown_without_await_aborts(given: dict[str, Any]) -> None:
     async def test() -> None:
+        others = set(threading.enumerate())
         engine = AsyncLLM(slow_llm())
         generation = await engine.submit(PROMPT, LONG)
+        (own,) = (
+            t for t in threading.enumerate() if t.name == "pagespec-engine" and t not in others
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.shutdown(**given)
             gc.collect()
-        assert not any(thread.name == "pagespec-engine" for thread in threading.enumerate())
+        assert not own.is_alive()
         answer = (await asyncio.wait_for(generation.result(), 10)).outputs[0]
         assert answer.finish_reason == "abort"
         with pytest.raises(EngineStoppedError):
