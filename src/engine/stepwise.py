@@ -134,7 +134,7 @@ class _OpenPrompt:
         self.requests, self.prompt, self._caller = started
         self._request_id = request_id
         params = self.requests[0].sampling_params
-        self._kind = kind or getattr(params.output_kind, "name", "CUMULATIVE")
+        self._kind = kind or params.output_kind.name
         self._decode = factory.decode_one if params.detokenize else None
         # With best_of above n, the answers are known only at the end.
         has_parts = self._kind != "FINAL_ONLY" and params.num_generated == params.n
