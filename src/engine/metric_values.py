@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .request import RequestState
 from .request_totals import ACCEPTED, COUNTERS, DRAFTS, ENDED, GAUGES, OF_REQUESTS, RequestTotals
 from .scheduler import Scheduler
+from .snapshot import EngineSnapshot, take_snapshot
 
 
 @dataclass
@@ -54,6 +54,17 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
+def counts(state: EngineSnapshot, totals: RequestTotals) -> dict[str, int]:
+    """The values of :data:`.request_totals.COUNTERS`, by attribute."""
+    return {
+        "num_queried_tokens": state.num_queried_tokens,
+        "num_hit_tokens": state.num_hit_tokens,
+        "num_preemptions": state.num_preemptions,
+        "num_prompt_tokens": totals.num_prompt_tokens,
+        "num_generated_tokens": totals.num_generated_tokens,
+    }
+
+
 def read_metrics(
     scheduler: Scheduler, totals: RequestTotals, labels: Mapping[str, str]
 ) -> list[Metric]:
@@ -63,18 +74,11 @@ def read_metrics(
         labels: added to each metric.
     """
     found: list[Metric] = []
-    for attribute, share in _gauges(scheduler).items():
-        found.append(Gauge(f"vllm:{GAUGES[attribute][0]}", dict(labels), share))
-    queues = scheduler.queues
-    counts = {
-        "num_queried_tokens": queues.num_queried_tokens,
-        "num_hit_tokens": queues.num_hit_tokens,
-        "num_preemptions": queues.num_preemptions,
-        "num_prompt_tokens": totals.num_prompt_tokens,
-        "num_generated_tokens": totals.num_generated_tokens,
-    }
-    for attribute, value in counts.items():
-        found.append(Counter(f"vllm:{COUNTERS[attribute][0]}", dict(labels), value))
+    state = take_snapshot(scheduler)
+    for attribute, (name, _) in GAUGES.items():
+        found.append(Gauge(f"vllm:{name}", dict(labels), float(getattr(state, attribute))))
+    for attribute, number in counts(state, totals).items():
+        found.append(Counter(f"vllm:{COUNTERS[attribute][0]}", dict(labels), number))
     for reason, number in totals.num_ended.items():
         found.append(Counter(f"vllm:{ENDED[0]}", {**labels, "finished_reason": reason}, number))
     if scheduler.drafter is not None:
@@ -91,16 +95,3 @@ def read_metrics(
             Histogram(f"vllm:{name}", dict(labels), buckets["+Inf"], histogram.total, buckets)
         )
     return found
-
-
-def _gauges(scheduler: Scheduler) -> dict[str, float]:
-    blocks = scheduler.blocks
-    states = [request.state for request in list(scheduler.requests.values())]
-    num_running = states.count(RequestState.RUNNING)
-    num_paused = states.count(RequestState.PAUSED)
-    num_free = len(blocks.lru) + len(blocks.free)
-    return {
-        "num_running": float(num_running),
-        "num_waiting": float(len(states) - num_running - num_paused),
-        "kv_cache_usage": 1.0 - num_free / blocks.num_blocks,
-    }

@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ..engine.histograms import Histogram
+from ..engine.metric_values import counts
 from ..engine.request_totals import ACCEPTED, COUNTERS, DRAFTS, ENDED, GAUGES, OF_REQUESTS
 from .metrics import EngineMetrics
 
@@ -55,15 +56,9 @@ class EngineCollector(Collector):
     def _gauges(self) -> list[tuple[str, str, float]]:
         engine = self._metrics.engine
         now = engine.snapshot()
-        usage = now.num_owned_blocks / max(1, now.num_blocks)
         is_up = engine.failure is None and not engine.is_stopping
-        values = {
-            "num_running": now.num_running,
-            "num_waiting": now.num_waiting,
-            "kv_cache_usage": usage,
-        }
         return [
-            *_rows(GAUGES, values),
+            *_rows(GAUGES, {attribute: getattr(now, attribute) for attribute in GAUGES}),
             ("pagespec:num_requests_paused", "Paused requests that keep blocks.", now.num_paused),
             ("pagespec:engine_up", "1 if the engine accepts and computes requests.", float(is_up)),
         ]
@@ -83,15 +78,8 @@ class EngineCollector(Collector):
     def _counters(self) -> list[tuple[str, str, int]]:
         metrics = self._metrics
         now = metrics.engine.snapshot()
-        values = {
-            "num_queried_tokens": now.num_queried_tokens,
-            "num_hit_tokens": now.num_hit_tokens,
-            "num_preemptions": now.num_preemptions,
-            "num_prompt_tokens": metrics.num_prompt_tokens,
-            "num_generated_tokens": metrics.num_generated_tokens,
-        }
         return [
-            *_rows(COUNTERS, values),
+            *_rows(COUNTERS, counts(now, metrics)),
             ("pagespec:engine_steps", "Engine steps.", now.num_steps),
         ]
 

@@ -21,6 +21,7 @@ from ..engine.config import EngineConfig, check_model
 from ..engine.inputs import Marks, PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
+from ..engine.snapshot import EngineSnapshot, block_map, take_snapshot
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import (
     EngineBusyError,
@@ -39,7 +40,6 @@ from .generation import Generation, outputs_of
 from .host import RequestHost
 from .lanes import SHORT, lane_of
 from .served import Loops, Observers, Served
-from .snapshot import EngineSnapshot, block_map, take_snapshot
 from .started import Started
 
 if TYPE_CHECKING:
@@ -486,12 +486,12 @@ class AsyncLLM:
 
     def snapshot(self) -> EngineSnapshot:
         """Counts of the engine's state, without waiting for it."""
-        return take_snapshot(self._engine)
+        return take_snapshot(self._engine.scheduler)
 
     def block_map(self, every: int = 1) -> bytes:
         """One byte per KV block: 2: owned by a request, 1: in the prefix cache only, 0: free.
         ``every``: sample one block in this many."""
-        return block_map(self._engine, every)
+        return block_map(self._engine.scheduler, every)
 
     # On an event loop -------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Counts of an engine's state, readable at any moment from any thread."""
+"""Counts of a scheduler's state, readable at any moment from any thread."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.core import Engine
-from ..engine.request import RequestState
+from .request import RequestState
+from .scheduler import Scheduler
 
 OWNED, CACHED, FREE = 2, 1, 0
 
@@ -33,13 +33,17 @@ class EngineSnapshot:
     num_queried_tokens: int
     num_hit_tokens: int
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of KV blocks that are in some request's table, from 0 to 1."""
+        return self.num_owned_blocks / max(1, self.num_blocks)
+
 
 _WAITING = (RequestState.WAITING, RequestState.PENDING, RequestState.QUEUED)
 
 
-def take_snapshot(engine: Engine) -> EngineSnapshot:
+def take_snapshot(scheduler: Scheduler) -> EngineSnapshot:
     """Read the counts one after another, without stopping the engine."""
-    scheduler = engine.scheduler
     blocks, queues = scheduler.blocks, scheduler.queues
     states = [request.state for request in list(scheduler.requests.values())]
     num_cached, num_free = len(blocks.lru), len(blocks.free)
@@ -58,9 +62,9 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     )
 
 
-def block_map(engine: Engine, every: int = 1) -> bytes:
+def block_map(scheduler: Scheduler, every: int = 1) -> bytes:
     """One byte per sampled KV block (one in ``every``): ``OWNED``, ``CACHED`` or ``FREE``."""
-    blocks = engine.scheduler.blocks
+    blocks = scheduler.blocks
     return bytes(
         OWNED if count else FREE if key is None else CACHED
         for count, key in zip(blocks.ref_counts[::every], blocks.keys[::every], strict=True)
