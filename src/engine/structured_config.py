@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import InvalidInputError, nearest
+from ..errors import InvalidInputError
+from ..params.checks import keyed
 from .structured_outputs import BACKENDS
 
 # Keys of vLLM whose other values are not supported, with their replacement.
@@ -65,21 +64,8 @@ def structured_config(name: str, value: Any) -> StructuredOutputsConfig:
     """
     if isinstance(value, StructuredOutputsConfig):
         return value
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except ValueError as error:
-            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
-    if not isinstance(given, Mapping):
-        limit = 'must be a dict or JSON text, such as {"backend": "guidance"}'
-        raise InvalidInputError(name, value, limit)
     keys = [known.name for known in fields(StructuredOutputsConfig)]
-    for key in given:
-        if key not in keys:
-            near = nearest(str(key), keys) or f": its keys are {', '.join(keys)}"
-            raise _error(key, given[key], f"there is no such key{near}")
-    return StructuredOutputsConfig(**given)
+    return StructuredOutputsConfig(**keyed(name, value, keys, '{"backend": "guidance"}'))
 
 
 def _error(key: object, value: object, limit: str) -> InvalidInputError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, nearest
 from .declare import Check
 
 # Block numbers, token indices and context lengths of a step are int32 tensors.
@@ -177,3 +178,27 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
         if not is_int(item) or item < 1:
             raise InvalidInputError(name, item, "must be an integer of 1 or more")
     return tuple(value)
+
+
+def keyed(name: str, value: Any, keys: Sequence[str], example: str) -> Mapping[str, Any]:
+    """A dict, or the dict that a JSON text contains, with keys among ``keys``.
+
+    Args:
+        example: JSON text for the error of another value.
+
+    Raises:
+        InvalidInputError: names the field or the key, the value and the limit.
+    """
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(name, value, f"must be a dict or JSON text, such as {example}")
+    for key in given:
+        if key not in keys:
+            near = nearest(str(key), keys) or f": its keys are {', '.join(keys)}"
+            raise InvalidInputError(f"{name}.{key}", given[key], f"there is no such key{near}")
+    return given

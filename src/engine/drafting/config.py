@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import InvalidInputError, nearest
-from ...params.checks import count
+from ...errors import InvalidInputError
+from ...params.checks import count, keyed
 from ..runner import MAX_DRAFT_TOKENS
 
 METHODS = ("ngram", "suffix", "prediction")
@@ -77,21 +76,9 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """
     if isinstance(value, SpeculativeConfig):
         return value
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except ValueError as error:
-            raise InvalidInputError(name, value, f"is not JSON: {error}") from None
-    if not isinstance(given, Mapping):
-        limit = 'must be a dict or JSON text, such as {"method": "ngram"}'
-        raise InvalidInputError(name, value, limit)
+    given = keyed(name, value, _KEYS, '{"method": "ngram"}')
     if not given:
         return None
-    for key in given:
-        if key not in _KEYS:
-            near = nearest(str(key), _KEYS) or f": its keys are {', '.join(_KEYS)}"
-            raise InvalidInputError(f"{name}.{key}", given[key], f"there is no such key{near}")
     method = given.get("method")
     methods = (*METHODS, *MODEL_METHODS)
     if method not in methods:
