@@ -23,6 +23,20 @@ pytestmark = pytest.mark.gpu
 VOCAB = 151_936
 
 
+def forbid_synchronisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that wait for the GPU while they are queued raise."""
+    runner, dispatch = llm.engine.runner, llm.engine.runner.dispatch
+
+    def watched(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return dispatch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner, "dispatch", watched)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_at_a_real_vocabulary(dtype: torch.dtype) -> None:
     from pagespec.kernels.sampling.logprobs import write_logprobs
@@ -88,16 +102,7 @@ def test_an_engine(arch: str, settings: dict[str, Any], monkeypatch: pytest.Monk
             before(**event)
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
-    runner, dispatch = llm.engine.runner, llm.engine.runner.dispatch
-
-    def watched(plan: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return dispatch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runner.dispatch = watched  # type: ignore[method-assign]
+    forbid_synchronisation(llm, monkeypatch)
     rng = random.Random(3)
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(3 + 9 * i)] for i in range(12)]
     kinds: list[dict[str, Any]] = [
@@ -150,16 +155,7 @@ def test_more_than_the_kernel_returns(monkeypatch: pytest.MonkeyPatch) -> None:
         num_blocks=60,
         max_logprobs=-1,
     )
-    runner, dispatch = llm.engine.runner, llm.engine.runner.dispatch
-
-    def watched(plan: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return dispatch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(runner, "dispatch", watched)
+    forbid_synchronisation(llm, monkeypatch)
     prompts = [list(range(2, 12)), list(range(3, 40))]
 
     def outputs(num_top: int) -> list[Any]:
