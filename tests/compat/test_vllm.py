@@ -63,6 +63,7 @@ def test_a_module_has_the_same_classes_under_both_names(name: str) -> None:
         ("exceptions", "VLLMValidationError"),
         ("v1.engine.exceptions", "EngineDeadError EngineGenerateError"),
         ("logger", "init_logger"),
+        ("benchmarks.datasets", "SampleRequest add_dataset_parser get_samples"),
     ],
 )
 def test_names_of_vllm_can_be_imported(module: str, names: str) -> None:
