@@ -58,8 +58,12 @@ def _is_our_model(value: Any, others: Arguments) -> bool:
     return "model" in others and str(value) == str(others["model"])
 
 
-def _asks_for_no_inputs(value: Any, _others: Arguments) -> bool:
-    return isinstance(value, Mapping) and not any(value.values())
+def _is_limits(value: Any, _others: Arguments) -> bool:
+    def is_limit(one: Any) -> bool:
+        number = one.get("count", 0) if isinstance(one, Mapping) else one
+        return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+    return isinstance(value, Mapping) and all(map(is_limit, value.values()))
 
 
 def _any(_value: Any, _others: Arguments) -> bool:
@@ -75,6 +79,7 @@ _EITHER = (False, True)
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _SPECULATION = "use speculative_config"
 _NO_IMAGES = "only text is supported"
+_NO_EMBEDDINGS = "prompts are texts or token ids, not embeddings"
 _REPLICAS = "run an engine per GPU, or `pagespec generate --replicas N`"
 _REVISION = (
     "download it with huggingface_hub.snapshot_download(name, revision=...), give the folder"
@@ -83,6 +88,7 @@ _CONFIG = "change config.json in a copy of the folder, or give a transformers mo
 _GRAPHS = "use compile and graph_batch_sizes"
 _LONG = "long prompts are cut by max_inter_token_ms and max_num_batched_tokens"
 _NO_POOLING = "embeddings, classification and pooling are not supported"
+_ONLY_GENERATION = f"only text is generated; {_NO_POOLING}"
 _ONE_HOST = "ranks are processes of this host: use tensor_parallel_size"
 _MOE = "experts are computed by one kernel: leave it out"
 _NO_OFFLOAD = "use quantization, kv_cache_dtype or tensor_parallel_size"
@@ -119,9 +125,9 @@ ENGINE: dict[str, Foreign] = {
     "rope_theta": Foreign((), _CONFIG),
     "config_format": Foreign(("auto", "hf"), "only Hugging Face's is read"),
     "model_impl": Foreign(("auto", "transformers"), "models are traced from transformers"),
-    "task": Foreign((_is_path_of_runs,), "only text is generated"),
-    "runner": Foreign((_is_path_of_runs,), "only text is generated"),
-    "convert": Foreign(("auto", "none"), "only text is generated"),
+    "task": Foreign((_is_path_of_runs,), _ONLY_GENERATION),
+    "runner": Foreign((_is_path_of_runs,), _ONLY_GENERATION),
+    "convert": Foreign(("auto", "none"), _ONLY_GENERATION),
     "eos": Foreign((-1,), "use SamplingParams(stop_token_ids=[...])"),
     "override_generation_config": Foreign(
         ({},), "use SamplingParams, or generation_config with a folder"
@@ -228,7 +234,8 @@ ENGINE: dict[str, Foreign] = {
     "ec_transfer_config": Foreign(({},), _NO_IMAGES),
     # Scheduling.
     "enable_chunked_prefill": Foreign(
-        (True,), "prompts are cut at max_num_batched_tokens: raise it"
+        (True,),
+        "prompts are always cut at max_num_batched_tokens, which changes no answer: leave it out",
     ),
     "max_num_partial_prefills": Foreign((1,), _LONG),
     "max_long_partial_prefills": Foreign((1,), _LONG),
@@ -318,17 +325,18 @@ ENGINE: dict[str, Foreign] = {
     "enable_tower_connector_lora": Foreign((_any,)),
     "enable_mixed_moe_lora_format": Foreign((_any,)),
     "enable_moe_shared_loras": Foreign((_any,)),
-    "limit_mm_per_prompt": Foreign((_asks_for_no_inputs,), _NO_IMAGES),
+    # An upper limit: prompts with other inputs than text are refused in any case.
+    "limit_mm_per_prompt": Foreign((_is_limits,), 'use numbers of 0 or more, {"image": 2}'),
     "mm_processor_kwargs": Foreign(({},), _NO_IMAGES),
     "language_model_only": Foreign((True,), _NO_IMAGES),
     "is_multimodal": Foreign(_OFF, _NO_IMAGES),
     "allowed_local_media_path": Foreign(("",), _NO_IMAGES),
     "allowed_media_domains": Foreign(([],), _NO_IMAGES),
-    "enable_prompt_embeds": Foreign(_OFF, _NO_IMAGES),
-    "enable_mm_embeds": Foreign(_OFF, _NO_IMAGES),
+    "enable_prompt_embeds": Foreign(_OFF, _NO_EMBEDDINGS),
+    "enable_mm_embeds": Foreign(_OFF, _NO_EMBEDDINGS),
     "mm_encoder_only": Foreign(_OFF, _NO_IMAGES),
     "io_processor_plugin": Foreign(("",), _NO_IMAGES),
-    # Of images, which limit_mm_per_prompt and prompts refuse.
+    # Of images, which prompts refuse.
     "interleave_mm_strings": Foreign((_any,)),
     "media_io_kwargs": Foreign((_any,)),
     "mm_processor_cache_gb": Foreign((_any,)),
@@ -348,6 +356,41 @@ ENGINE: dict[str, Foreign] = {
     "enable_mm_processor_stats": Foreign((_any,)),
 }
 """By name, for ``LLM``, ``AsyncLLM`` and the commands that load a model."""
+
+_SUFFIX_LIMITS = "the limits of method suffix are fixed: leave it out"
+_NO_REJECTION = "a draft token is accepted if it equals the sampled token: leave it out"
+
+SPECULATION: dict[str, Foreign] = {
+    "tensor_parallel_size": Foreign((), "use draft_tensor_parallel_size"),
+    "enforce_eager": Foreign(_OFF, "use enforce_eager of the engine"),
+    "max_model_len": Foreign((_any,)),  # answers do not depend on where drafting ends
+    "revision": Foreign((), _REVISION),
+    "code_revision": Foreign((), _REVISION),
+    "kv_cache_dtype": Foreign((), "the drafter has kv_cache_dtype of the engine"),
+    "attention_backend": Foreign((), "the drafter has attention of the engine"),
+    "moe_backend": Foreign(("auto",), _MOE),
+    "draft_load_config": Foreign((), "leave it out"),
+    "disable_padded_drafter_batch": Foreign((_any,)),  # tune what is not here
+    "use_local_argmax_reduction": Foreign((_any,)),
+    "parallel_drafting": Foreign(_OFF, "a model drafts one token after the other"),
+    "use_heterogeneous_vocab": Foreign(
+        _OFF, "the draft model must have the tokenizer of the model"
+    ),
+    "num_speculative_tokens_per_batch_size": Foreign(
+        (), "numbers of draft tokens follow measured costs: use num_speculative_tokens"
+    ),
+    "suffix_decoding_max_tree_depth": Foreign((24,), _SUFFIX_LIMITS),
+    "suffix_decoding_max_cached_requests": Foreign((10000,), _SUFFIX_LIMITS),
+    "suffix_decoding_max_spec_factor": Foreign((1.0,), _SUFFIX_LIMITS),
+    "suffix_decoding_min_token_prob": Foreign((0.1,), _SUFFIX_LIMITS),
+    "rejection_sample_method": Foreign(("standard",), _NO_REJECTION),
+    "synthetic_acceptance_rates": Foreign((), _NO_REJECTION),
+    "synthetic_acceptance_length": Foreign((), _NO_REJECTION),
+    "draft_sample_method": Foreign(
+        ("greedy", "probabilistic"), "must be greedy or probabilistic"
+    ),  # answers do not depend on it
+}
+"""Keys of ``speculative_config``."""
 
 CALL: dict[str, Foreign] = {
     "lora_request": Foreign(([],), _NO_LORA),
@@ -432,13 +475,18 @@ SHORT = {
 """Short options of ``vllm serve``."""
 
 
-def refuse(name: str, value: Any, table: Mapping[str, Foreign]) -> None:
+def refuse(name: str, value: Any, table: Mapping[str, Foreign], within: str = "") -> None:
     """Accept only a value without effect, for tables in which no row has an argument of ours.
+
+    Args:
+        within: the argument whose key ``name`` is.
 
     Raises:
         InvalidInputError: the value is refused.
     """
-    translate(name, value, {}, table)
+    if not table[name].is_harmless(value, {}):
+        field = f"{within}.{name}" if within else name
+        raise InvalidInputError(field, value, f"is not supported: {table[name].instead}")
 
 
 def translate(

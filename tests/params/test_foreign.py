@@ -9,7 +9,7 @@ import torch
 
 from pagespec import LLM, AsyncLLM, InvalidInputError
 from pagespec.engine.config import EngineConfig
-from pagespec.params.foreign import CALL, ENGINE, SERVER, translate
+from pagespec.params.foreign import CALL, ENGINE, SERVER, SPECULATION, translate
 
 
 class Built(Exception):
@@ -84,7 +84,7 @@ HARMLESS = {
     "speculative_config": [None, {}],
     "enable_lora": [False],
     "max_lora_rank": [16],
-    "limit_mm_per_prompt": [None, {}, {"image": 0}],
+    "limit_mm_per_prompt": [None, {}, {"image": 0}, {"image": 5, "video": {"count": 1}}],
     "hf_overrides": [None, {}],
     "served_model_name": [None, "m"],
     "model_impl": ["auto", "transformers"],
@@ -122,10 +122,11 @@ REFUSED = {
     "num_speculative_tokens": (5, "speculative_config"),
     "speculative_model": ("m", "speculative_config"),
     "enable_lora": (True, "merge"),
-    "limit_mm_per_prompt": ({"image": 1}, "only text"),
+    "limit_mm_per_prompt": ({"image": -1}, "0 or more"),
+    "enable_prompt_embeds": (True, "not embeddings"),
     "served_model_name": ("x", "--served-model-name"),
     "model_impl": ("vllm", "transformers"),
-    "runner": ("pooling", "only text"),
+    "runner": ("pooling", "only text is generated; embeddings, classification"),
     "distributed_executor_backend": ("external_launcher", "tensor_parallel_size"),
     "compilation_config": ({"level": 3}, "graph_batch_sizes"),
     "enforce_eager": ("yes", "True or False"),
@@ -172,7 +173,7 @@ def test_zero_is_not_false_and_one_is_not_true() -> None:
             translate(name, value, {})
 
 
-@pytest.mark.parametrize("table", [ENGINE, SERVER, CALL])
+@pytest.mark.parametrize("table", [ENGINE, SERVER, CALL, SPECULATION])
 def test_each_row_names_an_alternative_unless_it_accepts_every_value(table: Any) -> None:
     for name, row in table.items():
         takes_all = row.same_as or any(

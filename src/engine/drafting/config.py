@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidInputError
 from ...params.checks import count, keyed
+from ...params.foreign import SPECULATION, refuse
 from ..runner import MAX_DRAFT_TOKENS
 
 METHODS = ("ngram", "suffix", "prediction")
@@ -21,6 +22,7 @@ _MAX_LOOKUP = 64
 # Other methods of vLLM.
 _OTHERS = ("eagle", "medusa", "mlp_speculator", "ngram_gpu")
 _NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_NGRAM = ("ngram", "[ngram]")  # vLLM's names of the drafter that is no model
 _KEYS = ("method", *_NUMBERS, "model", "draft_tensor_parallel_size", "quantization")
 QUANTIZATIONS = ("fp8",)
 """Formats to which a drafter's weights can be quantised at load."""
@@ -76,9 +78,12 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """
     if isinstance(value, SpeculativeConfig):
         return value
-    given = keyed(name, value, _KEYS, '{"method": "ngram"}')
+    given = dict(keyed(name, value, (*_KEYS, *SPECULATION), '{"method": "ngram"}'))
+    for key in SPECULATION.keys() & given.keys():
+        refuse(key, given.pop(key), SPECULATION, within=name)
     if not given:
         return None
+    _name_ngram(given)
     method = given.get("method")
     methods = (*METHODS, *MODEL_METHODS)
     if method not in methods:
@@ -107,6 +112,13 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     numbers["prompt_lookup_max"] = most or max(_LOOKUP_MAX, least or 0)
     numbers["prompt_lookup_min"] = least or min(_LOOKUP_MIN, most or _LOOKUP_MIN)
     return SpeculativeConfig(method=method, model=model, quantization=quantization, **numbers)
+
+
+def _name_ngram(given: dict[str, Any]) -> None:
+    """Set the method that vLLM infers from ``"model": "ngram"``, which names no model."""
+    names = (given.get("method"), given.get("model"))
+    if names != (None, None) and all(name in (None, *_NGRAM) for name in names):
+        given |= {"method": "ngram", "model": None}
 
 
 def _drafter_model(name: str, method: str, given: Mapping[str, Any]) -> str | None:

@@ -36,6 +36,32 @@ def test_a_dict_and_its_json_text_give_one_config(method: str) -> None:
     assert EngineConfig(**sent).speculation == config
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": "ngram"},
+        {"model": "[ngram]", "method": None},
+        {"method": "[ngram]"},
+        {"method": "ngram", "model": "ngram"},
+        {"method": "[ngram]", "model": "[ngram]"},
+    ],
+)
+def test_ngram_may_be_named_as_a_model(given: Any) -> None:
+    assert checked(given | {"num_speculative_tokens": 3}) == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3
+    )
+
+
+def test_keys_of_vllm_without_effect_are_accepted() -> None:
+    given = {
+        "method": "draft_model", "model": "m", "enforce_eager": False, "max_model_len": 512,
+        "parallel_drafting": False, "use_heterogeneous_vocab": False,
+        "disable_padded_drafter_batch": True, "rejection_sample_method": "standard",
+    }  # fmt: skip
+    assert checked(given) == checked({"method": "draft_model", "model": "m"})
+    assert checked({"parallel_drafting": False}) is None
+
+
 def test_every_key_is_sent_to_ranks() -> None:
     given = {
         "method": "draft_model", "model": "m", "quantization": "fp8", "num_speculative_tokens": 2
@@ -88,6 +114,17 @@ def test_the_lengths_of_ngrams_have_defaults(given: Any, lengths: tuple[int, int
         ({"method": "n-gram"}, "must be one of ngram, suffix, prediction"),
         ({"metod": "ngram"}, "metod = 'ngram': there is no such key; did you mean method"),
         ({"method": "ngram", "model": "m"}, "model = 'm': must be absent: with method ngram, no "),
+        (
+            {"method": "suffix", "model": "ngram"},
+            "model = 'ngram': must be absent: with method suf",
+        ),
+        ({"model": "m"}, "speculative_config.method = None: must be one of ngram"),
+        (
+            {"method": "ngram", "enforce_eager": True},
+            "^speculative_config.enforce_eager = True: is not supported: use enforce_eager of",
+        ),
+        ({"method": "mtp", "parallel_drafting": True}, "one token after the other"),
+        ({"rejection_sample_method": "block"}, "'block': is not supported: a draft token is acc"),
         ({"method": "ngram", "drafter": "m"}, "there is no such key: its keys are method"),
         ({"method": "ngram", "quantization": "fp8"}, "quantization = 'fp8': must be absent: with "),
         ({"method": "mtp", "quantization": "awq"}, "'awq': must be fp8, or absent for the check"),

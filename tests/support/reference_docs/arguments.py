@@ -14,7 +14,7 @@ from pagespec.cli.options import EngineOptions
 from pagespec.compat.refused import REFUSED
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
-from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, Foreign
+from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, SPECULATION, Foreign
 
 from .cells import code, prose, table
 
@@ -42,7 +42,7 @@ def arguments() -> Iterator[str]:
 # What a function accepts, by the function's name.
 _WORDS = {
     "_is_our_model": "the model",
-    "_asks_for_no_inputs": "no inputs",
+    "_is_limits": "numbers of inputs",
     "_any": "any",
     "<lambda>": "0 to 20",  # of _up_to
     "_is_path_of_runs": "`'auto'`, `'generate'`",
@@ -73,6 +73,11 @@ def foreign_arguments() -> Iterator[str]:
 def foreign_flags() -> Iterator[str]:
     """Flags of ``vllm serve`` that are no engine arguments."""
     return _foreign(SERVER)
+
+
+def foreign_keys() -> Iterator[str]:
+    """Keys of ``speculative_config``."""
+    return _foreign(SPECULATION)
 
 
 def foreign_calls() -> Iterator[str]:

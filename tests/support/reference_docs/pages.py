@@ -18,6 +18,7 @@ PAGES: Mapping[str, Mapping[str, Part]] = {
         "modules": arguments.modules,
         "refused": arguments.refused_names,
         "engine": arguments.foreign_arguments,
+        "speculation": arguments.foreign_keys,
         "server": arguments.foreign_flags,
         "calls": arguments.foreign_calls,
         "methods": arguments.missing_methods,
