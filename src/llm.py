@@ -36,7 +36,7 @@ from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
 from .engine.stepwise import StepwiseRequests
 from .errors import InvalidInputError, PagespecError
-from .llm_engine import ModelConfig, StepwiseEngine, refuse_attribute, settings_of
+from .llm_engine import ModelConfig, StepwiseEngine, processors_of, refuse_attribute, settings_of
 from .model_name import check_model_name
 from .params.checks import is_int, is_list, path_of
 from .params.declare import Param, takes
@@ -175,6 +175,7 @@ class LLM:
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
         )
+        settings = settings_of(built, model)
         self.factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
@@ -185,6 +186,7 @@ class LLM:
             can_score=built.can_score,
             encode=self.reader.encode,
             structures=built.grammars,
+            processors=processors_of(config, settings),
         )
         drafter: Drafter | None = None
         if config.speculation is not None:
@@ -219,7 +221,6 @@ class LLM:
         self._loop = GenerationLoop(self.engine, self.factory, totals)
         self._stepwise = StepwiseRequests(self.engine, self._loop, self.factory, self.tokenizer)
         self._enqueued = itertools.count()
-        settings = settings_of(built, model)
         self.llm_engine = LLMEngine(
             self.engine, self._stepwise, self.reader, self.tokenizer, settings, totals
         )

@@ -15,8 +15,10 @@ from .engine.call_arguments import (
     truncations,
     with_priorities,
 )
+from .engine.config import EngineConfig
 from .engine.core import Engine
 from .engine.inputs import PromptInput, PromptReader
+from .engine.logits_processors import ProcessorClasses
 from .engine.metric_values import Metric, read_metrics
 from .engine.outputs import RequestOutput
 from .engine.request_totals import RequestTotals
@@ -221,6 +223,15 @@ def settings_of(built: Any, model: Any) -> VllmConfig:
         ParallelConfig(config.tensor_parallel_size),
         config.speculation,
     )
+
+
+def processors_of(config: EngineConfig, settings: VllmConfig) -> ProcessorClasses | None:
+    """The engine's classes that edit logits, which are rows on the CPU; None without any."""
+    if not config.logits_processors:
+        return None
+    import torch
+
+    return ProcessorClasses(tuple(config.logits_processors), settings, torch.device("cpu"))
 
 
 class StepwiseEngine:

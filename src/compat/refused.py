@@ -7,7 +7,6 @@ from typing import Any
 from ..errors import InvalidInputError
 
 _POOLING = "embeddings, classification and pooling are not supported"
-_PER_REQUEST = "a function edits one request: use SamplingParams(logits_processors=[...])"
 _LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 
 REFUSED = {
@@ -23,10 +22,6 @@ REFUSED = {
         f"{_POOLING}; LLM.score gives log-probabilities of prompts, as ScoreOutput"
     ),
     "BeamSearchParams": "beam search is not supported; use SamplingParams(n=..., best_of=...)",
-    "LogitsProcessor": _PER_REQUEST,
-    "AdapterLogitsProcessor": _PER_REQUEST,
-    "RequestLogitsProcessor": _PER_REQUEST,
-    "BatchUpdate": _PER_REQUEST,
     "print_embeddings": _POOLING,
     "ModelRegistry": "models are traced from transformers: register the class there",
     "initialize_ray_cluster": "ranks are processes of this host: use tensor_parallel_size",

@@ -24,6 +24,7 @@ from ..params.checks import (
 )
 from ..params.declare import check_fields, declared, param
 from .drafting.config import SpeculativeConfig, speculative
+from .logits_processors import processor_classes
 from .policy import MAX_OVERTAKES
 from .structured_config import NO_DEFAULTS, StructuredOutputsConfig, structured_config
 
@@ -302,6 +303,14 @@ class EngineConfig:
         structured_config,
         absent="backend auto; as each request says",
         metavar="JSON",
+        stage="serve",
+    )
+    logits_processors: Sequence[Any] = param(
+        (),
+        "Subclasses of LogitsProcessor, or their names module:Class, that edit the logits of "
+        "requests, as in vLLM (docs/sampling_parameters.md).",
+        processor_classes,
+        flag=None,
         stage="serve",
     )
     skip_tokenizer_init: bool = param(

@@ -90,6 +90,13 @@ def checked_truncation(name: str, value: Any) -> int:
     return kept
 
 
+def checked_extra_args(name: str, value: Any) -> dict[str, Any] | None:
+    """A copy of a dict; None for an empty one."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidInputError(name, value, "must be a dict with names as keys")
+    return dict(value) or None
+
+
 def checked_processors(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     if value is None:
         return ()

@@ -40,12 +40,14 @@ class LogitEdits:
         params: SamplingParams,
         stop_token_ids: Iterable[int] = (),
         bad_words: Sequence[tuple[int, ...]] = (),
+        processors: Sequence[Callable[..., Any]] = (),
     ) -> LogitEdits | None:
         """Resolve the edits of ``params``.
 
         Args:
             stop_token_ids: the tokens that ``min_tokens`` bans.
             bad_words: the ``bad_words`` of ``params``, as token ids.
+            processors: run after the ``logits_processors`` of ``params``.
 
         Returns:
             None if ``params`` edit nothing.
@@ -66,7 +68,7 @@ class LogitEdits:
             tuple(dict.fromkeys(map(tuple, bad_words))),
             params.min_tokens if stops else 0,
             stops,
-            tuple(params.logits_processors or ()),
+            (*(params.logits_processors or ()), *processors),
         )
         banned = {word[0] for word in edits.bad_words if len(word) == 1}
         if edits.allowed is not None and not set(edits.allowed) - banned - set(stops):

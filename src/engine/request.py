@@ -234,10 +234,18 @@ class Request:
         self.num_predicted = self.num_accepted_predicted = 0
 
     def sibling(
-        self, request_id: str, seed: int, on_token: Callable[[int], bool] | None
+        self,
+        request_id: str,
+        seed: int,
+        on_token: Callable[[int], bool] | None,
+        edits: LogitEdits | None = None,
     ) -> Request:
         """Another continuation of the same prompt, which only this request computes. The sibling
-        reads the prefix cache even if this request does not (S38)."""
+        reads the prefix cache even if this request does not (S38).
+
+        Args:
+            edits: edits of its logits; None: those of this request.
+        """
         info = self.info
         sibling = Request(
             request_id,
@@ -252,7 +260,7 @@ class Request:
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
             settled_only=self.settled_only,
-            edits=info.edits,
+            edits=edits or info.edits,
             reasoning=info.reasoning,
             end_token_ids=info.end_token_ids,
             early_stop_ids=info.early_stop_ids,

@@ -16,6 +16,7 @@ from ..errors import InvalidInputError
 from .config import MAX_LOGPROBS
 from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
+from .logits_processors import ProcessorClasses
 from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from .request import Request
@@ -60,6 +61,7 @@ class RequestFactory:
         can_score: whether the runner computes log-probabilities of prompts.
         encode: returns a text's token ids without special tokens, for ``bad_words``.
         structures: the runner's constraints; None with several ranks, which support none.
+        processors: the engine's classes that edit logits; None: there are none.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class RequestFactory:
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
         structures: Structures | None = None,
+        processors: ProcessorClasses | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self.structures = structures
+        self._processors = processors
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._max_model_len = max_model_len
@@ -126,9 +130,8 @@ class RequestFactory:
         own_ends = stops - self._eos_token_ids if is_constrained else frozenset()
         # min_tokens bans the model's end tokens even if they would not end the request.
         early = ends.union(params.stop_token_ids or ())
-        edits = self._edits(params, early)
-        if prompt.is_scored:  # the sampled token is discarded: no edits are needed
-            edits = None
+        # A scored prompt's sampled token is discarded: no edits are needed.
+        edits = None if prompt.is_scored else self._edits(params, early, prompt.token_ids)
         number = next(self._numbers)
         leader = Request(
             str(number),
@@ -153,7 +156,10 @@ class RequestFactory:
         for index in range(1, params.num_generated):
             number = next(self._numbers)
             seed = self._seed_of(params, index, number)
-            requests.append(leader.sibling(str(number), seed, self._watcher(prompt, params)))
+            if self._processors is not None:  # each continuation has its own objects
+                edits = self._edits(params, early, prompt.token_ids)
+            watcher = self._watcher(prompt, params)
+            requests.append(leader.sibling(str(number), seed, watcher, edits))
         return requests
 
     def _with_known_logprobs(self, params: SamplingParams) -> SamplingParams:
@@ -235,8 +241,13 @@ class RequestFactory:
         if is_compiled:
             self.structures.check(outputs, prompt.reasoning)
 
-    def _edits(self, params: SamplingParams, early: frozenset[int]) -> LogitEdits | None:
+    def _edits(
+        self, params: SamplingParams, early: frozenset[int], prompt_ids: Sequence[int]
+    ) -> LogitEdits | None:
         """``early``: the tokens that ``min_tokens`` bans."""
+        if params.extra_args and self._processors is None:
+            limit = "is not supported without the engine argument logits_processors, which reads it"
+            raise InvalidInputError("extra_args", params.extra_args, limit)
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
             if self._encode is None:
@@ -244,7 +255,8 @@ class RequestFactory:
                 raise InvalidInputError("bad_words", list(params.bad_words), limit)
             bad_words = bad_word_ids(self._encode, params.bad_words)
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
-        return LogitEdits.of(params, early, bad_words)
+        own = () if self._processors is None else self._processors.of(params, prompt_ids)
+        return LogitEdits.of(params, early, bad_words, own)
 
     def output(
         self, requests: Sequence[Request], prompt: PromptInput, metrics: Sequence[RequestMetrics]

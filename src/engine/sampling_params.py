@@ -83,7 +83,6 @@ class UnsupportedParams:
     prompt_logprob_token_ids: Any = field(default=None, repr=False)
     prompt_logprob_start: Any = field(default=None, repr=False)
     guided_decoding: Any = field(default=None, repr=False)
-    extra_args: Any = field(default=None, repr=False, metadata={"harmless": ({},)})
     stream_interval: Any = field(default=None, repr=False)
     thinking_token_budget: Any = field(default=None, repr=False, metadata={"harmless": (-1,)})
     repetition_detection: Any = field(default=None, repr=False)
@@ -382,6 +381,14 @@ class SamplingParams(UnsupportedParams):
         flag=None,
         wire=None,
     )
+    extra_args: Mapping[str, Any] | None = param(
+        None,
+        "Arguments for the classes of the engine argument logits_processors, which read them.",
+        checks.checked_extra_args,
+        is_hashed=False,
+        flag=None,
+        wire="object",
+    )
     is_frozen: bool = field(init=False, repr=False, compare=False, default=False)
     is_joint_checked: bool = field(init=False, repr=False, compare=False, default=False)
 
@@ -476,6 +483,8 @@ class SamplingParams(UnsupportedParams):
         vars(copy).update(vars(self), is_frozen=True)
         if self.logit_bias is not None:  # a dict, which may have been changed in place
             vars(copy)["logit_bias"] = checks.checked_logit_bias("logit_bias", self.logit_bias)
+        if self.extra_args is not None:
+            vars(copy)["extra_args"] = dict(self.extra_args)
         if not self.is_joint_checked:
             copy._check_jointly()
         return copy

@@ -276,7 +276,6 @@ ENGINE: dict[str, Foreign] = {
         },
     ),
     "attention_config": Foreign(({},), "use attention"),
-    "logits_processors": Foreign(([],), "use SamplingParams(logits_processors=[...])"),
     "logits_processor_pattern": Foreign((), "use SamplingParams(logits_processors=[...])"),
     "guided_decoding_backend": Foreign(("auto", "guidance"), "use structured_outputs_config"),
     "reasoning_config": Foreign(({},), "use reasoning_format"),

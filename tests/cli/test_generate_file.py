@@ -104,11 +104,11 @@ def test_an_output_of_another_run_is_refused_untouched(desk: Desk, change: Any) 
 def test_a_line_has_any_parameter_or_is_refused_by_its_name(desk: Desk) -> None:
     desk.lines(
         {"prompt": "a", "logit_bias": {"5": 2}, "bad_words": ["x"], "min_tokens": 1},
-        {"prompt": "b", "extra_args": {"a": 1}},
-        {"prompt": "c", "extra_args": None, "detokenize": False},
+        {"prompt": "b", "guided_decoding": {"a": 1}},
+        {"prompt": "c", "guided_decoding": None, "detokenize": False},
     )
     assert desk.run_file().exit_code == 1
-    assert "extra_args = {'a': 1}: is not supported" in desk.rows()[1]["error"]
+    assert "guided_decoding = {'a': 1}: is not supported" in desk.rows()[1]["error"]
     first, last = (params for _, params in desk.llm.seen)
     assert (first.logit_bias, first.bad_words, first.min_tokens) == ({5: 2.0}, ("x",), 1)
     assert last.detokenize is False

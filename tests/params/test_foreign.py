@@ -131,7 +131,7 @@ REFUSED = {
     "compilation_config": ({"level": 3}, "graph_batch_sizes"),
     "enforce_eager": ("yes", "True or False"),
     "enable_sleep_mode": (True, "new LLM"),
-    "logits_processors": ([print], "SamplingParams"),
+    "logits_processors": ([print], "must be a subclass of LogitsProcessor"),
 }
 
 

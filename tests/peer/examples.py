@@ -19,6 +19,11 @@ from . import models, run
 
 _LIMIT_S = 300
 _GREEDY = ("--max-tokens", "16", "--max-model-len", "1024")
+# --test wants EAGLE and a data set of the hub.
+_DRAFTS = (
+    *("--method", "ngram", "--enable-chunked-prefill", "--max-model-len", "1024"),
+    *("--num-prompts", "2", "--random-input-len", "16", "--output-len", "48"),
+)
 
 # Each with the arguments that keep it short.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -43,7 +48,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "features/profiling/simple_profiling_offline.py": (),
     "features/prompt_embed/prompt_embed_offline.py": (),
     "features/reset_kv/reset_kv_offline.py": (),
-    "features/speculative_decoding/spec_decode_offline.py": ("--method", "ngram", "--test"),
+    "features/speculative_decoding/spec_decode_offline.py": _DRAFTS,
     "features/structured_outputs/structured_outputs_offline.py": (),
     "observability/metrics/offline.py": (),
     "tool_calling/chat_with_tools_offline.py": (),

@@ -8,6 +8,7 @@ from pagespec.compat.configs import (
     ProfilerConfig,
 )
 from pagespec.engine.structured_config import StructuredOutputsConfig
+from pagespec.llm_engine import VllmConfig
 
 __all__ = [
     "AttentionConfig",
@@ -16,4 +17,5 @@ __all__ = [
     "PoolerConfig",
     "ProfilerConfig",
     "StructuredOutputsConfig",
+    "VllmConfig",
 ]

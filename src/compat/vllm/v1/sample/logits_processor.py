@@ -1,7 +1,0 @@
-"""vLLM's classes that edit the logits of a batch, which are refused."""
-
-from pagespec.compat.refused import attribute
-
-
-def __getattr__(name: str) -> object:
-    return attribute(__name__, name)
