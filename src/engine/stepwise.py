@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidInputError
 from .core import Engine
 from .generation import GenerationLoop, Started, UseTqdm, progress_bar
+from .growing_answer import GrowingAnswer
 from .inputs import PromptInput
-from .logprob_output import logprob_entries, prompt_entries
-from .outputs import CompletionOutput, RequestOutput
-from .request import Request
+from .logprob_output import prompt_entries
+from .outputs import RequestOutput
 from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
-from .text.detokenizer import GrowingText
 
 
 class StepwiseRequests:
@@ -138,11 +138,11 @@ class _OpenPrompt:
         self._decode = factory.decode_one if params.detokenize else None
         # With best_of above n, the answers are known only at the end.
         has_parts = self._kind != "FINAL_ONLY" and params.num_generated == params.n
-        self._answers = (
-            [_Answer(i, r, self.prompt, tokenizer) for i, r in enumerate(self.requests)]
-            if has_parts
-            else []
-        )
+        self._answers = [
+            GrowingAnswer(index, request, self.prompt, tokenizer, self._decode)
+            for index, request in enumerate(self.requests if has_parts else ())
+        ]
+        self._so_far = [answer.empty() for answer in self._answers]
         self._is_begun = False
 
     @property
@@ -156,15 +156,20 @@ class _OpenPrompt:
     def read(self) -> RequestOutput | None:
         """An output without end; None if nothing is new."""
         is_delta = self._kind == "DELTA"
-        parts = [answer.read(self._decode, is_delta=is_delta) for answer in self._answers]
-        new = [part for part, has_news in parts if has_news or not is_delta]
-        if not any(has_news for _, has_news in parts):
+        new = [part for answer in self._answers if (part := answer.read()) is not None]
+        if not new:
             return None
+        for part in new:
+            scores = self.requests[part.index].logprobs
+            if part.logprobs is not None and scores is not None:
+                part.cumulative_logprob = scores.cumulative
+            if not is_delta:
+                self._so_far[part.index].extend(part)
         output = RequestOutput(
             request_id=self._request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            outputs=new,
+            outputs=new if is_delta else [replace(answer) for answer in self._so_far],
             finished=False,
         )
         if not (is_delta and self._is_begun):
@@ -177,39 +182,7 @@ class _OpenPrompt:
         output.request_id = self._request_id
         if self._kind == "DELTA":
             for answer, read in zip(output.outputs, self._answers, strict=False):
-                read.cut(answer, self._decode)
+                read.cut(answer)
             if self._is_begun:
                 output.prompt_logprobs = None
         return output
-
-
-class _Answer:
-    """One continuation: its text and tokens so far."""
-
-    def __init__(self, index: int, request: Request, prompt: PromptInput, tokenizer: Any) -> None:
-        self._index, self._request = index, request
-        is_text = request.sampling_params.detokenize and tokenizer is not None
-        self._growing = GrowingText(request, prompt, tokenizer) if is_text else None
-        self._text, self._num_tokens = "", 0
-
-    def read(self, decode: Any, *, is_delta: bool) -> tuple[CompletionOutput, bool]:
-        """The answer so far, or its new part, and whether anything is new."""
-        token_ids = self._request.output_token_ids
-        text = "" if self._growing is None else self._growing.read()
-        begin, end = self._num_tokens, len(token_ids)
-        self._text, self._num_tokens = self._text + text, end
-        first = begin if is_delta else 0
-        part = CompletionOutput(
-            self._index, text if is_delta else self._text, token_ids[first:], None
-        )
-        part.logprobs = logprob_entries(self._request, first, end, decode)
-        if part.logprobs is not None and self._request.logprobs is not None:
-            part.cumulative_logprob = self._request.logprobs.cumulative
-        return part, bool(text) or end > begin
-
-    def cut(self, answer: CompletionOutput, decode: Any) -> None:
-        """Drop what was read before from a complete answer."""
-        begin, end = self._num_tokens, len(answer.token_ids)
-        answer.text = answer.text[len(self._text) :]
-        answer.token_ids = answer.token_ids[begin:]
-        answer.logprobs = logprob_entries(self._request, begin, end, decode)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from ..engine.growing_answer import GrowingAnswer
 from ..engine.inputs import PromptInput
 from ..engine.logprob_lists import PromptLogprobs, SampleLogprobs
-from ..engine.logprob_output import logprob_entries, prompt_entries
+from ..engine.logprob_output import prompt_entries
 from ..engine.outputs import CompletionOutput, RequestOutput
-from ..engine.request import Request
 from ..engine.request_factory import RequestFactory
 from ..engine.sampling_params import RequestOutputKind
-from ..engine.text.detokenizer import GrowingText
 from ..errors import InvalidInputError
 from .served import Served
 
@@ -40,6 +39,18 @@ class AnswerDelta:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @classmethod
+    def of(cls, part: CompletionOutput) -> AnswerDelta:
+        """A part of an answer that has this index, text and tokens."""
+        return cls(
+            part.index,
+            part.text,
+            part.token_ids,
+            part.logprobs,
+            part.finish_reason,
+            part.stop_reason,
+        )
 
 
 class Generation:
@@ -149,8 +160,9 @@ class Generation:
         if not self.has_parts:
             limit = "must be None or n: the best answers are known only at the end"
             raise InvalidInputError("best_of", params.best_of, limit)
+        decode = self._factory.decode_one if params.detokenize else None
         answers = [
-            _GrowingAnswer(index, request, self._served.prompt, self._factory, self._tokenizer)
+            GrowingAnswer(index, request, self._served.prompt, self._tokenizer, decode)
             for index, request in enumerate(self._served.requests)
         ]
         while answers:
@@ -159,13 +171,19 @@ class Generation:
             error = self._served.error()
             if error is not None:
                 raise error
-            deltas = [delta for a in answers if (delta := a.read(a.request in ended)) is not None]
+            parts = [self._ended(a) if a.request in ended else a.read() for a in answers]
+            deltas = [AnswerDelta.of(part) for part in parts if part is not None]
             answers = [answer for answer in answers if answer.request not in ended]
             if deltas:
                 yield deltas
             if answers:
                 # News that arrived since the read has set the event, so none is missed.
                 await self._news()
+
+    def _ended(self, answer: GrowingAnswer) -> CompletionOutput:
+        """The last part of an answer."""
+        served = self._served
+        return answer.cut(self._factory.completion(answer.index, answer.request, served.prompt))
 
     def abort(self) -> None:
         """End it now, with reason "abort", from any thread; a no-op after its end."""
@@ -186,52 +204,6 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.abort()
-
-
-class _GrowingAnswer:
-    """Reads one answer, delta by delta."""
-
-    def __init__(
-        self,
-        index: int,
-        request: Request,
-        prompt: PromptInput,
-        factory: RequestFactory,
-        tokenizer: Any,
-    ) -> None:
-        self.request = request
-        self._index, self._prompt, self._factory = index, prompt, factory
-        is_text = request.sampling_params.detokenize and tokenizer is not None
-        self._text = GrowingText(request, prompt, tokenizer) if is_text else None
-        self._decode = factory.decode_one if request.sampling_params.detokenize else None
-        self._num_tokens = 0
-
-    def read(self, has_ended: bool) -> AnswerDelta | None:
-        """The new delta; None if nothing is new."""
-        request = self.request
-        if has_ended:
-            answer = self._factory.completion(self._index, request, self._prompt)
-            begin = 0 if self._text is None else self._text.num_read
-            return self._delta(answer.text[begin:], answer.token_ids, answer)
-        # A character completed by several tokens is in the delta of the last one, or a later delta.
-        token_ids = request.output_token_ids
-        text = "" if self._text is None else self._text.read()
-        if not text and len(token_ids) == self._num_tokens:
-            return None
-        return self._delta(text, token_ids, None)
-
-    def _delta(
-        self, text: str, token_ids: list[int], answer: CompletionOutput | None
-    ) -> AnswerDelta:
-        begin, self._num_tokens = self._num_tokens, len(token_ids)
-        return AnswerDelta(
-            self._index,
-            text,
-            token_ids[begin:],
-            logprob_entries(self.request, begin, len(token_ids), self._decode),
-            None if answer is None else answer.finish_reason,
-            None if answer is None else answer.stop_reason,
-        )
 
 
 async def outputs_of(generation: Generation) -> AsyncIterator[RequestOutput]:
