@@ -24,9 +24,9 @@ class LaunchShape:
         few_rows, few_row_bytes: with a norm, calls of up to this many rows, of up to this many
             bytes each, use no flags.
         few_two_shot_bytes: of the calls without flags, those of at least this many bytes are
-            two-shot; None: of ``_FEW_TWO_SHOT_BYTES`` for the number of ranks.
-        two_shot_bytes: all-reduces of at least this many bytes are two-shot; None: of
-            ``_TWO_SHOT_BYTES`` for the number of ranks.
+            two-shot; None: as ``_TWO_SHOT_BYTES`` has it for more than two ranks.
+        two_shot_bytes: all-reduces with flags of at least this many bytes are two-shot; None: the
+            same.
         block_rows: rows of a block of a two-shot call, a power of 2.
         lag: units between the steps of a two-shot call (:mod:`.two_shot`).
         max_programs: of a two-shot call; None for one per task.
@@ -45,23 +45,19 @@ class LaunchShape:
     max_programs: int | None = None
     max_registers: int | None = None
 
-    def min_two_shot_bytes(self, num_ranks: int) -> int:
-        """The size in bytes from which on an all-reduce with flags is two-shot."""
-        if self.two_shot_bytes is not None:
-            return self.two_shot_bytes
-        return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _TWO_SHOT_BYTES
-
-    def min_few_two_shot_bytes(self, num_ranks: int) -> int:
-        """The same without flags."""
-        if self.few_two_shot_bytes is not None:
-            return self.few_two_shot_bytes
-        return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _FEW_TWO_SHOT_BYTES
+    def min_two_shot_bytes(self, num_ranks: int, *, has_flags: bool = True) -> int:
+        """The size in bytes from which on an all-reduce is two-shot."""
+        given = self.two_shot_bytes if has_flags else self.few_two_shot_bytes
+        if given is not None:
+            return given
+        return _ONE_SHOT_ONLY if num_ranks <= _MAX_ONE_SHOT_RANKS else _TWO_SHOT_BYTES[has_flags]
 
 
 _ONE_SHOT_ONLY = 1 << 62
 _MAX_ONE_SHOT_RANKS = 2
 """Up to this many ranks, two-shot sends no fewer bytes than one-shot."""
-_TWO_SHOT_BYTES, _FEW_TWO_SHOT_BYTES = 256 << 10, 512 << 10
+_TWO_SHOT_BYTES = {True: 256 << 10, False: 512 << 10}
+"""By whether the all-reduce uses flags."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,8 +226,8 @@ class PeerCommunicator(Communicator):
 
     def _are_few_two_shot(self, rows: Tensor) -> bool:
         num_rows, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
-        is_large = num_rows * row_bytes >= self._shape.min_few_two_shot_bytes(self.num_ranks)
-        return is_large and self._are_few(num_rows, row_bytes)
+        least = self._shape.min_two_shot_bytes(self.num_ranks, has_flags=False)
+        return num_rows * row_bytes >= least and self._are_few(num_rows, row_bytes)
 
     def _few_rows_sizes(self) -> dict[str, int]:
         return {"MAX_ROWS": self._shape.few_rows, "ROW_BYTES": self._shape.few_row_bytes}

@@ -281,6 +281,22 @@ def test_a_call_that_does_not_fit_is_refused() -> None:
         group.rank(0).all_reduce(torch.zeros(17, 4))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "with_flags", "without"),
+    [
+        (1, 1 << 62, 1 << 62),
+        (2, 1 << 62, 1 << 62),
+        (3, 256 << 10, 512 << 10),
+        (8, 256 << 10, 512 << 10),
+    ],
+)
+def test_sums_are_two_shot_from_a_size_on(num_ranks: int, with_flags: int, without: int) -> None:
+    given = LaunchShape(two_shot_bytes=5, few_two_shot_bytes=7)
+    for has_flags, least, chosen in ((True, with_flags, 5), (False, without, 7)):
+        assert LaunchShape().min_two_shot_bytes(num_ranks, has_flags=has_flags) == least
+        assert given.min_two_shot_bytes(num_ranks, has_flags=has_flags) == chosen
+
+
 def test_memory_for_sums_holds_either_kind_of_call() -> None:
     sums, gathers = (8192, 10240), [(64, 400_000)]
     default, never = LaunchShape(), LaunchShape(two_shot_bytes=1 << 62)
