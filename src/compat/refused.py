@@ -29,6 +29,21 @@ REFUSED = {
 """By name: why an import fails, and the replacement."""
 
 
+_NO_MEDIA = "images, audio and video are not supported: prompts are texts or token ids"
+
+REFUSED_MODULES = {"assets": _NO_MEDIA, "multimodal": _NO_MEDIA}
+"""By the last part of a module's name: why its import fails."""
+
+
+def refuse_module(module: str) -> None:
+    """
+    Raises:
+        ImportError: always.
+    """
+    reason = REFUSED_MODULES[module.rpartition(".")[2]]
+    raise ImportError(f"cannot import {module!r}: {reason}", name=module)
+
+
 def attribute(module: str, name: str) -> Any:
     """The ``__getattr__`` of a module that lacks a name.
 

@@ -11,7 +11,7 @@ import pytest
 
 import pagespec
 from pagespec import InvalidInputError
-from pagespec.compat.refused import REFUSED
+from pagespec.compat.refused import REFUSED, REFUSED_MODULES
 from pagespec.params.foreign import translate
 
 FOLDER = Path(pagespec.__file__).parent / "compat" / "vllm"
@@ -21,7 +21,7 @@ def module_names() -> list[str]:
     """The modules of the folder, without their common prefix."""
     paths = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.py"))
     names = {".".join(path.parts).removesuffix("__init__").rstrip(".") for path in paths}
-    return sorted(names - {""})
+    return sorted(names - {""} - REFUSED_MODULES.keys())
 
 
 @pytest.mark.parametrize("name", module_names())
@@ -84,6 +84,13 @@ def test_a_refused_name_is_an_import_error_with_the_reason(module: str, name: st
     with pytest.raises(ImportError, match=name) as caught:
         exec(f"from {module} import {name}")
     assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["assets.image", "multimodal.utils", "multimodal"])
+@pytest.mark.parametrize("package", ["pagespec", "pagespec.compat.vllm"])
+def test_a_refused_module_is_an_import_error_with_the_reason(package: str, name: str) -> None:
+    with pytest.raises(ImportError, match="images, audio and video are not supported"):
+        importlib.import_module(f"{package}.{name}")
 
 
 @pytest.mark.parametrize("module", ["pagespec", "pagespec.outputs", "pagespec.sampling_params"])

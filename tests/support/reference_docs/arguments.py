@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pagespec
 from pagespec import LLM, AsyncLLM, LLMEngine, llm_engine
 from pagespec.cli.options import EngineOptions
-from pagespec.compat.refused import REFUSED
+from pagespec.compat.refused import REFUSED, REFUSED_MODULES
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
 from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, SPECULATION, Foreign
@@ -102,7 +102,9 @@ def missing_methods() -> Iterator[str]:
 
 def refused_names() -> Iterator[str]:
     """Names of vLLM that cannot be imported."""
-    return table(("name", "reason"), [(code(n), prose(text)) for n, text in REFUSED.items()])
+    modules = {f"pagespec.{name}": text for name, text in REFUSED_MODULES.items()}
+    known = (REFUSED | modules).items()
+    return table(("name", "reason"), [(code(name), prose(text)) for name, text in known])
 
 
 def modules() -> Iterator[str]:
@@ -111,6 +113,8 @@ def modules() -> Iterator[str]:
     rows = [(code("pagespec"), code(*sorted(pagespec.__all__)))]
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
+        if parts[0] in REFUSED_MODULES:
+            continue
         name = ".".join(part for part in parts if part != "__init__")
         found = importlib.import_module(f"pagespec.compat.vllm.{name}".rstrip("."))
         names = getattr(found, "__all__", ())
