@@ -112,7 +112,9 @@ ENGINE: dict[str, Foreign] = {
     # Model and tokenizer.
     "trust_remote_code": Foreign(_EITHER, "must be True or False"),  # a permission, never used
     "tokenizer": Foreign((_is_our_model,), _OWN_TOKENIZER),
-    "tokenizer_mode": Foreign(("auto", "hf"), _OWN_TOKENIZER),
+    "tokenizer_mode": Foreign(
+        ("auto", "hf"), "tokenizers are read by transformers: give a folder in Hugging Face's form"
+    ),
     "revision": Foreign((), _REVISION),
     "code_revision": Foreign((), _REVISION),
     "tokenizer_revision": Foreign((), _REVISION),

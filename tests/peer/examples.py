@@ -51,7 +51,36 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "features/speculative_decoding/spec_decode_offline.py": _DRAFTS,
     "features/structured_outputs/structured_outputs_offline.py": (),
     "observability/metrics/offline.py": (),
+    "generate/multimodal/vision_language_offline.py": (),
     "tool_calling/chat_with_tools_offline.py": (),
+}
+_POOLING = "embeddings, classification and pooling are not supported"
+# Those that need a feature which pagespec does not have: the feature, and words of the refusal.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "basic/offline_inference/classify.py": ("classification", _POOLING),
+    "basic/offline_inference/embed.py": ("embeddings", _POOLING),
+    "basic/offline_inference/score.py": ("classification", _POOLING),
+    "features/context_extension/context_extension_offline.py": (
+        "changes of a config",
+        "change config.json in a copy of the folder",
+    ),
+    "features/lora/multilora_offline.py": ("LoRA", "LoRA adapters are not supported"),
+    "features/profiling/simple_profiling_offline.py": (
+        "profiler",
+        "use torch.profiler around the call",
+    ),
+    "features/prompt_embed/prompt_embed_offline.py": (
+        "embeddings",
+        "prompts are texts or token ids, not embeddings",
+    ),
+    "generate/multimodal/vision_language_offline.py": (
+        "images and audio",
+        "images, audio and video are not supported",
+    ),
+    "tool_calling/chat_with_tools_offline.py": (
+        "tokenizers of mistral_common",
+        "tokenizers are read by transformers",
+    ),
 }
 OFFLINE = tuple(f"examples/{name}" for name in ARGUMENTS)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import examples
 from .expected import DIFFERS, FAILS, NOT_APPLICABLE, PASSED, WHOLE_FILE, Result
 
 
@@ -74,6 +75,7 @@ _OF_ANOTHER_MODEL = (
 )
 
 RULES: tuple[Rule, ...] = (
+    *(_no(feature, name, words) for name, (feature, words) in examples.REFUSED.items()),
     *(_no(feature, message=f"No module named '{name}") for name, feature in _PACKAGES.items()),
     _no("internal", message="Torch not compiled with CUDA|ATen_cuda|simple_compile_backend"),
     _no("internal", message=r"X is not a type object \(Missing\)"),

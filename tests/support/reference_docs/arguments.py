@@ -15,6 +15,7 @@ from pagespec.compat.refused import REFUSED, REFUSED_MODULES
 from pagespec.engine.config import EngineConfig
 from pagespec.params.declare import declared, defaults
 from pagespec.params.foreign import ASYNC, CALL, ENGINE, SERVER, SPECULATION, Foreign
+from tests.peer import examples
 
 from .cells import code, prose, table
 
@@ -105,6 +106,15 @@ def refused_names() -> Iterator[str]:
     modules = {f"pagespec.{name}": text for name, text in REFUSED_MODULES.items()}
     known = (REFUSED | modules).items()
     return table(("name", "reason"), [(code(name), prose(text)) for name, text in known])
+
+
+def examples_of_vllm() -> Iterator[str]:
+    """vLLM's offline examples, as ``nox -s peer_tests`` runs them."""
+    rows = []
+    for name in sorted(examples.ARGUMENTS):
+        feature, words = examples.REFUSED.get(name, ("", ""))
+        rows.append((code(name), f"refused ({feature}): {prose(words)}" if feature else "runs"))
+    yield from table(("example", "with pagespec"), rows)
 
 
 def modules() -> Iterator[str]:

@@ -21,6 +21,7 @@ PAGES: Mapping[str, Mapping[str, Part]] = {
         "speculation": arguments.foreign_keys,
         "server": arguments.foreign_flags,
         "calls": arguments.foreign_calls,
+        "examples": arguments.examples_of_vllm,
         "methods": arguments.missing_methods,
     },
     "cli.md": {"commands": command_line.commands},
