@@ -40,39 +40,39 @@ def _token_id(key: object) -> int | None:
     return kept if kept is not None and kept >= 0 else None
 
 
-def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
+def checked_token_ids(name: str, value: Any) -> list[int]:
     """A list of token ids, or None for none. The request factory checks them against the
     vocabulary."""
     if value is None:
-        return ()
+        return []
     if not is_list(value):
         raise InvalidInputError(name, value, "must be a list of token ids")
     if len(value) > MAX_TOKEN_IDS:
         raise InvalidInputError(name, f"{len(value)} ids", f"must be at most {MAX_TOKEN_IDS} ids")
-    kept = tuple(map(as_int, value))
-    checked = tuple(token_id for token_id in kept if token_id is not None and token_id >= 0)
+    kept = list(map(as_int, value))
+    checked = [token_id for token_id in kept if token_id is not None and token_id >= 0]
     if len(checked) < len(kept):
         raise InvalidInputError(name, value, "every id must be an integer >= 0")
     return checked
 
 
-def checked_allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+def checked_allowed_token_ids(name: str, value: Any) -> list[int]:
     token_ids = checked_token_ids(name, value)
     if not token_ids:
         raise InvalidInputError(name, value, "must not be empty")
     return token_ids
 
 
-def checked_bad_words(name: str, value: Any) -> tuple[str, ...]:
+def checked_bad_words(name: str, value: Any) -> list[str]:
     if value is None:
-        return ()
+        return []
     if not is_list(value) or len(value) > MAX_BAD_WORDS:
         limit = f"must be a list of at most {MAX_BAD_WORDS} words"
         raise InvalidInputError(name, value, limit)
     for word in value:
         if not isinstance(word, str) or not word.strip():
             raise InvalidInputError(name, value, "every word must be text with a letter")
-    return tuple(dict.fromkeys(value))
+    return list(dict.fromkeys(value))
 
 
 def checked_beside_a_constraint(bad_words: Sequence[str]) -> None:
@@ -97,9 +97,9 @@ def checked_extra_args(name: str, value: Any) -> dict[str, Any] | None:
     return dict(value) or None
 
 
-def checked_processors(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+def checked_processors(name: str, value: Any) -> list[Callable[..., Any]]:
     if value is None:
-        return ()
+        return []
     if not is_list(value) or not all(callable(processor) for processor in value):
         raise InvalidInputError(name, value, "must be a list of functions")
-    return tuple(value)
+    return list(value)

@@ -67,7 +67,6 @@ def _assign(params: SamplingParams, name: str, value: Any) -> None:
     kept = _checked_unsupported(name, value) if name in UNSUPPORTED else value
     vars(params)[name] = check_field(SamplingParams, name, kept)
     # Fields that limit each other are checked when a request is made, after all assignments.
-    vars(params)["is_joint_checked"] = False
 
 
 @_assignable(kw_only=True, init=False, repr=False, eq=False)
@@ -142,16 +141,18 @@ def _num_logprobs(name: str, value: Any) -> int:
     return 1 if value is True else int(integer(-1, math.inf, limit)(name, value))
 
 
-def _stop(name: str, value: Any) -> Any:
-    """Check a string or a list of strings."""
-    strings = (value,) if isinstance(value, str) else value
+def _stop(name: str, value: Any) -> list[str]:
+    """A string, a list of strings, or None for none."""
+    if value is None:
+        return []
+    strings = [value] if isinstance(value, str) else value
     if not is_list(strings) or len(strings) > MAX_STOP_STRINGS:
         limit = f"must be a string or a list of at most {MAX_STOP_STRINGS:,} strings"
         raise InvalidInputError(name, value, limit)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidInputError(name, value, "every stop string must be non-empty text")
-    return value if isinstance(value, str) else tuple(value)
+    return list(strings)
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
@@ -179,9 +180,10 @@ class SamplingParams(UnsupportedParams):
     ``docs/sampling_parameters.md`` gives the order in which they apply, and those that are refused.
     If one token meets several stop conditions, the precedence is: stop token, stop string, length.
 
-    Fields may be assigned (``params.max_tokens = 16``): the new value is checked at once, and
-    fields that limit each other when a request is made. Requests that were made before keep the old
-    value. The hash follows the values, so do not assign fields of a key of a dict.
+    Fields may be assigned (``params.max_tokens = 16``): the new value is checked at once. Lists and
+    dicts may be changed in place. They, and fields that limit each other, are checked when a
+    request is made. Requests that were made before keep the old values. The hash follows the
+    values, except those of lists and dicts, so do not assign fields of a key of a dict.
 
     The first arguments may be positional, in vLLM's order: ``n`` to ``prompt_logprobs``.
 
@@ -255,6 +257,8 @@ class SamplingParams(UnsupportedParams):
         "Text that ends the answer and is cut from it. Several may be given, at most 1,024: each "
         "token's text is searched for each of them.",
         _stop,
+        takes_none=False,
+        is_hashed=False,
     )
     stop_token_ids: Sequence[int] | None = param(
         None,
@@ -263,6 +267,7 @@ class SamplingParams(UnsupportedParams):
         checks.checked_token_ids,
         takes_none=False,
         flag=None,
+        is_hashed=False,
     )
     ignore_eos: bool = param(False, "Continue past the model's end-of-sequence tokens.", flag())
     max_tokens: int | None = param(
@@ -338,7 +343,11 @@ class SamplingParams(UnsupportedParams):
         is_hashed=False,
     )
     allowed_token_ids: Sequence[int] | None = param(
-        None, "Sample from these token ids only.", checks.checked_allowed_token_ids, flag=None
+        None,
+        "Sample from these token ids only.",
+        checks.checked_allowed_token_ids,
+        flag=None,
+        is_hashed=False,
     )
     bad_words: Sequence[str] | None = param(
         None,
@@ -348,6 +357,7 @@ class SamplingParams(UnsupportedParams):
         checks.checked_bad_words,
         takes_none=False,
         flag="--bad-word",
+        is_hashed=False,
     )
     skip_reading_prefix_cache: bool | None = param(
         None,
@@ -380,6 +390,7 @@ class SamplingParams(UnsupportedParams):
         takes_none=False,
         flag=None,
         wire=None,
+        is_hashed=False,
     )
     extra_args: Mapping[str, Any] | None = param(
         None,
@@ -390,7 +401,6 @@ class SamplingParams(UnsupportedParams):
         wire="object",
     )
     is_frozen: bool = field(init=False, repr=False, compare=False, default=False)
-    is_joint_checked: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         for name, known in _UNSUPPORTED.items():
@@ -402,7 +412,7 @@ class SamplingParams(UnsupportedParams):
 
     def _check_jointly(self) -> None:
         """Check fields that limit each other."""
-        if self.stop is not None and self.stop and not self.detokenize:
+        if self.stop and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
         same = "{} must be 1 when using greedy sampling (temperature 0): all would be equal"
         if self.n > 1 and self.temperature == 0.0:
@@ -419,7 +429,6 @@ class SamplingParams(UnsupportedParams):
             raise InvalidInputError("skip_reading_prefix_cache", False, limit)
         if self.structured_outputs is not None:
             checks.checked_beside_a_constraint(self.bad_words or ())
-        object.__setattr__(self, "is_joint_checked", True)
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -438,8 +447,7 @@ class SamplingParams(UnsupportedParams):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
+        return tuple(self.stop or ())
 
     @property
     def num_generated(self) -> int:
@@ -465,29 +473,32 @@ class SamplingParams(UnsupportedParams):
 
     def clone(self) -> SamplingParams:
         """A copy, independent of this object, whose fields may be assigned."""
-        copy = object.__new__(SamplingParams)
-        vars(copy).update(vars(self), is_frozen=False)
-        if self.logit_bias is not None:
-            vars(copy)["logit_bias"] = dict(self.logit_bias)
-        return copy
+        copied = object.__new__(SamplingParams)
+        values = {
+            name: value.copy() if isinstance(value, (list, dict)) else value
+            for name, value in vars(self).items()
+        }
+        vars(copied).update(values, is_frozen=False)
+        return copied
 
     def frozen(self) -> SamplingParams:
-        """These parameters for a request: a copy that no assignment changes.
+        """These parameters for a request: a copy that no assignment changes, with its own lists and
+        dicts.
 
         Raises:
-            InvalidInputError: fields that were assigned contradict each other.
+            InvalidInputError: a list or dict was changed to one that is refused, or fields that
+                were assigned contradict each other.
         """
         if self.is_frozen:
             return self
-        copy = object.__new__(SamplingParams)
-        vars(copy).update(vars(self), is_frozen=True)
-        if self.logit_bias is not None:  # a dict, which may have been changed in place
-            vars(copy)["logit_bias"] = checks.checked_logit_bias("logit_bias", self.logit_bias)
-        if self.extra_args is not None:
-            vars(copy)["extra_args"] = dict(self.extra_args)
-        if not self.is_joint_checked:
-            copy._check_jointly()
-        return copy
+        checked = object.__new__(SamplingParams)
+        kept = vars(checked)
+        kept.update(vars(self), is_frozen=True)
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict)):
+                kept[name] = check_field(SamplingParams, name, value)
+        checked._check_jointly()
+        return checked
 
 
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{describe(SamplingParams, 8)}"

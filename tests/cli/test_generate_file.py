@@ -110,7 +110,7 @@ def test_a_line_has_any_parameter_or_is_refused_by_its_name(desk: Desk) -> None:
     assert desk.run_file().exit_code == 1
     assert "guided_decoding = {'a': 1}: is not supported" in desk.rows()[1]["error"]
     first, last = (params for _, params in desk.llm.seen)
-    assert (first.logit_bias, first.bad_words, first.min_tokens) == ({5: 2.0}, ("x",), 1)
+    assert (first.logit_bias, first.bad_words, first.min_tokens) == ({5: 2.0}, ["x"], 1)
     assert last.detokenize is False
 
 

@@ -91,7 +91,7 @@ def test_flags_of_edited_logits_reach_the_request(desk: Desk) -> None:
     [(_, params)] = desk.llm.seen
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     assert penalties == (1.2, -1.0, 2.0)
-    assert (params.bad_words, params.min_tokens) == (("x", "y"), 3)
+    assert (params.bad_words, params.min_tokens) == (["x", "y"], 3)
     assert params.truncate_prompt_tokens == -1
 
 

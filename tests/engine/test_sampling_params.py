@@ -132,7 +132,7 @@ def test_sampling_params_are_normalised() -> None:
     several = SamplingParams(stop=["x", "y"])
     assert several == SamplingParams(stop=("x", "y"))
     assert hash(several) == hash(replace(several))
-    assert params.stop_token_ids == (3,)
+    assert params.stop_token_ids == [3]
 
 
 def test_an_assignment_is_validated_like_the_constructor() -> None:
@@ -279,13 +279,39 @@ def test_an_assignment_does_not_change_a_request() -> None:
     assert not replace(frozen).is_frozen
 
 
+def test_lists_and_dicts_may_be_changed_in_place() -> None:
+    params = SamplingParams(stop="x", allowed_token_ids=[4], logit_bias={3: 1.0})
+    frozen, copied = params.frozen(), params.clone()
+    params.stop.append("y")
+    params.stop_token_ids.extend([7])
+    params.bad_words.append("a")
+    params.allowed_token_ids.append(5)
+    params.logit_bias[9] = 2.0
+    params.logits_processors.append(print)
+    changed = SamplingParams(
+        stop=["x", "y"],
+        stop_token_ids=[7],
+        bad_words=["a"],
+        allowed_token_ids=[4, 5],
+        logit_bias={3: 1.0, 9: 2.0},
+        logits_processors=[print],
+    )
+    assert params == params.frozen() == changed
+    assert frozen == copied == SamplingParams(stop="x", allowed_token_ids=[4], logit_bias={3: 1.0})
+    for name, value in (("stop", ""), ("stop_token_ids", -1), ("bad_words", 3)):
+        wrong = params.clone()
+        getattr(wrong, name).append(value)
+        with pytest.raises(InvalidInputError, match=f"^{name} = "):
+            wrong.frozen()
+
+
 def test_values_are_normalised() -> None:
     bias = {"3": 1, 5: -2.5}
     params = SamplingParams(logit_bias=bias, bad_words=["a", "b", "a"], allowed_token_ids=[4, 2])
     bias.clear()
     assert params.logit_bias == {3: 1.0, 5: -2.5}
-    assert params.bad_words == ("a", "b")
-    assert params.allowed_token_ids == (4, 2)
+    assert params.bad_words == ["a", "b"]
+    assert params.allowed_token_ids == [4, 2]
     assert params == replace(params)
     assert hash(params) == hash(replace(params))
     assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
