@@ -298,7 +298,7 @@ class EngineConfig:
     )
     structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | str | None = param(  # noqa: RUF009
         None,
-        "Defaults of constraints: a dict or JSON text. Keys: backend (auto or guidance), "
+        "Defaults of constraints: a dict or JSON text. Keys: backend (auto, guidance or xgrammar), "
         "disable_any_whitespace and disable_additional_properties (docs/structured_output.md).",
         structured_config,
         absent="backend auto; as each request says",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InvalidInputError
 from ..params.checks import keyed
-from .structured_outputs import BACKENDS
+from .structured_outputs import BACKENDS, CLOSING_BACKENDS
 
 # Keys of vLLM whose other values are not supported, with their replacement.
 _EMPTY = {
@@ -22,7 +22,8 @@ class StructuredOutputsConfig:
     """Defaults of a model's constraints. Names as in vLLM.
 
     Attributes:
-        backend: "auto" or "guidance"; llguidance compiles all constraints.
+        backend: "auto", "guidance" or "xgrammar"; llguidance compiles all constraints.
+            "xgrammar" sets ``disable_additional_properties``, as that library does.
         disable_any_whitespace: no whitespace between JSON tokens, for every constraint without a
             ``whitespace_pattern``.
         disable_additional_properties: as in ``StructuredOutputs``, for every JSON schema.
@@ -43,7 +44,7 @@ class StructuredOutputsConfig:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            limit = f"must be {' or '.join(BACKENDS)}: llguidance compiles all constraints"
+            limit = f"must be one of {', '.join(BACKENDS)}: llguidance compiles all constraints"
             raise _error("backend", self.backend, limit)
         for key in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             if not isinstance(getattr(self, key), bool):
@@ -51,6 +52,8 @@ class StructuredOutputsConfig:
         for key, (empty, instead) in _EMPTY.items():
             if getattr(self, key) != empty:
                 raise _error(key, getattr(self, key), f"must be {empty!r}: {instead}")
+        if self.backend in CLOSING_BACKENDS:
+            object.__setattr__(self, "disable_additional_properties", True)
 
 
 NO_DEFAULTS = StructuredOutputsConfig()

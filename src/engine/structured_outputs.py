@@ -15,8 +15,11 @@ from .structural_tags import structural_grammar
 MAX_CONSTRAINT_BYTES = 1 << 18
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-BACKENDS = ("auto", "guidance")
-"""Names of the library that compiles constraints, llguidance."""
+BACKENDS = ("auto", "guidance", "xgrammar")
+"""vLLM's names of libraries that llguidance stands for."""
+CLOSING_BACKENDS = ("xgrammar",)
+"""Those of ``BACKENDS`` that close objects with named properties, like
+``disable_additional_properties``."""
 
 
 class Constraint(NamedTuple):
@@ -52,7 +55,8 @@ class StructuredOutputs:
             unless the schema has ``additionalProperties``.
         whitespace_pattern: for JSON: a regex for whitespace between tokens.
         structural_tag: text with tags, as a dict or JSON text in one of vLLM's two forms.
-        backend: "auto" or "guidance"; llguidance compiles all constraints.
+        backend: "auto", "guidance" or "xgrammar"; llguidance compiles all constraints. "xgrammar"
+            sets ``disable_additional_properties``, as that library does.
         disable_fallback: no effect, because there is one backend.
 
     Raises:
@@ -75,7 +79,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         if self.backend not in (None, *BACKENDS):
-            _refuse("backend", self.backend, f"must be {' or '.join(BACKENDS)}")
+            _refuse("backend", self.backend, f"must be one of {', '.join(BACKENDS)}")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")
@@ -97,7 +101,7 @@ class StructuredOutputs:
                 "whitespace_pattern", self.whitespace_pattern, "is for json and json_object only"
             )
         whitespace = self._whitespace(has_json)
-        constraint = Constraint(kind, text, *whitespace, self.disable_additional_properties)
+        constraint = Constraint(kind, text, *whitespace, has_json and self._closes_objects)
         object.__setattr__(self, "constraint", constraint)
 
     def _kind(self) -> str:
@@ -109,6 +113,10 @@ class StructuredOutputs:
         if given:
             limit = "You can only use one kind of structured outputs constraint"
         raise InvalidInputError("structured_outputs", given, f"{limit}: {', '.join(_KINDS)}")
+
+    @property
+    def _closes_objects(self) -> bool:
+        return self.disable_additional_properties or self.backend in CLOSING_BACKENDS
 
     def _whitespace(self, is_json: bool) -> tuple[bool, str | None]:
         disabled, pattern = self.disable_any_whitespace, self.whitespace_pattern
@@ -156,8 +164,7 @@ class StructuredOutputs:
         except (TypeError, ValueError, RecursionError) as error:
             _refuse("structural_tag", self.structural_tag, f"must be JSON: {error}")
         _require_short("structural_tag", text)
-        closes = self.disable_additional_properties
-        structural_grammar(json.loads(text), closes_objects=closes)
+        structural_grammar(json.loads(text), closes_objects=self._closes_objects)
         return text
 
     def _choice_text(self) -> str:

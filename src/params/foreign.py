@@ -279,7 +279,11 @@ ENGINE: dict[str, Foreign] = {
     ),
     "attention_config": Foreign(({},), "use attention"),
     "logits_processor_pattern": Foreign((), "use SamplingParams(logits_processors=[...])"),
-    "guided_decoding_backend": Foreign(("auto", "guidance"), "use structured_outputs_config"),
+    "guided_decoding_backend": Foreign(
+        ("auto", "guidance"),
+        "use structured_outputs_config",
+        as_ours={"xgrammar": {"structured_outputs_config": {"backend": "xgrammar"}}},
+    ),
     "reasoning_config": Foreign(({},), "use reasoning_format"),
     "reasoning_parser_plugin": Foreign(("",), "use reasoning_format"),
     # Logs.

@@ -22,6 +22,10 @@ TIGHT = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True)
         (TIGHT, TIGHT),
         ({"backend": "guidance", "disable_any_whitespace": True}, TIGHT),
         ('{"backend": "guidance", "disable_any_whitespace": true}', TIGHT),
+        (
+            {"backend": "xgrammar"},
+            StructuredOutputsConfig("xgrammar", disable_additional_properties=True),
+        ),
     ],
 )
 def test_a_dict_json_text_or_a_config(value: Any, made: StructuredOutputsConfig) -> None:
@@ -37,7 +41,7 @@ def test_a_dict_json_text_or_a_config(value: Any, made: StructuredOutputsConfig)
 REFUSED: list[tuple[Any, str]] = [
     (3, "structured_outputs_config = 3: must be a dict or JSON text"),
     ("xgrammar", "structured_outputs_config = 'xgrammar': is not JSON"),
-    ({"backend": "xgrammar"}, r"config\.backend = 'xgrammar': must be auto or guidance"),
+    ({"backend": "outlines"}, r"config\.backend = 'outlines': must be one of auto, guidance, xgr"),
     ({"backend": ["auto"]}, r"config\.backend = "),
     ({"disable_any_whitespace": 1}, r"config\.disable_any_whitespace = 1: must be True or False"),
     ({"reasoning_parser": "qwen3"}, r"config\.reasoning_parser = 'qwen3'.*use reasoning_format"),

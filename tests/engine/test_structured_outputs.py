@@ -39,6 +39,13 @@ def test_positions_are_those_of_vllm() -> None:
     assert StructuredOutputs(regex="a", **others) == StructuredOutputs(regex="a")
 
 
+def test_xgrammar_closes_objects_as_that_library_does() -> None:
+    for constraint in ({"json": {"properties": {"a": {}}}}, {"json_object": True}):
+        closed = StructuredOutputs(**constraint, backend="xgrammar").constraint
+        assert closed == StructuredOutputs(**constraint).constraint._replace(closes_objects=True)
+    assert not StructuredOutputs(regex="a", backend="xgrammar").constraint.closes_objects
+
+
 def test_names_in_a_schema_are_no_keywords() -> None:
     names = {"patternProperties": {"type": "string"}, "x-guidance": {"const": {"extends": 1}}}
     StructuredOutputs(json={"properties": names, "default": {"minProperties": 3}})
@@ -110,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
     ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties"),
     ({"regex": "a", "disable_fallback": 1}, "disable_fallback"),
-    ({"regex": "a", "backend": "xgrammar"}, "backend.*auto or guidance"),
+    ({"regex": "a", "backend": "outlines"}, "backend.*auto, guidance, xgrammar"),
     ({"structural_tag": "{}"}, "structural_tag"),
     ({"structural_tag": {"format": {"type": "any_text"}}, "whitespace_pattern": " "}, "pattern"),
 ]
