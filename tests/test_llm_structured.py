@@ -135,6 +135,20 @@ def test_a_request_that_cannot_go_on_ends_alone(llm: LLM) -> None:
         llm.generate("ab", nothing_left, use_tqdm=False)
 
 
+def test_bad_words_hold_beside_a_constraint(llm: LLM) -> None:
+    """The byte tokenizer has one token per letter: a word's last letter is banned behind the
+    others."""
+    free = SamplingParams(
+        structured_outputs=StructuredOutputs(choice=["no", "nz"]), logit_bias={3 + ord("o"): 100.0}
+    )
+    banned = replace(free, bad_words=["no"])
+    doomed = replace(banned, structured_outputs=StructuredOutputs(choice=["no"]))
+    first, other, error = llm.generate_iter([("ab", free), ("ab", banned), ("ab", doomed)])
+    assert [text_of(first), text_of(other)] == ["no", "nz"]  # type: ignore[arg-type]
+    assert isinstance(error, RequestError)
+    assert "other parameters ban all allowed tokens" in str(error)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_words_may_leave_nothing_to_sample(llm: LLM, temperature: float) -> None:
     [z] = llm.tokenizer.encode("z", add_special_tokens=False)

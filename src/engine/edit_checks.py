@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -73,13 +73,6 @@ def checked_bad_words(name: str, value: Any) -> list[str]:
         if not isinstance(word, str) or not word.strip():
             raise InvalidInputError(name, value, "every word must be text with a letter")
     return list(dict.fromkeys(value))
-
-
-def checked_beside_a_constraint(bad_words: Sequence[str]) -> None:
-    """Refuses words that ban tokens which ``structured_outputs`` may require."""
-    if bad_words:
-        limit = "must be empty with structured_outputs, which may allow only a banned token"
-        raise InvalidInputError("bad_words", list(bad_words), limit)
 
 
 def checked_truncation(name: str, value: Any) -> int:

@@ -330,7 +330,7 @@ class SamplingParams(UnsupportedParams):
     structured_outputs: StructuredOutputs | None = param(
         None,
         "A JSON schema, regex, choice or grammar that the text satisfies, unless it is cut by its "
-        "length; for chat answers, the content after the reasoning. Not with bad_words.",
+        "length; for chat answers, the content after the reasoning.",
         _structured,
         flag=None,
         is_hashed=False,
@@ -427,8 +427,6 @@ class SamplingParams(UnsupportedParams):
         if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
             limit = "must be None or True with prompt_logprobs, which compute the whole prompt"
             raise InvalidInputError("skip_reading_prefix_cache", False, limit)
-        if self.structured_outputs is not None:
-            checks.checked_beside_a_constraint(self.bad_words or ())
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:

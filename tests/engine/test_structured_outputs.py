@@ -135,19 +135,6 @@ def test_parameters_take_nothing_else() -> None:
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
-def test_bad_words_are_refused_with_both_names() -> None:
-    """Found out in the middle of a text, it would end the request."""
-    field = "bad_words"
-    given: dict[str, Any] = {field: ["no"]}
-    with pytest.raises(InvalidInputError, match="structured_outputs") as refused:
-        SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]), **given)
-    assert refused.value.field == field
-    assert field in str(refused.value)
-    assert SamplingParams(**given) == SamplingParams(**given)
-    others: dict[str, Any] = {"min_tokens": 3, "bad_words": []}
-    SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]), **others)
-
-
 def test_parameters_with_a_schema_can_be_keys() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "null"}))
     assert {params: 1}[params] == 1

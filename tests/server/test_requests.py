@@ -62,8 +62,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"response_format": {"type": "json_schema"}},
      "response_format.json_schema.schema"),
     (COMPLETIONS, {"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
-    (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, "bad_words"),
-    (CHAT, {"response_format": {"type": "json_object"}, "bad_words": ["a"]}, "bad_words"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
      "messages[0].content[0]"),
