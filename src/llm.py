@@ -541,10 +541,7 @@ class LLM:
         return self.get_default_sampling_params() if params is None else params
 
     def _read(self, prompt: Any, params: Any) -> PromptInput:
-        truncate = truncation_of(params)
-        if isinstance(prompt, PromptInput):
-            return self.reader.truncated(prompt, truncate)
-        return self.reader.read(prompt, truncate=truncate)
+        return self.reader.read_or_keep(prompt, truncate=truncation_of(params))
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = True, reset_connector: bool = False

@@ -17,7 +17,7 @@ from .engine.call_arguments import (
 )
 from .engine.config import EngineConfig
 from .engine.core import Engine
-from .engine.inputs import PromptInput, PromptReader
+from .engine.inputs import PromptReader
 from .engine.logits_processors import ProcessorClasses
 from .engine.metric_values import Metric, read_metrics
 from .engine.outputs import RequestOutput
@@ -297,13 +297,8 @@ class StepwiseEngine:
                 raise InvalidInputError(name, value, "must be None: is not supported")
         refuse_unserved(lora_request)
         (truncate,) = truncations(tokenization_kwargs, [params])
-        add_special_tokens = adds_special_tokens(tokenization_kwargs)
-        if isinstance(prompt, PromptInput):
-            read = self._reader.truncated(prompt, truncate)
-        else:
-            read = self._reader.read(
-                prompt, truncate=truncate, add_special_tokens=add_special_tokens
-            )
+        adds = adds_special_tokens(tokenization_kwargs)
+        read = self._reader.read_or_keep(prompt, truncate=truncate, add_special_tokens=adds)
         (read,) = with_priorities([read], None if priority is None else [priority])
         if prompt_text is not None and read.text is None:
             read = replace(read, text=prompt_text)

@@ -299,8 +299,12 @@ class PromptReader:
             for i, prompt in enumerate(prompts)
         ]
 
-    def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
-        """A prompt that was read before, truncated as ``read`` truncates."""
+    def read_or_keep(
+        self, prompt: Any, field: str = "prompt", truncate: int | None = None, **options: bool
+    ) -> PromptInput:
+        """As :meth:`read`; a ``PromptInput`` was read before, and is only truncated."""
+        if not isinstance(prompt, PromptInput):
+            return self.read(prompt, field, truncate, **options)
         token_ids = self._truncated(prompt.token_ids, truncate, prompt.segments)
         return replace(prompt, token_ids=token_ids)
 

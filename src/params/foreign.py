@@ -402,7 +402,6 @@ CALL: dict[str, Foreign] = {
     "prompt_text": Foreign((), "give a dict of prompt and prompt_token_ids as the prompt"),
     "trace_headers": Foreign(({},), "use the engine argument trace"),
     "data_parallel_rank": Foreign((0,), _REPLICAS),
-    "tokenization_kwargs": Foreign(({},), "use SamplingParams(truncate_prompt_tokens=...)"),
     "reasoning_ended": Foreign(_OFF, "use StructuredOutputs and reasoning_format"),
     "reasoning_parser_kwargs": Foreign(({},), "use reasoning_format"),
 }
@@ -416,6 +415,7 @@ ASYNC: dict[str, Foreign] = {
     "disable_log_stats": Foreign(_EITHER, "must be True or False"),
     "internal": Foreign(_OFF, "give the ids of generate"),
     "clear_cache": Foreign(_EITHER, "must be True or False"),
+    "reset_connector": Foreign(_OFF, "KV caches are not moved: leave it out"),
 }
 """Arguments of other methods of ``AsyncLLM``."""
 

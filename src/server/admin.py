@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
-from ..errors import EngineStoppedError
+from ..errors import EngineStoppedError, InvalidInputError
 from .context import Context
 from .errors import ApiError
 
@@ -54,7 +54,14 @@ async def is_paused(context: Context) -> dict[str, bool]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(context: Context) -> Response:
-    """Empty the prefix cache; running requests are preempted. The response body is empty."""
-    await context.engine.reset_prefix_cache()
-    return Response()
+async def reset_prefix_cache(
+    context: Context, reset_running_requests: bool = True, reset_external: bool = False
+) -> dict[str, bool]:
+    """Empty the prefix cache. The answer is ``{"success": true}`` if it was emptied.
+
+    ``reset_running_requests``: preempt live requests; if false, nothing happens while requests are
+    live. ``reset_external``: must be false.
+    """
+    if reset_external:
+        raise InvalidInputError("reset_external", True, "must be false: there is no other cache")
+    return {"success": await context.engine.reset_prefix_cache(reset_running_requests)}

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from ..engine.call_arguments import adds_special_tokens, truncations
 from ..engine.config import EngineConfig, check_model
-from ..engine.inputs import Marks, PromptInput, truncation_of
+from ..engine.inputs import Marks
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..engine.snapshot import EngineSnapshot, block_map, take_snapshot
@@ -32,13 +33,13 @@ from ..errors import (
 )
 from ..llm import LLM
 from ..llm_engine import ASYNC_INSTEAD, refuse_attribute
-from ..params.checks import integer, is_list
+from ..params.checks import integer
 from ..params.declare import Param, defaults, param, takes
 from ..params.foreign import ASYNC, CALL, refuse
 from .engine_thread import EngineThread
 from .generation import Generation, outputs_of
 from .host import RequestHost
-from .lanes import SHORT, lane_of
+from .lanes import SHORT, is_quick, lane_of, num_chars_to_read
 from .served import Loops, Observers, Served
 from .started import Started
 
@@ -50,11 +51,7 @@ logger = logging.getLogger("pagespec")
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "abort", "wait")
 _POLL_S = 0.01
-# Longer prompts are tokenised on another thread, so that the event loop is not blocked.
-_SHORT_TEXT = 2_000
-_NUM_IDS_PER_CHAR = 8  # token ids that are checked in the time of tokenising one character
 _MAX_CONSTRAINT_WAIT_S = 10.0
-_MAX_QUICK = 8  # continuations
 
 
 def _check_model(name: str, model: Any) -> Any:
@@ -182,7 +179,6 @@ class AsyncLLM:
         for name, value in (
             ("prompt_text", prompt_text),
             ("lora_request", lora_request),
-            ("tokenization_kwargs", tokenization_kwargs),
             ("trace_headers", trace_headers),
             ("data_parallel_rank", data_parallel_rank),
             ("reasoning_ended", reasoning_ended),
@@ -190,7 +186,9 @@ class AsyncLLM:
         ):
             if value is not None:
                 refuse(name, value, CALL)
-        async with await self.submit(prompt, sampling_params, request_id, **marks) as generation:
+        async with await self.submit(
+            prompt, sampling_params, request_id, tokenization_kwargs=tokenization_kwargs, **marks
+        ) as generation:
             async for output in outputs_of(generation):
                 yield output
 
@@ -199,6 +197,8 @@ class AsyncLLM:
         prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **marks: Unpack[Marks],
     ) -> Generation:
         """Submit a prompt.
@@ -207,6 +207,7 @@ class AsyncLLM:
             prompt: as for ``LLM.generate`` (one item), or a ``PromptInput``.
             sampling_params: None: those of ``LLM.get_default_sampling_params``.
             request_id: an id for :meth:`abort`, unique among live requests. None: a number.
+            tokenization_kwargs: as for ``LLM.generate``.
             marks: priority, cache_salt, owner, as in a prompt's dict; None: the prompt's own.
 
         Raises:
@@ -221,7 +222,9 @@ class AsyncLLM:
         params = sampling_params
         if params is None:
             params = self.llm.get_default_sampling_params()
-        (generation,) = await self.submit_all([(prompt, params)], ids, **marks)
+        (generation,) = await self.submit_all(
+            [(prompt, params)], ids, tokenization_kwargs=tokenization_kwargs, **marks
+        )
         return generation
 
     async def submit_all(
@@ -230,6 +233,7 @@ class AsyncLLM:
         request_ids: Sequence[str] | None = None,
         *,
         is_scored: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **marks: Unpack[Marks],
     ) -> list[Generation]:
         """Submit several prompts, each with its parameters: all of them or, if one is refused,
@@ -243,17 +247,16 @@ class AsyncLLM:
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
         self.check_num_requests(num_new)
         lock = self._reader.encoding_lock
-        num_chars = sum(_num_chars(prompt) for prompt, _ in items)
-        is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)
+        num_chars = sum(num_chars_to_read(prompt) for prompt, _ in items)
         # Non-blocking: the event loop must not wait for another thread's long text.
-        if is_quick and lock.acquire(blocking=False):
+        if is_quick(items, num_new, num_chars) and lock.acquire(blocking=False):
             try:
-                made = self._make(items, request_ids, marks, is_scored)
+                made = self._make(items, request_ids, marks, is_scored, tokenization_kwargs)
             finally:
                 lock.release()
         else:
             made = await lane_of("text", num_chars).run(
-                self._make, items, request_ids, marks, is_scored
+                self._make, items, request_ids, marks, is_scored, tokenization_kwargs
             )
         await self._check_structures(made)
         while self._resumed is not None:
@@ -368,10 +371,19 @@ class AsyncLLM:
     async def is_paused(self) -> bool:
         return self._thread.is_paused
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = True, reset_connector: bool = False
+    ) -> bool:
         """See ``LLM.reset_prefix_cache``."""
-        await self._call(lambda: self._host.settle(self._engine.reset_prefix_cache))
-        return True
+        refuse("reset_connector", reset_connector, ASYNC)
+
+        def reset() -> bool:
+            if not reset_running_requests and self._engine.scheduler.requests:
+                return False
+            self._host.settle(self._engine.reset_prefix_cache)
+            return True
+
+        return await self._call(reset)
 
     async def wait_for_requests_to_drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no request is live. Returns False if that took longer than ``timeout_s``."""
@@ -508,12 +520,18 @@ class AsyncLLM:
         request_ids: Sequence[str] | None,
         marks: Marks,
         is_scored: bool,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[Served]:
         """Make requests; may run on any thread."""
         made = []
+        truncate = truncations(tokenization_kwargs, [params for _, params in items])
+        adds = adds_special_tokens(tokenization_kwargs)
         for index, (prompt, params) in enumerate(items):
             field = "prompt" if len(items) == 1 else f"prompts[{index}]"
-            read = self._reader.marked(self._read(prompt, field, params, is_scored), **marks)
+            read = self._reader.read_or_keep(
+                prompt, field, truncate[index], is_scored=is_scored, add_special_tokens=adds
+            )
+            read = self._reader.marked(read, **marks)
             requests = self._factory.make(read, params, checks_structure=False)
             name = str(next(self._numbers)) if request_ids is None else request_ids[index]
             if not isinstance(name, str) or not name:
@@ -540,12 +558,6 @@ class AsyncLLM:
             except TimeoutError:
                 raise EngineBusyError("constraints of other requests are being compiled") from None
 
-    def _read(self, prompt: Any, field: str, params: Any, is_scored: bool) -> PromptInput:
-        truncate = truncation_of(params)
-        if isinstance(prompt, PromptInput):
-            return self._reader.truncated(prompt, truncate)
-        return self._reader.read(prompt, field, truncate, is_scored=is_scored)
-
 
 def _abort(thread: EngineThread, host: RequestHost, served: Served) -> None:
     """Abort from any thread. The result is not awaited: the thread may have ended already."""
@@ -559,32 +571,3 @@ def _end_dropped(thread: EngineThread) -> None:
         ResourceWarning,
         stacklevel=2,
     )
-
-
-def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
-    """Whether making the requests takes less time than a hand-over to another thread."""
-    return not any(
-        isinstance(params, SamplingParams)
-        and (
-            params.bad_words
-            or len(params.allowed_token_ids or ()) > _SHORT_TEXT
-            or len(params.stop_token_ids or ()) > _SHORT_TEXT
-        )
-        for _, params in items
-    )
-
-
-def _num_ids(segment: Any) -> int:
-    ids = segment.get("prompt_token_ids", ()) if isinstance(segment, Mapping) else ()
-    return 1 + (len(ids) if is_list(ids) else 0)
-
-
-def _num_chars(prompt: Any) -> int:
-    """The characters of a text to tokenise; for token ids, a number with the same cost."""
-    if isinstance(prompt, Mapping):
-        if is_list(prompt.get("segments")):
-            return sum(map(_num_ids, prompt["segments"])) // _NUM_IDS_PER_CHAR
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
-    if isinstance(prompt, str):
-        return len(prompt)
-    return len(prompt) // _NUM_IDS_PER_CHAR if is_list(prompt) else 0

@@ -13,14 +13,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
+from ..engine.sampling_params import SamplingParams
+from ..params.checks import is_list
 from ..threads import start_native
 
 _T = TypeVar("_T")
 _IDLE_S = 30.0
+# Longer prompts are tokenised on another thread, so that the event loop is not blocked.
+_SHORT_TEXT = 2_000
+_NUM_IDS_PER_CHAR = 8  # token ids that are checked in the time of tokenising one character
+_MAX_QUICK = 8  # continuations
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 _NUM_CPUS = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
 # Threads with long work rest on machines where one thread is a large share of the CPUs.
@@ -154,3 +160,40 @@ _LANES: dict[Work, tuple[tuple[float, Lane], ...]] = {
 def lane_of(work: Work, length: int) -> Lane:
     """The lane for work of this type and length, in bytes or characters."""
     return next(lane for longest, lane in _LANES[work] if length <= longest)
+
+
+def is_quick(items: Sequence[tuple[Any, Any]], num_requests: int, num_chars: int) -> bool:
+    """Whether reading prompts and making their requests takes less time than a hand-over to another
+    thread.
+
+    Args:
+        items: prompts with their sampling parameters.
+        num_chars: the sum of :func:`num_chars_to_read`.
+    """
+    if num_requests > _MAX_QUICK or num_chars > _SHORT_TEXT:
+        return False
+    return not any(
+        isinstance(params, SamplingParams)
+        and (
+            params.bad_words
+            or len(params.allowed_token_ids or ()) > _SHORT_TEXT
+            or len(params.stop_token_ids or ()) > _SHORT_TEXT
+        )
+        for _, params in items
+    )
+
+
+def _num_ids(segment: Any) -> int:
+    ids = segment.get("prompt_token_ids", ()) if isinstance(segment, Mapping) else ()
+    return 1 + (len(ids) if is_list(ids) else 0)
+
+
+def num_chars_to_read(prompt: Any) -> int:
+    """The characters of a text to tokenise; for token ids, a number with the same cost."""
+    if isinstance(prompt, Mapping):
+        if is_list(prompt.get("segments")):
+            return sum(map(_num_ids, prompt["segments"])) // _NUM_IDS_PER_CHAR
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if isinstance(prompt, str):
+        return len(prompt)
+    return len(prompt) // _NUM_IDS_PER_CHAR if is_list(prompt) else 0

@@ -103,7 +103,7 @@ def test_what_is_for_tokens_alone_is_refused_by_name() -> None:
     with pytest.raises(InvalidInputError, match=r"truncate_prompt_tokens = 4: must keep all 5"):
         READER.read(item, truncate=4)
     with pytest.raises(InvalidInputError, match=r"truncate_prompt_tokens = 4: must keep all 5"):
-        READER.truncated(READER.read(item), 4)
+        READER.read_or_keep(READER.read(item), truncate=4)
     with pytest.raises(InvalidInputError, match=r"prompts\[1\] = .*must be tokens to be scored"):
         READER.read_all([[1], item], is_scored=True)
     with pytest.raises(InvalidInputError, match="prompt_logprobs = 1: must be None"):

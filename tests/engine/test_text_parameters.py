@@ -168,7 +168,7 @@ def test_a_prompt_is_cut_to_its_end() -> None:
         reader.read(ids, truncate=8)
     text = reader.read("abababab", truncate=2)
     assert (text.text, text.token_ids) == ("abababab", tokens(LEVEL, "abababab")[-2:])
-    again = reader.truncated(reader.read([1, 2, 3]), 2)
+    again = reader.read_or_keep(reader.read([1, 2, 3]), truncate=2)
     assert again.token_ids == [2, 3]
 
 

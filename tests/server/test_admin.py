@@ -68,8 +68,11 @@ def test_another_mode_is_refused(http: httpx.Client) -> None:
 def test_the_prefix_cache_is_emptied(http: httpx.Client, engine: AsyncLLM) -> None:
     assert http.post("/v1/completions", json=BODY).status_code == 200
     assert engine.snapshot().num_cached_blocks > 0
+    refused = http.post("/reset_prefix_cache?reset_external=true")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reset_external")
+    assert engine.snapshot().num_cached_blocks > 0
     answer = http.post("/reset_prefix_cache")
-    assert (answer.status_code, answer.content) == (200, b"")
+    assert (answer.status_code, answer.json()) == (200, {"success": True})
     assert engine.snapshot().num_cached_blocks == 0
 
 

@@ -66,6 +66,20 @@ def test_generate_as_vllm_calls_it() -> None:
     run(test, llm)
 
 
+def test_tokenization_options_are_those_of_llm_generate() -> None:
+    last_two = {"tokenization_kwargs": {"truncation": True, "max_length": 2}}
+
+    async def test(engine: AsyncLLM) -> None:
+        seen = [output async for output in engine.generate(PROMPT, SHORT, "a", **last_two)]
+        assert seen[-1].prompt_token_ids == PROMPT[-2:]
+        async with await engine.submit(engine.llm.reader.read(PROMPT), SHORT, **last_two) as one:
+            assert (await one.result()).prompt_token_ids == PROMPT[-2:]
+        with pytest.raises(InvalidInputError, match=r"^tokenization_kwargs.stride = 2"):
+            await engine.submit(PROMPT, SHORT, tokenization_kwargs={"stride": 2})
+
+    run(test)
+
+
 def test_several_requests_are_aborted_at_once() -> None:
     async def test(engine: AsyncLLM) -> None:
         made = [await engine.submit(PROMPT, LONG, str(i)) for i in range(4)]

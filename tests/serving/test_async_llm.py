@@ -318,10 +318,15 @@ def test_the_cache_is_reset_in_mid_run() -> None:
         generations = [await engine.submit(PROMPT, LONG) for _ in range(3)]
         for _ in range(5):
             assert await engine.reset_prefix_cache()
+            assert not await engine.reset_prefix_cache(reset_running_requests=False)
             await asyncio.sleep(0.001)
         for generation in generations:
             output = await generation.result()
             assert output.outputs[0].token_ids == answer_alone(engine.llm, PROMPT, LONG)
+        await engine.wait_for_requests_to_drain()
+        assert await engine.reset_prefix_cache(reset_running_requests=False)
+        with pytest.raises(InvalidInputError, match="reset_connector"):
+            await engine.reset_prefix_cache(reset_connector=True)
 
     run(test, runner=slow_runner(1, 80), num_blocks=80)
 
