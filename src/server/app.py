@@ -19,7 +19,7 @@ from .context import ServerContext
 from .errors import add_error_handlers
 from .limits import Limits
 from .live import LiveView, live_router
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, HttpRequestCounts
 from .openapi import describe_truly
 from .page_files import page_router
 from .prometheus import metrics_router
@@ -66,18 +66,18 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     add_error_handlers(app)
     for module in ENDPOINTS:
         app.include_router(module.router)
-    metrics = EngineMetrics(engine)
-    app.include_router(metrics_router(metrics, context.model_names[0]))
+    metrics, counts = EngineMetrics(engine), HttpRequestCounts()
+    app.include_router(metrics_router(metrics, counts, context.model_names[0]))
     app.include_router(live_router(LiveView(metrics)))
     app.include_router(page_router())
     if context.config.enable_admin:
         app.include_router(admin.router)
     describe_truly(app)
-    _add_middlewares(app, context)
+    _add_middlewares(app, context, counts)
     return app
 
 
-def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
+def _add_middlewares(app: FastAPI, context: ServerContext, counts: HttpRequestCounts) -> None:
     """Add the middlewares, innermost first."""
     config = context.config
     app.add_middleware(Limits, context=context)
@@ -91,4 +91,4 @@ def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Requests, log=config.access_log, root_path=config.root_path)
+    app.add_middleware(Requests, log=config.access_log, root_path=config.root_path, counts=counts)

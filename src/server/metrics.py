@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from ..engine.histograms import BETWEEN_TOKENS_S, STEP_TOKENS, Histogram, log_scale
 from ..engine.request import Request
@@ -13,6 +15,33 @@ from ..serving.served import End, Served
 
 # For quantiles of the live view: steps of a small model are shorter than vLLM's first boundary.
 _FINE_S = log_scale(1e-4, 100.0, 1.1)
+
+
+# As in vLLM, the requests of probes and scrapers do not count.
+_UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version"))
+
+
+class HttpRequestCounts:
+    """Number of answered HTTP requests. Labels and their values are vLLM's.
+
+    Attributes:
+        numbers: by handler (the path of the endpoint, or "none"), method, and class of the status,
+            such as "2xx".
+    """
+
+    def __init__(self) -> None:
+        self.numbers: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, method: str, route: Any, status: int) -> None:
+        """Count a request.
+
+        Args:
+            route: the router's, with its ``path``; None: no endpoint has the path.
+            status: 0 if the client was gone before the answer, which counts as 4xx.
+        """
+        handler = getattr(route, "path", "none")
+        if handler not in _UNCOUNTED:
+            self.numbers[handler, method, f"{status // 100 or 4}xx"] += 1
 
 
 class EngineMetrics(RequestTotals):

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from ..engine.histograms import Histogram
 from ..engine.metric_values import counts
 from ..engine.request_totals import ACCEPTED, COUNTERS, DRAFTS, ENDED, GAUGES, OF_REQUESTS
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, HttpRequestCounts
 
 
 class EngineCollector(Collector):
@@ -123,6 +123,21 @@ class EngineCollector(Collector):
         return info
 
 
+class HttpCollector(Collector):
+    """Collects the counts of HTTP requests for each scrape."""
+
+    def __init__(self, counts: HttpRequestCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "http_requests", "Answered HTTP requests.", labels=["handler", "method", "status"]
+        )
+        for labels, number in list(self._counts.numbers.items()):
+            family.add_metric(labels, number)
+        yield family
+
+
 def _rows(
     declared: Mapping[str, tuple[str, str]], values: Mapping[str, Any]
 ) -> list[tuple[str, str, Any]]:
@@ -130,10 +145,11 @@ def _rows(
     return [(f"vllm:{name}", text, values[key]) for key, (name, text) in declared.items()]
 
 
-def metrics_router(metrics: EngineMetrics, model_name: str) -> APIRouter:
+def metrics_router(metrics: EngineMetrics, counts: HttpRequestCounts, model_name: str) -> APIRouter:
     """GET /metrics."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(metrics, model_name))
+    registry.register(HttpCollector(counts))
     ProcessCollector(registry=registry)
     router = APIRouter()
 

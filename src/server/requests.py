@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import api_error
+from .metrics import HttpRequestCounts
 
 current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -74,12 +75,15 @@ class Requests:
     A request's id is its header X-Request-Id, or a new one. The answer and every log line of the
     request contain the id. HEAD is handled as GET without the body. An unhandled exception becomes
     a response with status 500 and a log line. Endpoints answer with the prefix ``root_path`` and
-    without it.
+    without it. ``counts`` gets each request.
     """
 
-    def __init__(self, app: ASGIApp, log: bool, root_path: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, counts: HttpRequestCounts, log: bool, root_path: str = ""
+    ) -> None:
         self._app, self._log = app, log
         self._root_path = root_path.rstrip("/")
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,6 +116,7 @@ class Requests:
             if not status:
                 await refusal.response({"Connection": "close"})(scope, receive, send_with_id)
         finally:
+            self._counts.add(scope["method"], call[0].get("route"), status)
             if self._log:
                 # Without the query string, which may contain private values.
                 fields = {

@@ -126,6 +126,34 @@ def test_the_text_keeps_prometheus_rules() -> None:
         assert counts[-1] == count
 
 
+def test_http_requests_are_counted_by_endpoint_method_and_status() -> None:
+    async def main() -> str:
+        engine = AsyncLLM(content_llm())
+        async with client(create_app(engine)) as http:
+            try:
+                body = {"prompt": [0, 0, 0], "max_tokens": 2}
+                await http.post("/v1/completions", json=body)
+                await http.post("/v1/completions", json={**body, "stream": True})
+                await http.post("/v1/completions", json={**body, "max_tokens": 0.5})
+                for path in ("/v1/models/model", "/v1/models/one", "/nothing", "/health"):
+                    await http.get(path)
+                await http.head("/v1/models/model")
+                return await scraped(http)
+            finally:
+                await engine.shutdown()
+
+    counted = {k: v for k, v in values(asyncio.run(main())).items() if k.startswith("http_")}
+    one, total = "handler=/v1/models/{name:path}", "http_requests_total"
+    assert counted == {
+        f"{total},handler=/v1/completions,method=POST,status=2xx": 2,
+        f"{total},handler=/v1/completions,method=POST,status=4xx": 1,
+        f"{total},{one},method=GET,status=2xx": 1,
+        f"{total},{one},method=GET,status=4xx": 1,
+        f"{total},{one},method=HEAD,status=2xx": 1,
+        f"{total},handler=none,method=GET,status=4xx": 1,
+    }
+
+
 def test_openmetrics_is_served_on_request() -> None:
     text, _ = serve_and_scrape("application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
