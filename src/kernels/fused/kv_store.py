@@ -8,18 +8,24 @@ from torch import Tensor
 
 from ..device import has_dependent_launch, vector_strides
 from .e4m3_store import is_e4m3
-from .norm_rope_store import copy_heads
+from .norm_rope_store import copy_heads, heads_of_tile
 
 
 @triton.jit(
     # A value that depends on the batch must not recompile the kernel. The strides of tensors whose
     # outer dimension is the head grow with the batch, and metadata may be anywhere in a staging
     # buffer.
-    do_not_specialize=["k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"],
+    do_not_specialize=[
+        "num_tokens",
+        "k_token_stride",
+        "k_head_stride",
+        "v_token_stride",
+        "v_head_stride",
+    ],
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def _store_kernel(  # type: ignore[no-untyped-def]
-    key, value, k_cache, v_cache, slot_mapping,
+    key, value, k_cache, v_cache, slot_mapping, num_tokens,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of STEP elements
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, HKV: tl.constexpr, STEP: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
@@ -31,21 +37,15 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     """
     # Slots per block of planes; else 0, and a token's heads are contiguous.
     PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
-    K_WIDTH: tl.constexpr = 0 if PLANES else HKV * K_DIM
-    V_WIDTH: tl.constexpr = 0 if PLANES else HKV * V_DIM
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    heads = tl.arange(0, triton.next_power_of_2(HKV)).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64)
+    HEADS: tl.constexpr = triton.next_power_of_2(HKV)
+    heads = heads_of_tile(0, first, num_tokens, slot_mapping, HKV, HEADS, 1)
+    copy_heads(key, k_cache, k_token_stride * STEP, k_head_stride * STEP, heads, HKV, K_DIM, PLANES)
     copy_heads(
-        key + token * (k_token_stride * STEP), k_cache + slot * K_WIDTH, k_head_stride * STEP,
-        tl.arange(0, triton.next_power_of_2(K_DIM)), heads, HKV, K_DIM, slot, PLANES,
-    )  # fmt: skip
-    copy_heads(
-        value + token * (v_token_stride * STEP), v_cache + slot * V_WIDTH, v_head_stride * STEP,
-        tl.arange(0, triton.next_power_of_2(V_DIM)), heads, HKV, V_DIM, slot, PLANES,
-    )  # fmt: skip
+        value, v_cache, v_token_stride * STEP, v_head_stride * STEP, heads, HKV, V_DIM, PLANES
+    )
 
 
 def kv_store(
@@ -62,7 +62,7 @@ def kv_store(
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     *strides, step = vector_strides(key, value)
     _store_kernel[(num_tokens,)](
-        key, value, k_cache, v_cache, slot_mapping, *strides,
+        key, value, k_cache, v_cache, slot_mapping, num_tokens, *strides,
         K_DIM=key.shape[2],
         V_DIM=value.shape[2],
         HKV=num_heads,

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, compile
 
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.tiling import choose_tiling
-from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel
+from pagespec.kernels.fused.norm_rope_store import _TOKENS_AT_ONCE, _norm_rope_store_kernel
 
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 _POINTERS = {
@@ -99,11 +99,12 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
     return constants | dict.fromkeys(unused)
 
 
-def rope_constants(case: dict[str, Any]) -> dict[str, Any]:
+def rope_constants(case: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
     hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
     return {
         "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim,
         "FORM": "rounded", "PAGE": 16, "PDL": True,
+        "TOKENS": tokens,
     }  # fmt: skip
 
 
@@ -162,11 +163,14 @@ if __name__ == "__main__":
             forms.append(forms[0].copy())
             del forms[1]["scales"]
         turned = [build(decode_kernel, x, contract=False, num_stages=stages) for x in forms]
-        rope = build(_norm_rope_store_kernel, rope_constants(case), contract=False)
+        ropes = [
+            build(_norm_rope_store_kernel, rope_constants(case, n), contract=False)
+            for n in ((1, _TOKENS_AT_ONCE) if case["dim"] >= 64 else (1,))
+        ]
         answer.append(
             {
                 "contracted": [contracted(built) for built in plain],
-                "squares": [order_of_squares(built) for built in (rope, *turned)],
+                "squares": [order_of_squares(built) for built in (*ropes, *turned)],
                 "spilled": [spilled(built) for built in (*plain, *turned)],
             }
         )

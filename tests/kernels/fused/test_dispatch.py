@@ -117,6 +117,29 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
             assert torch.equal(cache.flatten(0, 1)[slots], whole_cache.flatten(0, 1)[slots])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_programs_of_several_tokens_have_the_same_bits(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagespec.kernels.fused import norm_rope_store
+
+    sizes = {"hq": 12, "hkv": 6, "dim": 128, "v_dim": 64, "rotary_dim": 64}
+    rope = Rope(num_tokens=num_tokens, **sizes, dtype=torch.bfloat16, is_contiguous=True)
+
+    def at_once() -> int:
+        return norm_rope_store.tokens_at_once(1024, rope.cos, rope.sin, rope.caches[0])
+
+    expected = rope.run_triton(0, num_tokens)
+    assert at_once() == 1
+    monkeypatch.setattr(norm_rope_store, "_MANY_TOKENS", 1)
+    assert at_once() > 1
+    for out, single in zip(rope.run_triton(0, num_tokens), expected, strict=True):
+        assert torch.equal(out, single)
+    # Angles that do not allow 16 bytes at once, and heads of too few elements.
+    assert norm_rope_store.tokens_at_once(1024, rope.cos[..., 4:], rope.sin, rope.caches[0]) == 1
+    assert norm_rope_store.tokens_at_once(512, rope.cos, rope.sin, rope.caches[0]) == 1
+
+
 class Rope:
     """Operands of ``norm_rope_store`` as slices of one tensor, for ``num_tokens`` tokens."""
 
@@ -132,6 +155,7 @@ class Rope:
         half_table: bool = False,
         form: fused.NormForm | None = "rounded",
         dtype: torch.dtype = torch.float32,
+        is_contiguous: bool = False,
     ) -> None:
         sizes = [hq * dim, hkv * dim, hkv * v_dim]
         merged = normal(num_tokens, sum(sizes), dtype=dtype, scale=2.0)
@@ -142,8 +166,9 @@ class Rope:
         ]
         width = rotary_dim // 2 if half_table else rotary_dim
         angles = normal(1, width, num_tokens, dtype=torch.float32, seed=3, scale=9.0)
-        # Strided, as the matmul of frequencies and positions leaves them.
+        # Strided, as the matmul of frequencies and positions leaves them; or as the kernel does.
         angles = angles.transpose(1, 2)
+        angles = angles.contiguous() if is_contiguous else angles
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.rotary_dim = rotary_dim
         self.weights = [None, None]
