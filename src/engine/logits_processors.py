@@ -129,8 +129,8 @@ def process_dict_updates(
         return False
     for index in batch_update.removed:
         req_entries.pop(index, None)
-    for index, *request in batch_update.added:
-        _put(req_entries, index, new_state(*request))
+    for index, params, prompt_ids, output_ids in batch_update.added:
+        _put(req_entries, index, new_state(params, prompt_ids, output_ids))
     for begin, end, direction in batch_update.moved:
         moved, replaced = req_entries.pop(begin, None), req_entries.pop(end, None)
         _put(req_entries, end, moved)
