@@ -8,7 +8,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,33 @@ _NO_OFFLOAD = "use quantization, kv_cache_dtype or tensor_parallel_size"
 _STATE = "use state_interval"
 _OWN_TOKENIZER = "the tokenizer of the model is used: give a folder that has both"
 
+# vLLM's parsers whose format has another name here. Others have the same name, or are refused.
+_REASONING = {
+    "think": (
+        *("deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "mimo"),
+        *("nemotron_v3", "olmo3", "qwen3", "step3p5"),
+    ),
+    "deepseek_r1": ("minimax_m2", "step3"),  # the answer begins with reasoning
+    "cohere": ("cohere_command3",),
+    "harmony": ("openai_gptoss",),
+}
+_CALLS = {
+    "cohere": ("cohere_command3",),
+    "deepseek": ("deepseek_v3", "deepseek_v31"),
+    "deepseek_v32": ("deepseek_v4",),
+    "glm45": ("glm47",),
+    "harmony": ("openai",),
+    "llama3_json": ("llama4_json",),
+    "pythonic": ("llama4_pythonic",),
+    "qwen3_coder": ("mimo", "qwen3_xml"),
+}
+
+
+def _formats(kind: str, parsers: Mapping[str, Sequence[str]]) -> dict[str, Arguments]:
+    """Our argument for each of vLLM's parsers."""
+    return {parser: {f"{kind}_format": ours} for ours, group in parsers.items() for parser in group}
+
+
 ENGINE: dict[str, Foreign] = {
     # The same under another name.
     "num_gpu_blocks_override": Foreign(same_as="num_blocks"),
@@ -104,8 +131,10 @@ ENGINE: dict[str, Foreign] = {
     "async_scheduling": Foreign(same_as="overlap"),
     "cuda_graph_sizes": Foreign(same_as="graph_batch_sizes"),
     "cudagraph_capture_sizes": Foreign(same_as="graph_batch_sizes"),
-    "tool_call_parser": Foreign(same_as="tool_call_format"),
-    "reasoning_parser": Foreign(same_as="reasoning_format"),
+    "tool_call_parser": Foreign(same_as="tool_call_format", as_ours=_formats("tool_call", _CALLS)),
+    "reasoning_parser": Foreign(
+        same_as="reasoning_format", as_ours=_formats("reasoning", _REASONING)
+    ),
     "enforce_eager": Foreign(
         _OFF, "must be True or False", as_ours={True: {"compile": "graph", "graph_batch_sizes": ()}}
     ),

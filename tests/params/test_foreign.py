@@ -45,6 +45,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch, cls: Any = LLM, **given: Any) -> 
         ({"enforce_eager": False}, {"compile": "auto", "graph_batch_sizes": None}),
         ({"tool_call_parser": "hermes"}, {"tool_call_format": "hermes"}),
         ({"reasoning_parser": "deepseek_r1"}, {"reasoning_format": "deepseek_r1"}),
+        ({"reasoning_parser": "qwen3"}, {"reasoning_format": "think"}),
+        ({"tool_call_parser": "openai"}, {"tool_call_format": "harmony"}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"load_format": "safetensors"}, {"load_format": "auto"}),

@@ -56,8 +56,11 @@ def _foreign(known: Mapping[str, Foreign]) -> Iterator[str]:
         ours = [code(row.same_as)] if row.same_as else []
         if row.key:
             ours = [f"{code(row.key)} of {code(row.same_as)}"]
+        by_meaning: dict[str, list[str]] = {}
         for value, values in row.as_ours.items():
-            ours.append(f"{value}: " + code(*(f"{k}={v!r}" for k, v in values.items())))
+            meaning = code(*(f"{k}={v!r}" for k, v in values.items()))
+            by_meaning.setdefault(meaning, []).append(str(value))
+        ours += [f"{', '.join(values)}: {meaning}" for meaning, values in by_meaning.items()]
         accepted = [code("None")]
         for one in row.harmless:
             shown = code(repr(one)) if not callable(one) else _WORDS[one.__name__]
