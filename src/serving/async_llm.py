@@ -449,9 +449,8 @@ class AsyncLLM:
         """
         if self._host.needs_self_test and self._thread.is_alive:
             await self._call(lambda: None)  # runs after the engine's self-test
-        failure = self.failure
-        if failure is not None:
-            raise EngineError(failure)
+        if self.errored:
+            raise self.dead_error
 
     @property
     def failure(self) -> str | None:
