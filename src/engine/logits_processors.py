@@ -211,11 +211,13 @@ class ProcessorClasses:
 
 
 def processor_classes(name: str, value: Any) -> tuple[type[LogitsProcessor], ...]:
-    """Check the argument: classes, or their names ``"module:Class"``.
+    """Check the argument: classes, or their names ``"module:Class"``; a text is one name.
 
     Raises:
         InvalidInputError: names the value and the limit.
     """
+    if isinstance(value, str):
+        value = (value,)
     if not is_list(value):
         raise InvalidInputError(name, value, "must be a list of classes or of module:Class")
     return tuple(_class_of(name, one) for one in value)

@@ -246,7 +246,8 @@ class RequestFactory:
     ) -> LogitEdits | None:
         """``early``: the tokens that ``min_tokens`` bans."""
         if params.extra_args and self._processors is None:
-            limit = "is not supported without the engine argument logits_processors, which reads it"
+            limit = "(vllm_xargs over HTTP) is not supported without the engine argument "
+            limit += "logits_processors, whose classes read it"
             raise InvalidInputError("extra_args", params.extra_args, limit)
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:

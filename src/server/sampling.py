@@ -152,6 +152,8 @@ def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
     _check_seed(given.get("seed"))
     if body.logit_bias is not None:
         chosen["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.vllm_xargs:
+        chosen["extra_args"] = body.vllm_xargs
     structure = _structure_of(body)
     if structure is not None:
         chosen["structured_outputs"] = structure

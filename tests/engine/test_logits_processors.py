@@ -142,7 +142,8 @@ def test_parameters_are_checked_when_the_request_is_made() -> None:
     ):
         requests_of(classes_of(OnlyTarget), extra_args={"target": "a"})
     with pytest.raises(
-        InvalidInputError, match=r"^extra_args = .*not supported without the engine"
+        InvalidInputError,
+        match=r"^extra_args = .*vllm_xargs over HTTP. is not supported",
     ):
         requests_of(None, extra_args={"target": 1})
     assert requests_of(None, extra_args={})
@@ -162,7 +163,8 @@ def test_parameters_of_a_request_keep_their_arguments() -> None:
 @pytest.mark.parametrize(
     ("value", "limit"),
     [
-        ("a:B", "must be a list of classes or of module:Class"),
+        (OnlyTarget, "must be a list of classes or of module:Class"),
+        ("nowhere:B", "cannot be imported: No module named 'nowhere'"),
         (["nowhere:B"], "cannot be imported: No module named 'nowhere'"),
         (["json:B"], "cannot be imported: module 'json' has no attribute 'B'"),
         (["json"], "cannot be imported"),
@@ -178,6 +180,7 @@ def test_other_values_are_refused(value: Any, limit: str) -> None:
 
 def test_classes_may_be_named() -> None:
     assert EngineConfig(logits_processors=[HERE, Added]).logits_processors == (OnlyTarget, Added)
+    assert EngineConfig(logits_processors=HERE).logits_processors == (OnlyTarget,)
 
 
 def test_a_class_that_vllm_applies_after_the_temperature_is_refused() -> None:

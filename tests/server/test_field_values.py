@@ -13,6 +13,8 @@ import pytest
 
 from pagespec import LLM
 from pagespec.errors import InvalidInputError
+from pagespec.server.protocol.endpoints import ChatRequest, CompletionRequest
+from pagespec.server.sampling import SamplingDefaults, chat_params, completion_params
 from pagespec.server.template_fields import check_effort, template_variables
 from tests.server.chunks import read_events
 from tests.server.test_bad_fields import JSON
@@ -368,3 +370,11 @@ def test_a_prompt_that_fits_is_answered(http: httpx.Client) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 1
     streamed = http.post(COMPLETIONS, json={**body, "stream": True}).text
     assert read_events(streamed)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_arguments_of_logits_processors_are_parameters() -> None:
+    xargs = {"target": 1}
+    completion = CompletionRequest(prompt="a", vllm_xargs=xargs)
+    assert completion_params(completion, SamplingDefaults()).extra_args == xargs
+    message = ChatRequest(messages=[{"role": "user", "content": "a"}], vllm_xargs=xargs)
+    assert chat_params(message, SamplingDefaults()).extra_args == xargs

@@ -81,6 +81,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"sampling_params": {"max_token": 1}}, "sampling_params.max_token"),
     (GENERATE, {"sampling_params": {"logits_processors": []}}, "sampling_params.logits_processors"),
     (GENERATE, {"sampling_params": {"extra_args": 1}}, "extra_args"),
+    (COMPLETIONS, {"vllm_xargs": {"a": 1}}, "extra_args"),
+    (CHAT, {"vllm_xargs": 1}, "vllm_xargs"),
     (GENERATE, {"sampling_params": {"stop": 3}}, "stop"),
     (GENERATE, {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
      "sampling_params.prompt_logprobs"),

@@ -164,7 +164,6 @@ class GeneratingBody(Identification, EngineFields, SamplingFields):
         "early_stopping": (False,),
         "logits_processors": ([],),
         "guided_decoding_backend": (),
-        "vllm_xargs": ({},),
         "logprob_token_ids": ([],),
         "thinking_token_budget": (-1,),
         "repetition_detection": (),
@@ -175,6 +174,7 @@ class GeneratingBody(Identification, EngineFields, SamplingFields):
     logit_bias: Biases | None = None
     stop: TextOrTexts | None = None
     prompt_logprobs: int | None = None
+    vllm_xargs: Object | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Object | None = None
     guided_json: TextOrObject | None = None

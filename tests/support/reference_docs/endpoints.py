@@ -52,6 +52,7 @@ _FIELDS = {
     "max_tokens": "Most tokens to generate.",
     "logit_bias": "Added to the logits of tokens. Keys are token ids as text.",
     "stop": "Text that ends the answer and is cut from it; several may be given.",
+    "vllm_xargs": "`extra_args` for the classes of the engine argument `logits_processors`.",
     "prompt_logprobs": "Log-probabilities of the prompt's tokens, with that many alternatives. Not "
     "for a stream.",
     "response_format": "The form of the text, see below.",
