@@ -9,7 +9,6 @@ from typing import Any
 
 from ...errors import InvalidInputError
 from ...params.checks import count, keyed
-from ...params.foreign import SPECULATION, refuse
 from ..runner import MAX_DRAFT_TOKENS
 
 METHODS = ("ngram", "suffix", "prediction")
@@ -78,6 +77,8 @@ def speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """
     if isinstance(value, SpeculativeConfig):
         return value
+    from ...params.foreign import SPECULATION, refuse  # a large table that few calls need
+
     given = dict(keyed(name, value, (*_KEYS, *SPECULATION), '{"method": "ngram"}'))
     for key in SPECULATION.keys() & given.keys():
         refuse(key, given.pop(key), SPECULATION, within=name)
