@@ -183,6 +183,7 @@ class LLM:
             max_model_len=built.max_model_len,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
+            has_raw_logprobs=config.logprobs_mode == "raw_logprobs",
             can_score=built.can_score,
             encode=self.reader.encode,
             structures=built.grammars,

@@ -182,6 +182,33 @@ def test_all_of_the_vocabulary_up_to_max_logprobs() -> None:
         assert columns.outputs[0].cumulative_logprob == answer.cumulative_logprob
 
 
+def test_given_tokens_have_the_floats_of_the_whole_vocabulary() -> None:
+    given, ids = prompts(5, 12), [7, 40, 2]
+    asked: dict[str, Any] = {"temperature": 0.7, "n": 2, "logit_bias": {6: 4.0}}
+    llm = make_llm(max_logprobs=-1)
+    whole = generate(llm, given, **asked, logprobs=-1)
+    outputs = generate(llm, given, **asked, logprob_token_ids=ids)
+    for output, other in zip(outputs, whole, strict=True):
+        for answer, all_of in zip(output.outputs, other.outputs, strict=True):
+            assert answer.token_ids == all_of.token_ids
+            assert answer.cumulative_logprob == all_of.cumulative_logprob
+            assert answer.logprobs is not None
+            pairs = zip(answer.token_ids, answer.logprobs, all_of.logprobs or (), strict=True)
+            for token_id, entries, every in pairs:
+                assert list(entries) == list(dict.fromkeys([token_id, *ids]))
+                assert entries.items() <= every.items()
+    (flat,) = generate(llm, given[:1], **asked, logprob_token_ids=ids, flat_logprobs=True)
+    assert isinstance(flat.outputs[0].logprobs, FlatLogprobs)
+    assert list(flat.outputs[0].logprobs) == outputs[0].outputs[0].logprobs
+
+
+def test_given_tokens_are_refused_where_they_have_no_row() -> None:
+    llm = content_llm(logprobs_mode="processed_logprobs")
+    for engine, ids in ((llm, [0]), (content_llm(), [10**6])):
+        with pytest.raises(InvalidInputError, match=r"^logprob_token_ids = "):
+            generate(engine, [[0]], logprob_token_ids=ids)
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_more_log_probabilities_than_max_logprobs_are_refused(name: str) -> None:
     llm = content_llm(max_logprobs=2)

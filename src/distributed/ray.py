@@ -157,7 +157,7 @@ class Generator:
             "finish_reason": text,
             "num_generated_tokens": number,
         }
-        if self._params.logprobs is not None:
+        if self._params.num_logprobs is not None:
             types |= {"cumulative_logprob": real, "logprobs": places}
         if self._has_lists:
             types = {name: pyarrow.list_(type_) for name, type_ in types.items()}

@@ -10,6 +10,7 @@ from ..params.checks import as_float, as_int, is_list
 
 MAX_LOGIT_BIAS = 1024  # over HTTP
 MAX_BAD_WORDS = 1000
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 MAX_TOKEN_IDS = 1 << 18  # more than any vocabulary
 _BIAS_LIMIT = 100.0
 
@@ -60,6 +61,14 @@ def checked_allowed_token_ids(name: str, value: Any) -> list[int]:
     token_ids = checked_token_ids(name, value)
     if not token_ids:
         raise InvalidInputError(name, value, "must not be empty")
+    return token_ids
+
+
+def checked_logprob_token_ids(name: str, value: Any) -> list[int]:
+    token_ids = list(dict.fromkeys(checked_token_ids(name, value)))
+    if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        limit = f"must be at most {MAX_LOGPROB_TOKEN_IDS} ids"
+        raise InvalidInputError(name, f"{len(token_ids)} ids", limit)
     return token_ids
 
 

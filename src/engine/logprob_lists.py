@@ -41,9 +41,12 @@ class LogprobPositions:
         num_top: number of most likely tokens per position.
         decode: decodes one token; None: entries have no text.
         has_first: a position without row comes before them: the first token of a prompt.
+        given_ids: tokens whose rows are behind the row of each position.
     """
 
-    __slots__ = ("_decode", "_has_first", "_num_top", "_places", "_rows", "_token_ids")
+    __slots__ = (
+        *("_decode", "_given_ids", "_has_first", "_num_top", "_places", "_rows", "_token_ids"),
+    )
 
     def __init__(
         self,
@@ -54,7 +57,9 @@ class LogprobPositions:
         *,
         begin: int = 0,
         has_first: bool = False,
+        given_ids: Sequence[int] = (),
     ) -> None:
+        self._given_ids = given_ids
         self._token_ids, self._num_top, self._decode = token_ids, num_top, decode
         end = begin + len(token_ids)
         self._rows, self._places = kept.rows[begin:end], kept.places[begin:end]
@@ -67,7 +72,7 @@ class LogprobPositions:
 
     def __iter__(self) -> Iterator[list[tuple[int, float, int, str | None]] | None]:
         """Per position (token id, log-probability, rank, text) of its own token, then of the other
-        most likely tokens; None for the first token of a prompt."""
+        most likely or given tokens; None for the first token of a prompt."""
         if self._has_first:
             yield None
         text: Callable[[int], str | None] = self._decode or (lambda _: None)
@@ -78,6 +83,10 @@ class LogprobPositions:
             for top_rank, (top_id, value) in enumerate(zip(top_ids, top, strict=True), 1):
                 if top_id != token_id:
                     entries.append((top_id, value, top_rank, text(top_id)))
+            for number, given in enumerate(self._given_ids, 1):
+                if given != token_id:
+                    logprob, rank, *_ = rows.row(place + number, 0)
+                    entries.append((given, logprob, rank, text(given)))
             yield entries
 
     def dicts(self) -> list[Any]:

@@ -38,10 +38,11 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs, token_ids: Sequence[i
         prompt_row += count
         if num_samples and request.sampling_params.logprobs is not None:
             num_taken = num_samples if accepted is None else len(accepted[row])
+            num_rows = 1 + len(request.sampling_params.logprob_token_ids or ())
             if is_live:
-                for place in range(sampled_row, sampled_row + num_taken):
+                for place in range(sampled_row, sampled_row + num_taken * num_rows, num_rows):
                     kept.add_sampled(found.sampled, place)
-            sampled_row += num_samples
+            sampled_row += num_samples * num_rows
 
 
 def trim_logprobs(step: InFlightStep) -> None:
@@ -93,7 +94,8 @@ def logprob_entries(
     first = request.num_prompt_tokens
     token_ids = request.token_ids[first + begin : first + end]
     kept = request.logprobs.sampled
-    found = LogprobPositions(token_ids, kept, num_top, decode, begin=begin)
+    given = request.sampling_params.logprob_token_ids or ()
+    found = LogprobPositions(token_ids, kept, num_top, decode, begin=begin, given_ids=given)
     return found.flat() if request.sampling_params.flat_logprobs else LogprobList(found)
 
 

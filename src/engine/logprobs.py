@@ -1,9 +1,10 @@
 """Log-probabilities of running requests: rows of their steps, in the runner's own form.
 
 A row is the log-probability of one token, its rank, and those of the most likely tokens. A runner
-returns rows for sampled tokens with ``logprobs``, and for prompt positions whose next token is in
-the prompt. A row of a sampled token is kept if the scheduler appends the token. Rows of the prompt
-are kept once per position: a preempted request recomputes them with the same bits.
+returns rows for sampled tokens with ``logprobs``, each followed by a row for each of the request's
+``logprob_token_ids``, and rows for prompt positions whose next token is in the prompt. A row of a
+sampled token is kept if the scheduler appends the token. Rows of the prompt are kept
+once per position: a preempted request recomputes them with the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class StepLogprobs:
     """The log-probabilities of a step.
 
     Attributes:
-        sampled: a row for each sample of the plan's rows with ``logprobs``, in row order.
+        sampled: for each sample of the plan's rows with ``logprobs``, in row order, its row, then
+            those of the ``logprob_token_ids``.
         prompt: a row for each position whose next token is in a prompt with ``prompt_logprobs``
             (``RequestInfo.num_prompt_rows``), in row order.
     """
@@ -65,7 +67,8 @@ class RequestLogprobs:
     """The settled log-probabilities of a request.
 
     Attributes:
-        sampled: one row per settled output.
+        sampled: one row per settled output; those of ``logprob_token_ids`` are behind it, among the
+            rows of its step.
         prompt: one row per prompt token, from the second on.
         cumulative: the sum over ``sampled``, added in order.
     """

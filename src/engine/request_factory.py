@@ -58,6 +58,7 @@ class RequestFactory:
         max_model_len: maximum number of tokens of prompt plus output.
         seed: engine seed, from which seeds of requests without one are derived.
         max_logprobs: most log-probabilities per position; -1: all of the vocabulary.
+        has_raw_logprobs: whether log-probabilities are of the model's own distribution.
         can_score: whether the runner computes log-probabilities of prompts.
         encode: returns a text's token ids without special tokens, for ``bad_words``.
         structures: the runner's constraints; None with several ranks, which support none.
@@ -73,6 +74,7 @@ class RequestFactory:
         max_model_len: int,
         seed: int,
         max_logprobs: int = MAX_LOGPROBS,
+        has_raw_logprobs: bool = True,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
         structures: Structures | None = None,
@@ -87,6 +89,7 @@ class RequestFactory:
         self._max_model_len = max_model_len
         self._seed = seed
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
+        self._has_raw_logprobs = has_raw_logprobs
         self._can_score = can_score
         self._numbers = itertools.count()  # shared by threads
 
@@ -105,12 +108,16 @@ class RequestFactory:
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
         params = self._with_known_logprobs(params.frozen())
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
         self._check_structured_outputs(prompt, params, checks_structure)
-        if params.num_generated > params.n and params.logprobs is None:
-            params = replace(params, logprobs=0).frozen()  # best_of ranks by them
+        if params.logprob_token_ids and not self._has_raw_logprobs:
+            limit = "must be empty with logprobs_mode = 'processed_logprobs'"
+            raise InvalidInputError("logprob_token_ids", params.logprob_token_ids, limit)
+        is_ranked = params.num_generated > params.n and params.logprobs is None
+        if params.logprob_token_ids or is_ranked:  # best_of ranks by them
+            params = replace(params, logprobs=0).frozen()
         for is_refused, reason in (
             (not self._can_score, "this model's output head was not found"),
             (prompt.segments is not None, "the prompt has other content than tokens"),

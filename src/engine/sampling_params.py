@@ -78,7 +78,6 @@ class UnsupportedParams:
     ``docs/sampling_parameters.md``.
     """
 
-    logprob_token_ids: Any = field(default=None, repr=False, metadata={"harmless": ([],)})
     prompt_logprob_token_ids: Any = field(default=None, repr=False)
     prompt_logprob_start: Any = field(default=None, repr=False)
     guided_decoding: Any = field(default=None, repr=False)
@@ -185,7 +184,8 @@ class SamplingParams(UnsupportedParams):
     request is made. Requests that were made before keep the old values. The hash follows the
     values, except those of lists and dicts, so do not assign fields of a key of a dict.
 
-    The first arguments may be positional, in vLLM's order: ``n`` to ``prompt_logprobs``.
+    The first arguments may be positional, in vLLM's order: ``n`` to
+    ``logprob_token_ids``.
 
     Raises:
         InvalidInputError: a field is outside its limits.
@@ -300,7 +300,16 @@ class SamplingParams(UnsupportedParams):
         _num_logprobs,
         flag=None,
     )
-    _: KW_ONLY  # vLLM has another field here, logprob_token_ids
+    logprob_token_ids: Sequence[int] | None = param(
+        None,
+        "Return the log-probabilities of these tokens, at most 128, besides that of each sampled "
+        "token, in place of those of the most likely tokens. Not with processed_logprobs.",
+        checks.checked_logprob_token_ids,
+        takes_none=False,
+        flag=None,
+        is_hashed=False,
+    )
+    _: KW_ONLY
     flat_logprobs: bool = param(
         False,
         "Return log-probabilities as a FlatLogprobs, a few flat lists, instead of a list of dicts.",
@@ -424,6 +433,10 @@ class SamplingParams(UnsupportedParams):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             limit = f"min_tokens must be less than or equal to max_tokens = {self.max_tokens}"
             raise InvalidInputError("min_tokens", self.min_tokens, limit)
+        given = self.logprob_token_ids
+        if given and self.logprobs not in (None, 0, len(given)):
+            limit = f"must be None, or the number of logprob_token_ids, {len(given)}"
+            raise InvalidInputError("logprobs", self.logprobs, limit)
         if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
             limit = "must be None or True with prompt_logprobs, which compute the whole prompt"
             raise InvalidInputError("skip_reading_prefix_cache", False, limit)
@@ -454,8 +467,8 @@ class SamplingParams(UnsupportedParams):
 
     @property
     def num_logprobs(self) -> int | None:
-        """vLLM's name for ``logprobs``."""
-        return self.logprobs
+        """Number of log-probabilities besides that of the sampled token; None for none."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     @property
     def all_stop_token_ids(self) -> set[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.step_inputs import MIN_SIZE
+from ..engine.edit_checks import MAX_LOGPROB_TOKEN_IDS
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
@@ -33,16 +34,18 @@ Likeliest = Mapping[int, tuple[Tensor, Tensor]]
 """By index of a row with more than ``MAX_TOP`` most likely tokens: the results of
 :func:`.likeliest`, in host memory."""
 _SAMPLED_TOKEN = -1
+MAX_ROWS_PER_SAMPLE = 1 + MAX_LOGPROB_TOKEN_IDS
 
 
 def sampled_fields(requests: Sequence[RequestInfo]) -> IntArray:
     """``[LOGPROB_FIELDS, n]`` for the sampled rows of a plan with these requests; places are
     indices of sampled rows."""
-    found = [
-        (place, _SAMPLED_TOKEN, request.sampling_params.logprobs)
-        for place, request in enumerate(requests)
-        if request.sampling_params.logprobs is not None
-    ]
+    found = []
+    for place, request in enumerate(requests):
+        params = request.sampling_params
+        if params.logprobs is not None:
+            found.append((place, _SAMPLED_TOKEN, params.logprobs))
+            found += [(place, token_id, 0) for token_id in params.logprob_token_ids or ()]
     return np.array(found, np.int32).T if found else _NONE
 
 
@@ -128,9 +131,10 @@ def step_logprobs(
     """
     if not (inputs.sampled.size or inputs.prompt.size):
         return None
-    places, _, num_top = torch.from_numpy(inputs.sampled.astype(np.int64))
+    places, given, num_top = torch.from_numpy(inputs.sampled.astype(np.int64))
     logits = sampled_logits(places)
-    sampled = logprob_rows(logits, tokens[places], num_top)
+    own = torch.where(given == _SAMPLED_TOKEN, tokens[places], given)
+    sampled = logprob_rows(logits, own, num_top)
     wide = {i: likeliest(logits[i], sampled[i], k) for i, _, k in wide_rows(inputs.sampled)}
     return StepLogprobs(
         HostLogprobRows(sampled.numpy(), wide), _prompt_rows(inputs.prompt, captured, hidden)

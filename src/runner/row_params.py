@@ -64,14 +64,15 @@ class RowParams:
 
 
 def _of_samples(fields: IntArray, rows: NDArray[np.intp], num_rows: int) -> IntArray:
-    """``[n, m]``: the fields of some rows, whose places come first, repeated for each sample of
-    these rows."""
+    """``[n, m]``: the fields of some rows, whose places come first, ascending, repeated for each
+    sample of these rows. A row may have several fields of each kind, which stay together."""
     if not fields.size:
         return fields
-    index = np.full(num_rows, -1)
-    index[fields[0]] = np.arange(fields.shape[1])
-    places = np.flatnonzero(index[rows] >= 0)
-    found = fields[:, index[rows[places]]]
+    counts = np.bincount(fields[0], minlength=num_rows)
+    num_own = counts[rows]
+    places = np.repeat(np.arange(len(rows)), num_own)
+    within = np.arange(len(places)) - np.repeat(np.cumsum(num_own) - num_own, num_own)
+    found = fields[:, (np.cumsum(counts) - counts)[rows[places]] + within]
     found[0] = places
     return found
 

@@ -191,7 +191,7 @@ class _Choices(Choices[ChatRequest]):
         """Fields of a chunk that describe its tokens."""
         marks: dict[str, Any] = {}
         if delta.logprobs is not None:
-            num_top = self._body.top_logprobs or 0
+            num_top = -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0
             marks["logprobs"] = content_logprobs(
                 delta.token_ids, delta.logprobs, num_top, self.texts.entry
             )

@@ -118,7 +118,8 @@ class _Choices(Choices[CompletionRequest]):
                 None
                 if body.logprobs is None
                 else CompletionLogprobs(
-                    body.logprobs, self.texts, prompt.token_ids, len(prompt_text)
+                    *(body.logprobs, self.texts, prompt.token_ids, len(prompt_text)),
+                    shows_all=bool(body.logprob_token_ids),
                 )
             )
         choice: dict[str, Any] = {"index": index, "text": prompt_text + text, "logprobs": None}

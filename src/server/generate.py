@@ -66,7 +66,7 @@ class _Choices(Choices[GenerateRequest]):
     def choice(self, delta: Answer) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
-            num_top = self._params.logprobs or 0
+            num_top = -1 if self._params.logprob_token_ids else self._params.logprobs or 0
             logprobs = content_logprobs(
                 delta.token_ids, delta.logprobs, num_top, id_entry, own_at_least=True
             )

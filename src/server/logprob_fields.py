@@ -122,6 +122,8 @@ class CompletionLogprobs:
 
     Args:
         num_top: ``logprobs`` of the request.
+        shows_all: each token of the answer has all its entries: the request has
+            ``logprob_token_ids``.
         prompt_token_ids: the prompt before the answer.
         num_before: number of characters of the echoed prompt.
     """
@@ -132,8 +134,11 @@ class CompletionLogprobs:
         texts: TokenTexts,
         prompt_token_ids: Sequence[int] = (),
         num_before: int = 0,
+        *,
+        shows_all: bool = False,
     ) -> None:
         self._num_top, self._texts = num_top, texts
+        self._num_top_of_answer = -1 if shows_all else num_top
         self._is_beginning = all(map(texts.is_textless, prompt_token_ids))
         self._of_answer = texts.offsets(prompt_token_ids, num_before)
 
@@ -163,6 +168,7 @@ class CompletionLogprobs:
         *,
         is_beginning: bool,
     ) -> dict[str, list[Any]]:
+        num_top = self._num_top_of_answer if places is self._of_answer else self._num_top
         tokens: list[str] = []
         offsets: list[int] = []
         own: list[float | None] = []
@@ -175,7 +181,7 @@ class CompletionLogprobs:
             if isinstance(places, PromptPlaces):
                 is_beginning = places.is_beginning
             own.append(None if found is None else number_of(found[token_id].logprob))
-            top.append(None if found is None else self._top(token_id, text, found))
+            top.append(None if found is None else self._top(token_id, text, found, num_top))
         return {
             "text_offset": offsets,
             "token_logprobs": own,
@@ -183,10 +189,12 @@ class CompletionLogprobs:
             "top_logprobs": top,
         }
 
-    def _top(self, token_id: int, own_text: str, found: Entries) -> dict[str, float | None]:
+    def _top(
+        self, token_id: int, own_text: str, found: Entries, num_top: int
+    ) -> dict[str, float | None]:
         """The token's entry, then the most likely other tokens by rank, with distinct keys."""
         top = {own_text: number_of(found[token_id].logprob)}
-        for other, entry in top_of(found, self._num_top):
+        for other, entry in top_of(found, num_top):
             if other != token_id:
                 text = self._texts.text(other)
                 top[by_id(other) if text in top else text] = number_of(entry.logprob)
@@ -246,8 +254,8 @@ def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[dict[str, 
 
 
 def top_of(found: Entries, num_top: int) -> list[tuple[int, Logprob]]:
-    """The most likely tokens, in descending order; all with ``num_top`` -1."""
-    most = len(found) if num_top < 0 else num_top
+    """The most likely tokens, in descending order; all entries with ``num_top`` -1."""
+    most = math.inf if num_top < 0 else num_top
     chosen = [item for item in found.items() if 0 < (item[1].rank or 0) <= most]
     return sorted(chosen, key=lambda item: item[1].rank or 0)
 

@@ -71,12 +71,22 @@ def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> Sa
     """
     chosen = _shared(body, defaults)
     chosen["max_tokens"] = 1 if is_echo_alone(body) else defaults.max_tokens_for(body.max_tokens)
-    chosen["logprobs"] = body.logprobs
+    chosen["logprobs"] = _logprobs(body, body.logprobs)
+    if is_echo_alone(body) and body.logprob_token_ids:
+        limit = "must be empty with max_tokens = 0: no output tokens are generated"
+        raise BodyError("logprob_token_ids", body.logprob_token_ids, limit)
     if body.echo and body.logprobs is not None:
         chosen["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     elif body.stream and body.prompt_logprobs is not None:
         _refuse_prompt_logprobs(body.prompt_logprobs)
     return SamplingParams(**chosen)
+
+
+def _logprobs(body: CompletionRequest | ChatRequest, num_top: int | None) -> int | None:
+    """The parameter ``logprobs``: ``logprob_token_ids`` replace the most likely tokens."""
+    if body.logprob_token_ids and num_top is None:
+        raise BodyError("logprob_token_ids", body.logprob_token_ids, "needs logprobs")
+    return None if body.logprob_token_ids else num_top
 
 
 def is_echo_alone(body: CompletionRequest) -> bool:
@@ -101,7 +111,7 @@ def chat_params(
     chosen = _shared(body, defaults)
     both = body.max_completion_tokens, body.max_tokens
     chosen["max_tokens"] = defaults.max_tokens_for(both[1] if both[0] is None else both[0])
-    chosen["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    chosen["logprobs"] = _logprobs(body, (body.top_logprobs or 0) if body.logprobs else None)
     if structure is not None:
         if "structured_outputs" in chosen:
             limit = "must be none, auto or omitted with a response_format"

@@ -109,6 +109,8 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"output_kind": 3}, "output_kind"),
         ({"output_kind": "DELTA"}, "output_kind"),
         ({"flat_logprobs": 1}, "flat_logprobs"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"logprob_token_ids": [3], "logprobs": 2}, "logprobs"),
         ({"stop": ["a"] * 1025}, "stop"),
         ({"skip_reading_prefix_cache": False, "prompt_logprobs": 1}, "skip_reading_prefix_cache"),
     ],
@@ -184,6 +186,7 @@ def test_positional_arguments_have_the_order_of_vllm() -> None:
         "min_tokens": 4,
         "logprobs": 1,
         "prompt_logprobs": 2,
+        "logprob_token_ids": [8],
     }
     given: Any = tuple(named.values())
     assert SamplingParams(*given) == SamplingParams(**named)  # type: ignore[arg-type]

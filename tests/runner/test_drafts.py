@@ -76,6 +76,8 @@ def make_requests(num_requests: int) -> list[Request]:
         asked: dict[str, Any] = {"temperature": (0.0, 0.8)[i % 2], "max_tokens": NUM_OUTPUTS}
         if i % 4 < 2:
             asked |= {"logprobs": 2, "prompt_logprobs": 1 if i % 4 == 1 else None}
+        if i == 4:
+            asked |= {"logprobs": 0, "logprob_token_ids": [9, 3]}
         if i % 3 == 2:
             asked |= ({"repetition_penalty": 1.4}, {"allowed_token_ids": [7, 8, 9]})[i % 2]
         params = SamplingParams(**asked)

@@ -65,7 +65,6 @@ OPENAI = CHAT, COMPLETIONS
 ASKS_FOR_NOTHING: list[tuple[tuple[str, ...], str, list[Any]]] = [
     (EVERYWHERE, "stream_options", [None, {}, {"include_obfuscation": False}]),
     (EVERYWHERE, "kv_transfer_params", [None, {}]),
-    (OPENAI, "logprob_token_ids", [None, []]),
     (OPENAI, "thinking_token_budget", [None, -1]),
     (OPENAI, "repetition_detection", [None]),
     (OPENAI, "return_token_offsets", [None, False]),

@@ -43,6 +43,31 @@ def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_given_tokens_replace_the_most_likely_ones(http: httpx.Client, stream: bool) -> None:
+    asked = {"max_tokens": 1, "temperature": 0, "logprob_token_ids": [50], "seed": 1}
+    asked |= {"allowed_token_ids": [42], "return_tokens_as_token_ids": True, "stream": stream}
+    shown = {"token_id:42", "token_id:50"}
+
+    def choice(path: str, **body: Any) -> dict[str, Any]:
+        answer = http.post(path, json={**asked, **body})
+        assert answer.status_code == 200, answer.text
+        choices = [c["choices"][0] for c in read_events(answer.text)] if stream else []
+        found = [c for c in choices if c["logprobs"]] if stream else answer.json()["choices"]
+        return dict(found[0]["logprobs"])
+
+    completion = choice("/v1/completions", prompt=PROMPT, logprobs=5)
+    assert completion["tokens"] == ["token_id:42"]
+    assert set(completion["top_logprobs"][0]) == shown
+    messages = [{"role": "user", "content": "a"}]
+    for top in ({"top_logprobs": 5}, {}):
+        chat = choice("/v1/chat/completions", messages=messages, logprobs=True, **top)
+        assert {entry["token"] for entry in chat["content"][0]["top_logprobs"]} == shown
+    for body in ({}, {"logprobs": 1, "echo": True, "max_tokens": 0}):
+        refused = http.post("/v1/completions", json={**asked, "prompt": PROMPT, **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids")
+
+
 def test_an_echoed_prompt_is_scored(http: httpx.Client, llm: LLM) -> None:
     """As in lm-eval's requests: one more token is generated and left out of the sum."""
     asked = {"prompt": [PROMPT], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}

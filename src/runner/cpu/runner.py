@@ -23,7 +23,7 @@ from ..bases import LocalRunner
 from ..constrained import LateMatchers
 from ..draft_model import DraftModel
 from ..layout import StepShape
-from ..logprob_rows import step_logprobs
+from ..logprob_rows import MAX_ROWS_PER_SAMPLE, step_logprobs
 from .drafting import CpuDrafting
 from .edits import CpuEdits
 from .pack import CpuStepPacker, PackedStep
@@ -205,7 +205,7 @@ class ModelRunner(LocalRunner):
         num_samples = min(num_tokens, num_rows * (1 + self.max_draft_tokens))
         inputs = self._layout.num_input_bytes(StepShape(num_tokens, num_rows, num_samples, "host"))
         sampling = num_samples * 6 * 8
-        logprobs = (num_tokens + num_samples) * LOGPROB_FIELDS * 4
+        logprobs = (num_tokens + num_samples * MAX_ROWS_PER_SAMPLE) * LOGPROB_FIELDS * 4
         tables = num_rows * self._max_num_blocks * 4
         return inputs + sampling + logprobs + tables + 4096
 

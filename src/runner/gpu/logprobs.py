@@ -17,10 +17,18 @@ from ...engine.logprobs import StepLogprobs
 from ...kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS, likeliest
 from ...kernels.sampling.logprobs import write_logprobs
 from ...kernels.sampling.top_k_top_p import processed_scores
-from ..logprob_rows import CHUNK_ROWS, HostLogprobRows, Likeliest, wide_rows
+from ..logprob_rows import (
+    CHUNK_ROWS,
+    MAX_ROWS_PER_SAMPLE,
+    HostLogprobRows,
+    Likeliest,
+    wide_rows,
+)
 from ..pinned import IntArray
 
 _PROCESSED_ROWS = 64
+_MAX_SAMPLED_ROWS = 1024
+"""Rows of samples that are computed at a time, which bounds the memory for their groups."""
 
 
 def pad_positions(fields: IntArray) -> IntArray:
@@ -32,7 +40,8 @@ def pad_positions(fields: IntArray) -> IntArray:
 
 def max_logprob_rows(max_num_tokens: int, max_num_rows: int) -> int:
     """The most rows that a step returns, including whole chunks of prompt positions."""
-    return max_num_rows + -(-max_num_tokens // CHUNK_ROWS) * CHUNK_ROWS
+    num_prompt_rows = -(-max_num_tokens // CHUNK_ROWS) * CHUNK_ROWS
+    return max_num_rows * MAX_ROWS_PER_SAMPLE + num_prompt_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +145,9 @@ class GpuLogprobs:
         num_sampled, num_rows = fields.shape[1], fields.shape[1] + positions.shape[1]
         rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
         if num_sampled and self._temperatures is None:
-            write_logprobs(logits, fields, sampled, rows[:num_sampled])
+            for first in range(0, num_sampled, _MAX_SAMPLED_ROWS):
+                part = fields[:, first : first + _MAX_SAMPLED_ROWS]
+                write_logprobs(logits, part, sampled, rows[first : first + part.shape[1]])
             if wide is not None:
                 for index, place, count in wide.sampled:
                     wide.of_sampled[index] = _queue_likeliest(logits[place], rows[index], count)

@@ -164,7 +164,6 @@ class GeneratingBody(Identification, EngineFields, SamplingFields):
         "early_stopping": (False,),
         "logits_processors": ([],),
         "guided_decoding_backend": (),
-        "logprob_token_ids": ([],),
         "thinking_token_budget": (-1,),
         "repetition_detection": (),
         "return_token_offsets": (False,),
@@ -175,6 +174,11 @@ class GeneratingBody(Identification, EngineFields, SamplingFields):
     stop: TextOrTexts | None = None
     prompt_logprobs: int | None = None
     vllm_xargs: Object | None = None
+    logprob_token_ids: Integers | None = Field(
+        None,
+        description="Return the log-probabilities of these tokens, at most 128, in place of those "
+        "of the most likely ones. Needs logprobs.",
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: Object | None = None
     guided_json: TextOrObject | None = None

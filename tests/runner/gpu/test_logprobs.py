@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ gpu_runner = pytest.importorskip("pagespec.runner.gpu.runner")
 pytestmark = pytest.mark.usefixtures("passed_events")
 
 BLOCK_SIZE, MAX_NUM_SEQS, NUM_TOP = 4, 5, 3
+GIVEN_IDS = [9, 2, 70]
 
 
 def _words(
@@ -36,6 +38,7 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagespec.runner.gpu.logprobs.CHUNK_ROWS", 7)
+    monkeypatch.setattr("pagespec.runner.gpu.logprobs._MAX_SAMPLED_ROWS", 3)
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
@@ -44,7 +47,7 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
     engine = make_engine(runner, BlockManager(18, BLOCK_SIZE, enable_prefix_caching=False))
     rng = random.Random(4)
 
-    def request(name: str, prompt: list[int], num_tokens: int, **asked: int) -> Request:
+    def request(name: str, prompt: list[int], num_tokens: int, **asked: Any) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, **asked)
         limit = len(prompt) + num_tokens
         made = Request(name, prompt, params, max_num_tokens=limit, seed=1)
@@ -56,7 +59,8 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
         prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
         both = {"logprobs": 3, "prompt_logprobs": 3}
         wide = {"logprobs": VOCAB_SIZE, "prompt_logprobs": 25}  # more than MAX_TOP
-        asked = [{"logprobs": NUM_TOP}, both, {}, wide][i % 4]
+        given = {"logprobs": 0, "logprob_token_ids": GIVEN_IDS}
+        asked: dict[str, Any] = [{"logprobs": NUM_TOP}, both, {}, wide, given][i % 5]
         requests.append(request(f"r{i}", prompt, 8 + i % 3, **asked))
     while engine.has_work:
         engine.step()
@@ -75,13 +79,28 @@ def test_sampled_and_prompt_tokens_over_graphs_chunks_and_preemption(
             assert top == row.topk(3).indices.tolist()
             assert (rank == 1) == (top[0] == r.token_ids[position + 1])
         params, first = r.sampling_params, r.num_prompt_tokens - 1
-        if params.logprobs is not None:
+        if params.logprobs:
             assert _words(r, "sampled") == whole[first:]
         if params.prompt_logprobs is not None:
             assert _words(r, "prompt") == whole[:first]
         assert (r.logprobs is None) == (params.logprobs is None)
         if params.logprobs == VOCAB_SIZE:
             _check_wide(r, expected)
+        if params.logprob_token_ids:
+            assert [row[:2] for row in _words(r, "sampled", 0)] == [
+                row[:2] for row in whole[first:]
+            ]
+            _check_given(r, expected[first:])
+
+
+def _check_given(request: Request, expected: torch.Tensor) -> None:
+    """The rows behind each sampled token's own."""
+    assert request.logprobs is not None
+    for (rows, place), row in zip(request.logprobs.sampled, expected, strict=False):
+        for number, token_id in enumerate(GIVEN_IDS, 1):
+            logprob, rank, *_ = rows.row(place + number, 0)
+            assert abs(logprob - float(row[token_id])) < 1e-5
+            assert rank == 1 + int((row > row[token_id]).sum())
 
 
 def _check_wide(request: Request, expected: torch.Tensor) -> None:

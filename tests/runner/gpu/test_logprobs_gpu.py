@@ -110,6 +110,8 @@ def test_an_engine(arch: str, settings: dict[str, Any], monkeypatch: pytest.Monk
         {"temperature": 0.8, "logprobs": 20, "prompt_logprobs": 2},
         {"temperature": 1.0, "top_p": 0.9},
     ]
+    if "logprobs_mode" not in settings:
+        kinds[2]["logprob_token_ids"] = [7, 2, 30]
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True, seed=i, **kinds[i % 3]) for i in range(12)
     ]
@@ -124,6 +126,8 @@ def test_an_engine(arch: str, settings: dict[str, Any], monkeypatch: pytest.Monk
             own = zip(answer.token_ids, answer.logprobs, strict=True)
             found = [entries[token].logprob for token, entries in own]
             assert score.logprobs[len(prompt) :] == found
+            given = output.outputs[0].logprobs if len(prompt) % 27 == 21 else None
+            assert all({7, 2, 30} <= entries.keys() for entries in given or ())
         for position, entries in enumerate((output.prompt_logprobs or [])[1:], 1):
             assert entries is not None
             if is_raw:
