@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .fx.products import library_matmuls
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
+from .passes.hoist_keep_rows import hoist_keep_rows
 from .passes.split_head import expose_hidden, extract_head, without_head
 from .step_fields import FIELDS, Field
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
@@ -87,6 +88,7 @@ class CapturedModel:
     head: Callable[[Tensor], Tensor] | None = None
     fields: Sequence[Field] = FIELDS
     weights: WeightMap = field(init=False)
+    _long: list[Callable[..., Any] | None] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.weights = _weight_map(self.loaded, WeightRecord())
@@ -109,6 +111,27 @@ class CapturedModel:
             return self.bind(kv_caches, states)
         function, has_aux = without_head(self.graph), bool(self.loaded.aux_layers)
         return BoundGraph(function, self.sources, kv_caches, states, has_aux=has_aux)
+
+    def bind_long(
+        self, kv_caches: KVCaches, states: RecurrentStates
+    ) -> Callable[[StepInputs], StepOutputs] | None:
+        """Like :meth:`bind`, with the same bits, without hidden states: the last layer computes
+        only the tokens in ``logits_to_keep``, which ascend. None without
+        :meth:`long_function`."""
+        function, has_aux = self.long_function(), bool(self.loaded.aux_layers)
+        if function is None:
+            return None
+        return BoundGraph(function, self.sources, kv_caches, states, has_aux=has_aux)
+
+    def long_function(self) -> Callable[..., Any] | None:
+        """The form of the graph for long steps, made once
+        (:func:`.passes.hoist_keep_rows.hoist_keep_rows`); None if there is none."""
+        if not self._long:
+            found = None
+            if self.graph is not None and self.head is not None:
+                found = hoist_keep_rows(self.graph, self.sources, self.attention)
+            self._long.append(found)
+        return self._long[0]
 
     def _run_eagerly(
         self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates

@@ -41,11 +41,13 @@ LAST: Final = "last"
 """Padding that repeats the last value, 0 if there is none."""
 
 
-Form = Literal["decode", "mixed", "host"]
-"""The forms of a step: on a GPU with only decode rows, or with any rows; on a CPU."""
+Form = Literal["decode", "mixed", "long", "host"]
+"""The forms of a step: on a GPU with only decode rows, or with any rows; with any rows and few
+samples, without hidden states (:mod:`.passes.hoist_keep_rows`); on a CPU."""
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
-GPU: Final[tuple[Form, ...]] = ("decode", "mixed")
-MIXED_HOST: Final[tuple[Form, ...]] = ("mixed", "host")
+MIXED: Final[tuple[Form, ...]] = ("mixed", "long")
+GPU: Final[tuple[Form, ...]] = ("decode", *MIXED)
+MIXED_HOST: Final[tuple[Form, ...]] = (*MIXED, "host")
 
 
 Source = Callable[[Any], Any]
@@ -111,7 +113,7 @@ FIELDS: Final = (
         "token",
         lambda step: step.table_rows[step.rows.token_rows],
         padding=-1,
-        forms=("mixed",),
+        forms=MIXED,
     ),
     Field("table_rows", "row", lambda step: step.table_rows, is_input=True),
     Field("new_blocks", "row", lambda step: step.new_blocks, padding=-1, forms=("decode",)),

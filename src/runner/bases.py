@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from ..compile.captured_model import CapturedModel, CaptureOptions
 from ..compile.kv_cache import allocate_kv_caches, allocate_states, kv_dtype
 from ..compile.load.source import ModelSource
 from ..compile.start_record import StartRecord
+from ..compile.step_inputs import StepInputs, StepOutputs
 from ..engine.config import EngineConfig
 from ..engine.drafting.costs import DEFAULT_COSTS, StepCosts
 from ..engine.outputs import EngineStats
@@ -123,6 +125,11 @@ class LocalRunner(ABC):
         self._max_num_blocks = max_num_blocks
         self._has_processed_logprobs, self._on_logits = processed_logprobs, on_logits
         self.pack_s = self.wait_s = 0.0
+
+    @cached_property
+    def _forward_long(self) -> Callable[[StepInputs], StepOutputs] | None:
+        """See :meth:`.CapturedModel.bind_long`. It is made for the first long step."""
+        return self.captured.bind_long(self.kv_caches, self.states)
 
     @property
     def mask_s(self) -> float:

@@ -39,6 +39,13 @@ from .pinned import ALIGNMENT, IntArray
 from .row_params import RowParams
 
 _NONE = np.empty(0, np.int32)
+_LONG_TOKENS = 1024  # shorter steps mostly read weights, of the last layer as well
+_TOKENS_PER_SAMPLE = 8
+
+
+def has_few_samples(num_tokens: int, num_samples: int) -> bool:
+    """Whether computing only the sampled tokens in the last layer saves most of that layer."""
+    return num_samples * _TOKENS_PER_SAMPLE <= num_tokens
 
 
 class StepShape(NamedTuple):
@@ -70,6 +77,17 @@ class StepShape(NamedTuple):
     @property
     def is_decode(self) -> bool:
         return self.form == "decode"
+
+    @property
+    def is_long(self) -> bool:
+        """Whether hidden states are not computed for all of its tokens."""
+        return self.form == "long"
+
+    def lengthened(self) -> StepShape:
+        """The same sizes in the form "long", if that saves time."""
+        has_many = self.num_tokens >= _LONG_TOKENS
+        is_long = self.form == "mixed" and has_many and has_few_samples(*self[::2])
+        return self._replace(form="long") if is_long else self
 
     @property
     def counts(self) -> Counts:

@@ -69,6 +69,14 @@ def prompt_fields(plan: StepPlan) -> IntArray:
     return np.concatenate(parts, axis=1)
 
 
+def has_prompt_rows(plan: StepPlan) -> bool:
+    """Whether log-probabilities of prompt positions are requested of a step."""
+    return any(
+        info.prompt_token_ids is not None and info.num_prompt_rows(start, num_tokens) > 0
+        for info, start, num_tokens, _ in plan.rows()
+    )
+
+
 def wide_rows(fields: IntArray) -> list[tuple[int, int, int]]:
     """(index, place, number of most likely tokens) of the requested rows with more than
     ``MAX_TOP``; ``fields``: from :func:`sampled_fields` or :func:`prompt_fields`."""

@@ -181,7 +181,7 @@ def _signature(region: Region) -> tuple[object, ...]:
     return inputs, body, tuple(numbers[node] for node in outputs)
 
 
-def _extract(region: Region) -> GraphModule:
+def _extract(region: Region) -> Graph:
     """The region as a function of its inputs that returns a tuple of its outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -192,7 +192,7 @@ def _extract(region: Region) -> GraphModule:
     for node in region.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in region.outputs))
-    return GraphModule({}, graph)
+    return graph
 
 
 def _under_its_name(value: object) -> object:
@@ -220,7 +220,7 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
         function = compiled.get(signature)
         if function is None:
             fakes = [_under_its_name(example(node)) for node in region.inputs]
-            function = compiled[signature] = compiler(_extract(region), fakes)
+            function = compiled[signature] = compiler(GraphModule({}, _extract(region)), fakes)
         _replace(gm.graph, region, function, list(compiled).index(signature))
     gm.graph.lint()
     gm.recompile()
@@ -244,6 +244,7 @@ def _replace(graph: Graph, region: Region, function: Callable[..., Any], number:
         return function(*inputs)
 
     call.__name__ = call.__qualname__ = f"region_{number}"
+    call.region = _extract(region)  # type: ignore[attr-defined]
     inputs, outputs = region.inputs, region.outputs
     last = region.nodes[-1]
     with graph.inserting_after(last):

@@ -3,7 +3,8 @@
 Modules, in reading order: this file (which passes run, and their order), ``fx.pass_context``,
 ``cleanup``, ``write_as_real``, ``write_as_linear``, ``cache_latents``, ``share_heads``,
 ``merge_linear``, ``bind_collectives``; then the packages ``fusions`` and ``lowering``;
-``replay_native`` for native kernels of a CPU; after all passes ``split_head``.
+``replay_native`` for native kernels of a CPU; after all passes ``split_head``, and after the
+compilation of regions ``hoist_keep_rows``.
 
 Imports ``compile.fusions``, ``compile.lowering``, ``compile.fx`` and ``kernels``.
 ``compile.captured_model`` imports this package.

@@ -10,6 +10,7 @@ belongs to no row, and is never sampled.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ...compile.step_inputs import INPUT_NAMES, MIN_SIZE, STATE_TABLES, StepInpu
 from ...engine.plan import Blocks, StepPlan
 from ...engine.request import RequestInfo
 from ...kernels.sampling.sampler import OF_REQUEST, SamplingInputs
-from ..layout import LAYOUT, Layout, PlanArrays, StepShape
+from ..layout import LAYOUT, Layout, PlanArrays, StepShape, has_few_samples
 from ..logprob_rows import LogprobInputs, prompt_fields, sampled_fields
 
 
@@ -89,6 +90,7 @@ class PackedStep:
         num_sampled: how many of ``inputs.logits_to_keep`` are real.
         sampling: None if every sampled row is greedy.
         logprobs: the requested log-probabilities.
+        is_long: whether the last layer may compute only the sampled tokens.
         copies: (source, destination) block ids, to be copied before the step is computed.
     """
 
@@ -97,12 +99,13 @@ class PackedStep:
     sampling: SamplingInputs | None
     logprobs: LogprobInputs
     copies: Sequence[tuple[int, int]] = ()
+    is_long: bool = False
 
     def to_arrays(self) -> list[NDArray[Any]]:
         """All of it as arrays, for another process."""
         names = (*INPUT_NAMES, *self.inputs.more)
         arrays = [self.inputs.tensor(name).numpy() for name in names]
-        arrays.append(np.array([self.num_sampled, *chain(*self.copies)], np.int64))
+        arrays.append(np.array([self.num_sampled, self.is_long, *chain(*self.copies)], np.int64))
         arrays += [self.logprobs.sampled, self.logprobs.prompt]
         if self.sampling is not None:
             arrays += [tensor.numpy() for tensor in self.sampling.tensors()]
@@ -117,13 +120,14 @@ class PackedStep:
         inputs = {name: named.pop(name) for name in INPUT_NAMES}
         num_inputs = len(INPUT_NAMES) + len(others)
         sampling = tensors[num_inputs + 3 :]
-        num_sampled, *blocks = arrays[num_inputs].tolist()
+        num_sampled, is_long, *blocks = arrays[num_inputs].tolist()
         return cls(
             StepInputs(**inputs, more=named),
             num_sampled,
             SamplingInputs.from_tensors(*sampling) if sampling else None,
             LogprobInputs(*arrays[num_inputs + 1 : num_inputs + 3]),
             list(zip(blocks[::2], blocks[1::2], strict=True)),
+            bool(is_long),
         )
 
 
@@ -135,6 +139,7 @@ class CpuStepPacker:
         num_state_slots: 0 for models without recurrent layers, which have no state tables.
         state_interval: tokens per entry of a state table.
         layout: the layout of the steps.
+        long_tokens: fewest tokens of a step whose last layer computes only sampled ones.
     """
 
     def __init__(
@@ -146,8 +151,9 @@ class CpuStepPacker:
         num_state_slots: int = 0,
         state_interval: int = 0,
         layout: Layout = LAYOUT,
+        long_tokens: int = sys.maxsize,
     ) -> None:
-        self._layout = layout
+        self._layout, self._long_tokens = layout, long_tokens
         self._block_size, self._num_blocks = block_size, num_blocks
         self._num_state_slots, self._state_interval = num_state_slots, state_interval
         self._device = device
@@ -211,7 +217,8 @@ class CpuStepPacker:
         # A sample's position is one after the position that it is sampled from.
         kept = packed["logits_to_keep"].numpy()[:num_sampled]
         sampling = self._sampling(sampled, (positions[kept] + 1).tolist())
-        return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies)
+        is_long = t >= self._long_tokens and has_few_samples(t, s) and not logprobs.prompt.size
+        return PackedStep(inputs, num_sampled, sampling, logprobs, plan.copies, is_long)
 
     def _sampling(
         self, requests: Sequence[RequestInfo], positions: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from .drafting import CpuDrafting
 from .edits import CpuEdits
 from .pack import CpuStepPacker, PackedStep
 from .threads import StepThreads
+
+LONG_TOKENS = 256  # the form of the graph for long steps takes a fraction of a second to make
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +63,7 @@ class ModelRunner(LocalRunner):
     Args:
         threads: number of threads for its steps; None keeps torch's number.
         draft_model: drafts tokens behind the rows of plans that want some; None: no plan does.
+        long_tokens: see :class:`.CpuStepPacker`.
         settings: see :class:`.LocalRunner`.
     """
 
@@ -69,6 +73,7 @@ class ModelRunner(LocalRunner):
         *,
         threads: StepThreads | None = None,
         draft_model: DraftModel | None = None,
+        long_tokens: int = LONG_TOKENS,
         **settings: Any,
     ) -> None:
         super().__init__(captured, **settings)
@@ -79,6 +84,8 @@ class ModelRunner(LocalRunner):
             num_state_slots=self.num_state_slots if captured.loaded.recurrent else 0,
             state_interval=self.state_interval,
             layout=self._layout,
+            # A drafter reads the hidden states of all tokens.
+            long_tokens=long_tokens if draft_model is None else sys.maxsize,
         )
         self._edits = CpuEdits(keeps_rows=self._has_processed_logprobs)
         self._matchers = LateMatchers(self.grammars)
@@ -139,7 +146,7 @@ class ModelRunner(LocalRunner):
             return clock() - begin
         assert self.drafting is not None, "there is a drafter"
         with torch.inference_mode():
-            outputs = self._forward(packed.inputs)
+            outputs = self._run(packed)
             self.captured.whole_logits(outputs.logits)  # as the other ranks do
             tokens = np.zeros(packed.num_sampled, np.int64)
             begin = clock()
@@ -154,7 +161,7 @@ class ModelRunner(LocalRunner):
                         cache[destination] = cache[source]
             if self.drafting is not None:
                 self.drafting.copy_blocks(packed.copies)
-            outputs = self._forward(packed.inputs)
+            outputs = self._run(packed)
             logits = self.captured.whole_logits(outputs.logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
@@ -166,6 +173,10 @@ class ModelRunner(LocalRunner):
             step = _Step(StepHandle(tokens, constrained), plan, packed, logits, outputs)
             self._matchers.begin(step, self._finish)
             return step.handle
+
+    def _run(self, packed: PackedStep) -> StepOutputs:
+        forward = self._forward_long if packed.is_long else None
+        return (forward or self._forward)(packed.inputs)
 
     def _finish(self, step: _Step, masks: Masks | None = None) -> None:
         """Sample the edited rows of a step, then compute its log-probabilities."""

@@ -96,23 +96,25 @@ class StepGraphs:
             (shape for shape in shapes if not shape.is_decode),
             key=lambda shape: (shape.num_rows, shape.num_tokens),
         )
+        self._run = run
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self.pool: Any = torch.cuda.graph_pool_handle()
         bar = tqdm(sorted(set(shapes), reverse=True), desc="capture CUDA graphs", disable=None)
         for shape in bar:
             # Kernels that are compiled or loaded at their first call must exist before the capture.
             run(shape)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                results = run(shape)
-            # If owned, the results of all shapes would stay allocated at the same time. The pool
-            # lives as long as its graphs, so a non-owning view suffices to read the results of a
-            # replay.
-            logits, hidden, _ = results
-            aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
-            self._graphs[shape] = (graph, aliases)
-            del results, logits, hidden
+            self._capture(shape)
         torch.cuda.synchronize()
+
+    def _capture(self, shape: StepShape) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            results = self._run(shape)
+        # If owned, the results of all shapes would stay allocated at the same time. The pool lives
+        # as long as its graphs, so a non-owning view suffices to read the results of a replay.
+        logits, hidden, _ = results
+        aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
+        self._graphs[shape] = (graph, aliases)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -128,7 +130,13 @@ class StepGraphs:
         return None
 
     def replay(self, shape: StepShape) -> StepOutputs:
-        """Queue the step. The next replay overwrites its results."""
+        """Queue the step. The next replay overwrites its results.
+
+        A shape that is not captured is captured first, in the memory of the others. All kernels of
+        such a shape have run before: one with hidden states has those of a "long" one.
+        """
+        if shape not in self._graphs:
+            self._capture(shape)
         graph, results = self._graphs[shape]
         graph.replay()
         return results

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compile.step_fields import FORMS
 from ...compile.step_inputs import MIN_SIZE
 from ...engine.plan import LastTwoBatches, StepPlan
 from ..block_tables import BlockTableStore
@@ -63,14 +64,13 @@ class StagedStep(NamedTuple):
 
     def to_array(self) -> IntArray:
         """All of it as an array, for another process."""
-        return np.array([*self.shape[:2], self.shape.is_decode, *self[1:]], np.int32)
+        return np.array([*self.shape[:3], FORMS.index(self.shape.form), *self[1:]], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """The inverse of :meth:`to_array`."""
-        num_tokens, num_rows, is_decode, *rest = array.tolist()
-        shape = StepShape.decode(num_rows) if is_decode else StepShape.mixed(num_tokens, num_rows)
-        return cls(shape, *rest)
+        num_tokens, num_rows, num_samples, form, *rest = array.tolist()
+        return cls(StepShape(num_tokens, num_rows, num_samples, FORMS[form]), *rest)
 
 
 class GpuStepPacker:

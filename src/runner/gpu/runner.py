@@ -26,6 +26,7 @@ from ..bases import LocalRunner
 from ..block_copies import BlockCopier
 from ..draft_model import GpuDraftModel
 from ..layout import Layout, StepShape
+from ..logprob_rows import has_prompt_rows
 from ..pinned import IntArray, PinnedRing
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
@@ -182,6 +183,8 @@ class GpuRunner(LocalRunner):
             if plan.has_drafts:
                 num_rows = max(num_rows, plan.num_sampled)
             shape = self._graphs.shape_of(plan.total_num_tokens, num_rows, is_decode)
+            if shape is not None and shape.is_long and has_prompt_rows(plan):
+                shape = shape._replace(form="mixed")
         result_row, is_edited = self._sampler.begin(plan)
         return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
 
@@ -216,7 +219,9 @@ class GpuRunner(LocalRunner):
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
-            logits, hidden, _ = outputs = self._forward(inputs)
+            forward = self._forward_long if shape.is_long else self._forward
+            assert forward is not None, "shapes have forms that the model has"
+            logits, hidden, _ = outputs = forward(inputs)
             self._sampler.sample(logits)
             if self.drafting is not None:
                 self.drafting.keep_states(outputs)

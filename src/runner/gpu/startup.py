@@ -173,4 +173,8 @@ def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, .
     mixed = mixed_shapes(config.num_tokens_per_step, num_samples)
     if config.speculation is not None:
         mixed += tuple(map(StepShape.verify, default_buckets(num_samples)))
+    # Drafters read the hidden states of all tokens.
+    has_drafter = config.speculation is not None and config.speculation.has_model
+    if not has_drafter and captured.long_function() is not None:
+        mixed = tuple(shape.lengthened() for shape in mixed)
     return *map(StepShape.decode, decode), *dict.fromkeys(mixed)

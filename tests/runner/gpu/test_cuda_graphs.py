@@ -15,6 +15,14 @@ def test_default_buckets() -> None:
     assert all(b <= 2 * a for a, b in pairwise(default_buckets(2048)))
 
 
+def test_shapes_of_many_tokens_per_sample_are_long() -> None:
+    shapes = [(1024, 128), (1024, 129), (512, 8), (8192, 256)]
+    forms = [StepShape.mixed(*sizes).lengthened().form for sizes in shapes]
+    assert forms == ["long", "mixed", "mixed", "long"]
+    assert StepShape.decode(2048).lengthened() == StepShape.decode(2048)
+    assert StepShape.verify(2048).lengthened() == StepShape.verify(2048)
+
+
 def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
     shapes = mixed_shapes(5000, 100)
     assert max(s.num_tokens for s in shapes) == 5000

@@ -69,6 +69,8 @@ class Recomputed:
         self, run: Callable[[StepShape], torch.Tensor], sizes: tuple[int, int] = (24, MAX_NUM_SEQS)
     ) -> None:
         self._run, self._sizes = run, sizes
+        runner: Any = getattr(run, "__self__", None)  # both forms occur where there are two
+        self._has_long = runner and runner.drafting is None and runner._forward_long is not None
         self.replayed: list[StepShape] = []
 
     def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
@@ -77,7 +79,8 @@ class Recomputed:
         if num_tokens <= num_rows and num_rows % 2:
             return StepShape.verify(num_rows + 1)
         fits = num_rows > 1  # both ways occur: replayed and not
-        return StepShape.mixed(*self._sizes) if fits else None
+        shape = StepShape.mixed(*self._sizes) if fits else None
+        return shape._replace(form="long") if shape and self._has_long and num_tokens % 2 else shape
 
     def replay(self, shape: StepShape) -> torch.Tensor:
         self.replayed.append(shape)
