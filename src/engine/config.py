@@ -22,7 +22,7 @@ from ..params.checks import (
     path_of,
     writable_file,
 )
-from ..params.declare import check_fields, declared, param
+from ..params.declare import check_fields, declared, defaults, param
 from .drafting.config import SpeculativeConfig, speculative
 from .logits_processors import processor_classes
 from .policy import MAX_OVERTAKES
@@ -119,7 +119,10 @@ class EngineConfig:
         absent="the model's limit, or what the KV cache holds if that is less",
     )
     max_num_seqs: int = param(
-        64, "Maximum number of running requests; each of n continuations counts.", count()
+        64,
+        "Maximum number of running requests; each of n continuations counts. The default is "
+        "lowered to max_num_batched_tokens if that is less.",
+        count(),
     )
     max_num_batched_tokens: int | None = param(
         None,
@@ -139,7 +142,7 @@ class EngineConfig:
     block_size: int = param(16, "Tokens in a block of the KV cache.", count(1, MAX_BLOCK_SIZE))
     num_blocks: int | None = param(
         None,
-        "Number of blocks in the KV cache, instead of memory_utilization.",
+        "Number of blocks in the KV cache; memory_utilization then has no effect.",
         count(),
         absent="as many as fit in the memory",
     )
@@ -360,9 +363,9 @@ class EngineConfig:
         check_fields(self)
         if self.quantization is not None:
             self._check_quantization("quantization", self.quantization)
-        if self.num_blocks is not None and self.memory_utilization is not None:
-            limit = "give it or num_blocks, not both"
-            raise InvalidInputError("memory_utilization", self.memory_utilization, limit)
+        most = self.max_num_batched_tokens
+        if most is not None and most < self.max_num_seqs == defaults(EngineConfig)["max_num_seqs"]:
+            object.__setattr__(self, "max_num_seqs", most)
         check_sizes(self.max_num_seqs, self.max_num_batched_tokens, self.num_state_slots)
         if self.state_interval is not None and self.state_interval % self.block_size:
             limit = f"must be a multiple of block_size = {self.block_size}"

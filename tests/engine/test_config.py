@@ -28,7 +28,6 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"memory_utilization": 1.5}, "memory_utilization"),
         ({"memory_utilization": True}, "memory_utilization"),
         ({"memory_utilization": math.nan}, "memory_utilization"),
-        ({"memory_utilization": 0.5, "num_blocks": 4}, "memory_utilization"),
         ({"dtype": "int8"}, "dtype"),
         ({"compile": "maybe"}, "compile"),
         ({"device": "cpu:3"}, "device"),
@@ -54,6 +53,16 @@ def test_engine_settings_name_field_and_value(kwargs: dict[str, Any], field: str
         EngineConfig(**kwargs)
     assert caught.value.field == field
     assert len(str(caught.value)) < 200
+
+
+def test_the_default_of_max_num_seqs_is_at_most_the_tokens_of_a_step() -> None:
+    found = [EngineConfig(max_num_batched_tokens=n).max_num_seqs for n in (None, 8192, 64, 32)]
+    assert found == [64, 64, 64, 32]
+
+
+def test_a_number_of_blocks_precedes_a_share_of_the_memory() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.25, num_blocks=4)
+    assert (config.num_blocks, config.memory_utilization) == (4, 0.25)
 
 
 @pytest.mark.parametrize(
