@@ -36,6 +36,7 @@ class Call(Generic[_Body]):
         created: seconds since 1970.
         model: the model name in the answer.
         marks: priority, cache salt and owner, as arguments of ``AsyncLLM.submit_all``.
+        load_format: the form of the load report in the answer's headers; empty: none.
     """
 
     context: ServerContext
@@ -44,6 +45,7 @@ class Call(Generic[_Body]):
     created: int
     model: str
     marks: Mapping[str, Any]
+    load_format: str = ""
 
     async def submit(
         self,
@@ -99,4 +101,5 @@ def read_call(
         "owner": owner_of(request, getattr(body, "user", None), context),
     }
     answer_id = prefix + (body.request_id or request_id_of(request))
-    return Call(context, body, answer_id, int(time.time()), model, marks)
+    load_format = request.headers.get("endpoint-load-metrics-format", "")
+    return Call(context, body, answer_id, int(time.time()), model, marks, load_format)

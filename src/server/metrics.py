@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 from ..engine.histograms import BETWEEN_TOKENS_S, STEP_TOKENS, Histogram, log_scale
 from ..engine.request import Request
-from ..engine.request_totals import RequestTotals
+from ..engine.request_totals import GAUGES, RequestTotals
+from ..engine.snapshot import EngineSnapshot
 from ..serving.async_llm import AsyncLLM
 from ..serving.served import End, Served
 
@@ -42,6 +44,28 @@ class HttpRequestCounts:
         handler = getattr(route, "path", "none")
         if handler not in _UNCOUNTED:
             self.numbers[handler, method, f"{status // 100 or 4}xx"] += 1
+
+
+_LOAD = ("kv_cache_usage", "num_waiting")
+
+
+def load_report(form: str, now: EngineSnapshot) -> dict[str, str]:
+    """The header ``endpoint-load-metrics`` of an answer: an ORCA load report for load balancers.
+
+    Args:
+        form: the request's header ``endpoint-load-metrics-format``, "TEXT" or "JSON" in any case.
+            Others give no header, as in vLLM.
+        now: the engine's state.
+    """
+    named = {GAUGES[name][0]: float(getattr(now, name)) for name in _LOAD}
+    match form.upper():
+        case "TEXT":
+            report = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+        case "JSON":
+            report = json.dumps({"named_metrics": named})
+        case _:
+            return {}
+    return {"endpoint-load-metrics": f"{form.upper()} {report}"}
 
 
 class EngineMetrics(RequestTotals):

@@ -27,6 +27,7 @@ from ..serving.lanes import SHORT
 from .call import Call
 from .errors import api_error
 from .logprob_fields import TokenTexts
+from .metrics import load_report
 from .protocol.fields import EngineFields
 
 DONE = b"data: [DONE]\n\n"
@@ -163,7 +164,9 @@ async def respond(choices: Choices[Any]) -> Response:
         return dumps(choices.content(results)).encode()
 
     written = await SHORT.run(write) if choices.is_long else write()
-    return Response(written, media_type="application/json")
+    call = choices.call
+    headers = load_report(call.load_format, call.context.engine.snapshot())
+    return Response(written, media_type="application/json", headers=headers)
 
 
 class EventStream(StreamingResponse):

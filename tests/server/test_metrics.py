@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import time
@@ -152,6 +153,30 @@ def test_http_requests_are_counted_by_endpoint_method_and_status() -> None:
         f"{total},{one},method=HEAD,status=2xx": 1,
         f"{total},handler=none,method=GET,status=4xx": 1,
     }
+
+
+def test_an_answer_reports_the_load_on_request() -> None:
+    body = {"prompt": [0, 0, 0], "max_tokens": 2}
+
+    async def reported(form: str) -> str | None:
+        engine = AsyncLLM(content_llm())
+        async with client(create_app(engine)) as http:
+            try:
+                headers = {"endpoint-load-metrics-format": form}
+                answer = await http.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200
+                report: str | None = answer.headers.get("endpoint-load-metrics")
+                return report
+            finally:
+                await engine.shutdown()
+
+    text, as_json, other = (asyncio.run(reported(form)) for form in ("TEXT", "json", "xml"))
+    gauges = ("kv_cache_usage_perc", "num_requests_waiting")
+    assert text == "TEXT " + ", ".join(f"named_metrics.{gauge}=0.0" for gauge in gauges)
+    assert as_json is not None
+    named = dict.fromkeys(gauges, 0.0)
+    assert json.loads(as_json.removeprefix("JSON ")) == {"named_metrics": named}
+    assert other is None
 
 
 def test_openmetrics_is_served_on_request() -> None:
