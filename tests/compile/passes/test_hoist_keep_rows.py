@@ -17,6 +17,8 @@ from pagespec.compile.captured_model import CapturedModel, CaptureOptions, captu
 from pagespec.compile.fx.nodes import example
 from pagespec.compile.fx.recorder import recording
 from pagespec.compile.load.load import load_model
+from pagespec.compile.load.tensor_parallel import shard_model
+from pagespec.compile.model.loaded import Shard
 from pagespec.compile.passes.hoist_keep_rows import hoist_keep_rows
 from pagespec.compile.passes.split_head import keep_rows
 from pagespec.compile.probe.probe import probe_model
@@ -24,6 +26,7 @@ from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from pagespec.kernels.attention import cpu_invariant
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.attention.kept_rows import kept_rows
+from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.matmul.cpu.invariant import linear
 from pagespec.runner.cpu.runner import ModelRunner
@@ -107,6 +110,24 @@ def test_only_keys_and_values_are_computed_of_all_tokens() -> None:
     assert sum(place > attention for place in places) == 4
     assert first < attention
     assert keep_rows not in targets
+
+
+def test_sums_over_ranks_are_of_kept_tokens() -> None:
+    model = tiny_model("llama", num_attention_heads=4, num_hidden_layers=1)
+    shard_model(model, Shard(0, 2))
+    communicator = LoneRank(0, 2)  # its sums have the right shapes
+    with communicator_scope(communicator):
+        loaded = load_model(model)
+        specs = probe_model(loaded)
+    captured = capture_model(loaded, specs, communicator=communicator)
+    (whole, _), (long, some) = (results(captured, long_tokens=n) for n in (10_000, 2))
+    assert some >= 3
+    assert all(map(torch.equal, whole, long))
+    function: Any = captured.long_function()
+    targets = [node.target for node in function.__self__.graph.nodes]
+    attention = targets.index(cpu_invariant.attend)
+    assert targets.index(kept_rows) < attention
+    assert targets[attention:].count(communicator.all_reduce) == 2
 
 
 # A graph with the fused calls of a GPU -----------------------------------------------------------
