@@ -58,8 +58,9 @@ _ELEMENTWISE = CASTS | {
 _NORMS = frozenset({"mean", "softmax", "layer_norm", "rms_norm", "add_rms_norm", "gated_rms_norm"})
 _MATMULS = frozenset(
     {
-        "linear", "linear_few_rows", "linear_silu_mul", "norm_linear", "add_norm_linear",
-        "act_linear", "mlp", "linear_of_rows", "linear_int4", "linear_fp8", "linear_float16",
+        "linear", "linear_few_rows", "linear_silu_mul", "linear_norm", "norm_linear",
+        "add_norm_linear", "act_linear", "mlp", "linear_of_rows", "linear_int4", "linear_fp8",
+        "linear_float16",
     }
 )  # fmt: skip
 # A token's result depends on the experts of that token only, not on the order of their rows.
