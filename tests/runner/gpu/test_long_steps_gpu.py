@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ ARCHS: dict[str, dict[str, Any]] = {
 FP8 = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 
 
-def outputs(model: PreTrainedModel, **settings: Any) -> tuple[list[Any], int]:
+def outputs(model: PreTrainedModel | str, **settings: Any) -> tuple[list[Any], int]:
     """Tokens and log-probabilities, and the number of graphs of long steps."""
     rng = random.Random(5)
     prompts = [
@@ -50,15 +51,18 @@ def outputs(model: PreTrainedModel, **settings: Any) -> tuple[list[Any], int]:
 
 
 @pytest.mark.parametrize("arch", [*ARCHS, "fp8"])
-def test_long_steps_have_the_bits_of_others(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_have_the_bits_of_others(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_fp8 = arch == "fp8"
     sizes = FP8 if is_fp8 else ARCHS[arch]
-    settings = {"quantization": "fp8"} if is_fp8 else {"dtype": "bfloat16"}
+    settings = {"dtype": "bfloat16", **({"quantization": "fp8"} if is_fp8 else {})}
     model = tiny_model("qwen3" if is_fp8 else arch, max_position_embeddings=2048, **sizes)
-    model = model.to("cuda", torch.bfloat16)
-    long, num_long = outputs(model, **settings)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    subject = str(tmp_path) if is_fp8 else model.to("cuda")
+    long, num_long = outputs(subject, **settings)
     assert num_long > 0
     monkeypatch.setattr(StepShape, "lengthened", lambda shape: shape)
-    whole, none = outputs(model, **settings)
+    whole, none = outputs(subject, **settings)
     assert none == 0
     assert long == whole
