@@ -14,6 +14,7 @@ from .chat.formats import check_formats
 from .chat.messages import read_tools
 from .chat.reader import ChatReader
 from .chat.response import read_response, stream_deltas
+from .engine.beam_search import BeamSearcher, BeamSearchOutput, BeamSearchParams
 from .engine.block_manager import BlockManager
 from .engine.call_arguments import (
     adds_special_tokens,
@@ -304,6 +305,23 @@ class LLM:
         )
         return with_priorities(inputs, priority), params
 
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,  # noqa: ARG002
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt (as for :meth:`generate`), at most
+        ``concurrency_limit`` prompts at a time. No bar is shown. Raises as :meth:`generate`."""
+        refuse_unserved(lora_request)
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        ends, longest = self.factory.eos_token_ids, self.max_model_len
+        searcher = BeamSearcher(self._loop.run, ends, longest, decode)
+        inputs = self.reader.read_all(split_prompts(prompts))
+        return searcher.search(inputs, params, concurrency_limit)
+
     def enqueue(
         self,
         prompts: Any,
@@ -547,17 +565,8 @@ class LLM:
     def reset_prefix_cache(
         self, reset_running_requests: bool = True, reset_connector: bool = False
     ) -> bool:
-        """Empty the prefix cache, for example after a change of the weights. Returns whether it was
-        emptied.
-
-        Args:
-            reset_running_requests: preempt live requests, which then recompute their tokens. If
-                False, nothing happens while requests are live.
-            reset_connector: must be False: there is no connector.
-
-        Raises:
-            EngineError: a step that was in flight failed.
-        """
+        """Empty the prefix cache, for example after a change of the weights: see
+        ``LLMEngine.reset_prefix_cache``."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def get_world_size(self, include_dp: bool = True) -> int:  # noqa: ARG002
@@ -575,13 +584,9 @@ class LLM:
         from .kernels.device import count_triton_variants, peak_memory_bytes
 
         engine, runner = self.engine, self._runner
-        drafts = engine.scheduler.draft_counts
         return replace(
             self._startup,
-            num_drafts=drafts.num_drafts,
-            num_draft_tokens=drafts.num_draft_tokens,
-            num_accepted_tokens=drafts.num_accepted_tokens,
-            accepted_per_position=list(drafts.accepted_per_position),
+            **engine.scheduler.draft_counts.copied(),
             num_compilations=self._startup.num_compilations + count_triton_variants(),
             num_steps=engine.scheduler.num_steps,
             memory_bytes=self._startup.memory_bytes | peak_memory_bytes(self._device),

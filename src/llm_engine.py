@@ -37,7 +37,7 @@ INSTEAD = {
     "pause": "use AsyncLLM.pause_generation and resume_generation",
     "resume": "use AsyncLLM.pause_generation and resume_generation",
     "enqueue_chat": "use chat; or llm_engine.add_request with the result of read_messages",
-    "beam_search": "beam search is not supported; use SamplingParams(n=..., best_of=...)",
+    "beam_search": "use LLM.beam_search",
     "embed": "embeddings are not supported",
     "encode": "embeddings are not supported",
     "classify": "classifiers are not supported",

@@ -21,7 +21,6 @@ REFUSED = {
     "ScoringRequestOutput": (
         f"{_POOLING}; LLM.score gives log-probabilities of prompts, as ScoreOutput"
     ),
-    "BeamSearchParams": "beam search is not supported; use SamplingParams(n=..., best_of=...)",
     "print_embeddings": _POOLING,
     "ModelRegistry": "models are traced from transformers: register the class there",
     "initialize_ray_cluster": "ranks are processes of this host: use tensor_parallel_size",

@@ -85,7 +85,7 @@ class RequestFactory:
         self.structures = structures
         self._processors = processors
         self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._max_model_len = max_model_len
         self._seed = seed
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
@@ -134,7 +134,7 @@ class RequestFactory:
         ends = self._ends_of(prompt)
         stops = frozenset() if params.ignore_eos else ends
         is_constrained = params.structured_outputs is not None
-        own_ends = stops - self._eos_token_ids if is_constrained else frozenset()
+        own_ends = stops - self.eos_token_ids if is_constrained else frozenset()
         # min_tokens bans the model's end tokens even if they would not end the request.
         early = ends.union(params.stop_token_ids or ())
         # A scored prompt's sampled token is discarded: no edits are needed.
@@ -187,8 +187,8 @@ class RequestFactory:
 
     def _ends_of(self, prompt: PromptInput) -> frozenset[int]:
         if not prompt.end_token_ids:
-            return self._eos_token_ids
-        return self._eos_token_ids | {i for i in prompt.end_token_ids if i < self._vocab_size}
+            return self.eos_token_ids
+        return self.eos_token_ids | {i for i in prompt.end_token_ids if i < self._vocab_size}
 
     def _watcher(self, prompt: PromptInput, params: SamplingParams) -> StopStringWatcher | None:
         if not params.stop_strings:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
@@ -49,6 +49,10 @@ class DraftCounts:
     @property
     def num_rejected_tokens(self) -> int:
         return self.num_draft_tokens - self.num_accepted_tokens
+
+    def copied(self) -> dict[str, Any]:
+        """The counts now, by attribute."""
+        return {**vars(self), "accepted_per_position": list(self.accepted_per_position)}
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count one row."""

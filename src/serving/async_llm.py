@@ -374,7 +374,7 @@ class AsyncLLM:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = True, reset_connector: bool = False
     ) -> bool:
-        """See ``LLM.reset_prefix_cache``."""
+        """See ``LLMEngine.reset_prefix_cache``."""
         refuse("reset_connector", reset_connector, ASYNC)
 
         def reset() -> bool:
