@@ -18,12 +18,11 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1900, 1030, 700, 40, 40, 3)
-# Fused norm and rotation with windows in the last layer; experts; sinks; latent attention.
+# Fused norm and rotation; a window; experts; latent attention.
 ARCHS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {"layer_types": ["full_attention", "sliding_attention"]},
     "qwen3_moe": {},
-    "gpt_oss": {},
     "deepseek_v3": {},
 }
 FP8 = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
