@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import examples, expected, files, reasons, run, sources
+from . import examples, expected, files, reasons, run, sources, static
 
 TABLE = Path(__file__).with_name("expected.md")
 _TITLE = f"vLLM {sources.VERSION}'s tests and examples against pagespec"
 _MORE = """Written by `python -m tests.peer --write`, compared by `nox -s peer_tests`. Every name
 of a text-generation model stands for SmolLM2-135M-Instruct in float32 on a CPU, so texts and token
-ids of other models differ. Tests are counted by pytest's ids, parameters included. A file without a
-row has not been run."""
+ids of other models differ. Its chat template also shows tools. Tests are counted by pytest's ids,
+parameters included; a test whose parameters differ only in the replaced model counts once. Files
+that import only names that pagespec does not have, and start no server, are not started: their
+tests are counted by functions. Tests of other things run without these arguments, which pagespec
+refuses or which choose kernels of vLLM: {left_out}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(stop, lambda number, _: (run.end_all(), os._exit(128 + number)))
 
     def results_of(name: str) -> list[expected.Result]:
+        unapplied = None if name.startswith("examples/") else static.unapplied(stage, name)
+        if unapplied:
+            return [unapplied]
         if given.from_records:
             entries = run.read_record(run.record_of(records, name))
         elif name.startswith("examples/"):
@@ -62,13 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with ThreadPoolExecutor(given.jobs) as pool:
         results = [one for found in pool.map(results_of, names) for one in found]
-    refused = run.refused_flags(records, names)
-    if refused:
-        print("flags of `vllm serve` that were refused, and left out:", ", ".join(refused))
+    left_out = ", ".join(f"`{each}`" for each in run.left_out(records, names))
+    if left_out:
+        print("arguments that were refused, and left out:", left_out)
     if given.write:
         if chosen != all_paths:
             parser.error("--write needs a run of all files: give no paths and no --quick")
-        TABLE.write_text(expected.render(results, _TITLE, _MORE), encoding="utf-8")
+        TABLE.write_text(
+            expected.render(results, _TITLE, _MORE.format(left_out=left_out)), encoding="utf-8"
+        )
         return 0
     text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
     differences = expected.compare(results, expected.parse(text))

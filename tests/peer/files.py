@@ -19,6 +19,18 @@ OFFLINE = (
     "tests/v1/determinism",
 )
 HTTP = ("tests/entrypoints/openai", "tests/entrypoints/serve")
+# Every model of these is the random one: they generate thousands of tokens and read no text.
+TINY = (
+    "tests/v1/engine/test_async_llm.py",
+    "tests/v1/engine/test_llm_engine.py",
+    "tests/v1/e2e/general/test_async_scheduling.py",
+    "tests/v1/e2e/general/test_context_length.py",
+    "tests/v1/e2e/general/test_min_tokens.py",
+    "tests/v1/sample/test_logprobs.py",
+    "tests/v1/determinism/test_batch_invariance.py",
+    "tests/v1/determinism/test_online_batch_invariance.py",
+)
+TINY_VARIABLE = "PEER_TINY_MODEL"
 QUICK = (
     "examples/basic/offline_inference/basic.py",
     "tests/test_sampling_params.py",

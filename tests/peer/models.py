@@ -1,4 +1,8 @@
-"""Every text-generation model of its tests becomes SmolLM2-135M-Instruct."""
+"""Models in place of those of its tests.
+
+A text-generation model with turns becomes SmolLM2-135M-Instruct. A base model becomes a random
+Llama of two layers, which never ends a text and is ten times as fast.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from . import sources, stand_in
+from . import files, own_names, run, sources, stand_in
 
 MAX_MODEL_LEN = 8192  # of SmolLM2
 # Names of models that are for a feature that pagespec refuses.
@@ -18,7 +22,19 @@ _OF_FEATURES = {
     r"e5-|Embedding|bge-|MiniLM|jina": "embeddings",
     r"[Ll]o[Rr][Aa]": "LoRA",
     r"gpt-oss": "Harmony (gpt-oss)",
+    r"NVFP4|nvfp4": "NVFP4 weights",
 }
+# Models without turns. Their tests compare no texts with a literal.
+_BASE = (
+    r"tiny-random-Llama|opt-125m|gpt2|llama-160m|Llama-3\.2-1B$|[Ll]lama-2-7b-hf$|Mistral-7B-v0\.1$"
+)
+_KINDS = {
+    "tiny": sources.tiny_folder,
+    "instruct": sources.model_folder,
+}
+# What a test gives because of its own model, or to choose kernels that pagespec does not have.
+_OF_ITS_MODEL = ("revision", "tokenizer_revision", "trust_remote_code")
+_OF_ITS_KERNELS = ("attention_backend", "attention_config")
 
 
 def feature_of(name: str) -> str:
@@ -33,7 +49,12 @@ def model_of(name: str) -> str:
     feature = feature_of(name)
     if feature and stand_in.is_running_test:
         stand_in.not_applicable(feature, name)
-    return str(sources.model_folder(sources.cache_folder()))
+    return str(_KINDS[kind_of(name)](sources.cache_folder()))
+
+
+def kind_of(name: str) -> str:
+    """Which model stands for a text-generation model: a key of ``_KINDS``."""
+    return "tiny" if re.search(_BASE, name) or os.environ.get(files.TINY_VARIABLE) else "instruct"
 
 
 def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +67,11 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         replaced["dtype"] = "float32"
     if isinstance(replaced.get("max_model_len"), int):
         replaced["max_model_len"] = min(replaced["max_model_len"], MAX_MODEL_LEN)
+    for name in _OF_ITS_MODEL:
+        replaced.pop(name, None)
+    for name in _OF_ITS_KERNELS:
+        if replaced.pop(name, None) is not None:
+            run.note_left_out(name)
     draft = replaced.get("speculative_config")
     # "ngram" and "[ngram]" are no models.
     if isinstance(draft, dict) and "/" in str(draft.get("model")):
@@ -63,6 +89,7 @@ def replace_models() -> None:
     # Adapters and data sets: no such path exists.
     huggingface_hub.snapshot_download = lambda repo_id, **_: f"/not-downloaded/{repo_id}"
     _replace_of_llm(pagespec.LLM)
+    pagespec.AsyncLLM.output_processor = property(own_names.OutputProcessor)
     for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         _replace_of_auto(auto)
 

@@ -8,7 +8,9 @@ import logging
 import random
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
+
+import pagespec
 
 
 class Platform:
@@ -62,6 +64,31 @@ def set_random_seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
+class ModelConfig:
+    """Sizes of the model that stands for a model of vLLM's tests."""
+
+    def __init__(self, model: str, **_: object) -> None:
+        from transformers import AutoConfig
+
+        self._config = AutoConfig.from_pretrained(model)
+
+    def get_vocab_size(self) -> int:
+        return int(self._config.vocab_size)
+
+    def get_hidden_size(self) -> int:
+        return int(self._config.hidden_size)
+
+
+class OutputProcessor:
+    """What tests ask of ``AsyncLLM.output_processor``."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._engine.num_live_requests)
+
+
 def open_port() -> int:
     """A free TCP port of this machine."""
     with socket.socket() as one:
@@ -76,6 +103,12 @@ def clean_up(*_: object, **__: object) -> None:
 
 platform = Platform()
 NAMES: dict[str, Any] = {
+    "vllm.config.ModelConfig": ModelConfig,
+    "vllm.config.model.LogprobsMode": Literal[
+        "raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"
+    ],
+    "vllm.version.__version__": pagespec.__version__,
+    "vllm.version._prev_minor_version": lambda: pagespec.__version__,
     "vllm.platforms.current_platform": platform,
     "vllm.envs": Environment(),
     "vllm.envs.disable_envs_cache": lambda: None,

@@ -90,9 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _replaced(name: str, value: object) -> str:
     """What stands for the value of a parameter; "=" and its text if it is not replaced."""
-    if name == "dtype" or (isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value)):
-        features = models.feature_of(str(value))
-        return features or "replaced"
+    if name == "dtype":
+        return "float32"
+    if isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        return models.feature_of(value) or models.kind_of(value)
     return f"={value!r}"
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import models, stand_in
+from . import models, run, stand_in
 from .own_names import open_port
 
 _START_S = 120.0
@@ -37,17 +37,12 @@ class _RefusedFlag(Exception):
     """``pagespec serve`` refused a flag."""
 
 
-def note_refused_flag(flag: str) -> None:
-    """Record the flag: the server starts without it, and tests of other things can run."""
-    with Path(os.environ["PEER_RECORD"]).with_suffix(".flags").open("a") as file:
-        file.write(flag + "\n")
-
-
 def _without(flags: list[str], refused: str) -> list[str]:
     found: list[str] = []
     rest = iter(range(len(flags)))
     for i in rest:
-        if flags[i].partition("=")[0].partition(".")[0] != refused:
+        name = flags[i].partition("=")[0].partition(".")[0]
+        if name.lstrip("-").replace("-", "_") != refused.lstrip("-").replace("-", "_"):
             found.append(flags[i])
         elif "=" not in flags[i]:
             while i + 1 < len(flags) and not flags[i + 1].startswith("-"):
@@ -100,7 +95,7 @@ class RemoteOpenAIServer:
                 break
             except _RefusedFlag as refused:
                 flags = _without(flags, str(refused))
-                note_refused_flag(str(refused))
+                run.note_left_out(str(refused))
 
     def _start(self, flags: list[str], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "pagespec.cli", "serve", *flags]

@@ -113,7 +113,10 @@ def stage(cache: Path) -> Path:
 
 
 def model_folder(cache: Path) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder, for every name of a text-generation model."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder, for every name of a text-generation model.
+
+    Its chat template is :file:`chat_template.jinja` of this folder, which also shows tools.
+    """
     folder = cache / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -134,4 +137,55 @@ def model_folder(cache: Path) -> Path:
         written.load_state_dict(read.state_dict())
         written.save_pretrained(partial)
         partial.rename(folder)
+    template = folder / "chat_template.jinja"
+    _write(template, (HERE / template.name).read_text())
+    _set_end(folder, 2, "<|im_end|>")
     return folder
+
+
+def tiny_folder(cache: Path) -> Path:
+    """A Llama of two narrow layers with random weights, and SmolLM2's tokenizer.
+
+    Only ``<|endoftext|>`` ends a text, one token of 49,152.
+    """
+    instruct, folder = model_folder(cache), cache / "tiny-random-llama"
+    if not (folder / "config.json").exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(
+            instruct,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+        torch.manual_seed(0)
+        partial = cache / f"tiny.{os.getpid()}"
+        AutoModelForCausalLM.from_config(config).save_pretrained(partial)
+        for path in instruct.iterdir():
+            if not (partial / path.name).exists():
+                os.link(path, partial / path.name)
+        _set_end(partial, 0, "<|endoftext|>")
+        partial.rename(folder)
+    return folder
+
+
+def _set_end(folder: Path, token_id: int, token: str) -> None:
+    """Set the token that ends a text."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        read = json.loads((folder / name).read_text())
+        read |= {"eos_token_id": token_id}
+        if name == "tokenizer_config.json":
+            read |= {"eos_token": token}
+        _write(folder / name, json.dumps(read, indent=2))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file that may be linked to another, or be read meanwhile."""
+    if not path.exists() or path.read_text() != text:
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)

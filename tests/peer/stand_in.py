@@ -23,9 +23,14 @@ from . import own_names
 PEER = "vllm"
 OURS = "pagespec.compat.vllm"
 
+_SERVER = "internal: classes of the server"
+_ENGINE = "internal: classes of the engine"
+_CONFIG = "internal: classes of the configuration"
+_KERNELS = "internal: layers and kernels"
+
 # The longest prefix counts. "" is a public name: pagespec has to have it.
 FEATURES: dict[str, str] = {
-    "vllm": "internal",
+    "vllm": "internal: other",
     "vllm.LLM": "",
     "vllm.LLMEngine": "",
     "vllm.AsyncLLMEngine": "",
@@ -41,36 +46,51 @@ FEATURES: dict[str, str] = {
     "vllm.PoolingParams": "embeddings",
     "vllm.assets": "images and audio",
     "vllm.distributed.cleanup_dist_env_and_memory": "",
+    "vllm._custom_ops": _KERNELS,
+    "vllm.benchmarks": "internal: benchmarks",
+    "vllm.config": _CONFIG,
     "vllm.engine": "",
-    "vllm.engine.protocol": "internal",
+    "vllm.engine.protocol": _ENGINE,
     "vllm.engine.protocol.StreamingInput": "streaming input",
+    "vllm.entrypoints": _SERVER,
     "vllm.entrypoints.llm": "",
     "vllm.entrypoints.mcp": "tool server (MCP)",
     "vllm.entrypoints.openai.parser.harmony_utils": "Harmony (gpt-oss)",
     "vllm.entrypoints.openai.responses.harmony": "Harmony (gpt-oss)",
+    "vllm.entrypoints.openai.responses": "Responses API",
     "vllm.entrypoints.openai.run_batch": "batch files (run-batch)",
     "vllm.entrypoints.pooling": "embeddings",
     "vllm.entrypoints.serve.lora": "LoRA",
     "vllm.entrypoints.serve.sagemaker": "SageMaker",
     "vllm.exceptions": "",
     "vllm.inputs": "",
-    "vllm.inputs.preprocess": "internal",
-    "vllm.inputs.tokens_input": "internal",
+    "vllm.inputs.preprocess": _ENGINE,
+    "vllm.inputs.tokens_input": _ENGINE,
     "vllm.logprobs": "",
-    "vllm.logprobs.append_logprobs_for_next_position": "internal",
-    "vllm.logprobs.create_prompt_logprobs": "internal",
-    "vllm.logprobs.create_sample_logprobs": "internal",
     "vllm.lora": "LoRA",
     "vllm.multimodal": "images and audio",
     "vllm.config.multimodal": "images and audio",
+    "vllm.model_executor": _KERNELS,
     "vllm.outputs": "",
+    "vllm.parser": _SERVER,
+    "vllm.reasoning": _SERVER,
+    "vllm.renderers": _SERVER,
+    "vllm.renderers.embed_utils": "prompt embeddings",
     "vllm.sampling_params": "",
     "vllm.sampling_params.BeamSearchParams": "beam search",
+    "vllm.tokenizers": _SERVER,
     "vllm.tokenizers.get_tokenizer": "",
+    "vllm.tool_parsers": _SERVER,
+    "vllm.utils": "internal: utility functions",
+    "vllm.v1": _ENGINE,
+    "vllm.v1.attention": _KERNELS,
     "vllm.v1.engine.async_llm": "",
     "vllm.v1.engine.exceptions": "",
     "vllm.v1.engine.llm_engine": "",
+    "vllm.v1.metrics.loggers": "stat loggers as classes",
     "vllm.v1.metrics.reader": "",
+    "vllm.v1.sample": _KERNELS,
+    "vllm.v1.worker": _KERNELS,
 }
 
 is_running_test = False
@@ -82,7 +102,7 @@ def feature_of(name: str) -> str:
     while name not in FEATURES:
         name = name.rpartition(".")[0]
         if not name:
-            return "internal"
+            return "internal: other"
     return FEATURES[name]
 
 
@@ -93,6 +113,10 @@ def not_applicable(feature: str, name: str) -> None:
 
 class Missing:
     """A name of vLLM that pagespec does not have."""
+
+    def __new__(cls, *_: object) -> Missing:
+        # ``Missing("vllm.A").__new__(...)``: a test makes an instance without ``__init__``.
+        return cls._used() if isinstance(cls, Missing) else super().__new__(cls)
 
     def __init__(self, name: str) -> None:
         self.__dict__["_peer_name"] = name
@@ -176,14 +200,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = StandInModule(spec.name)
-        module.__dict__["_peer_ours"] = _ours(spec.name)
+        module.__dict__["_peer_ours"] = module_of_ours(spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
 
 
-def _ours(name: str) -> ModuleType | None:
+def module_of_ours(name: str) -> ModuleType | None:
+    """The module of pagespec in place of one of vLLM; None if there is none."""
     # A module of ours may hold the name as an attribute and as a module; a class is no module.
     try:
         return importlib.import_module(OURS + name.removeprefix(PEER))
