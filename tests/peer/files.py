@@ -19,16 +19,22 @@ OFFLINE = (
     "tests/v1/determinism",
 )
 HTTP = ("tests/entrypoints/openai", "tests/entrypoints/serve")
-# Every model of these is the random one: they generate thousands of tokens and read no text.
+# Below these, every model is the random one: their tests generate much, and read no answer.
 TINY = (
-    "tests/v1/engine/test_async_llm.py",
-    "tests/v1/engine/test_llm_engine.py",
-    "tests/v1/e2e/general/test_async_scheduling.py",
-    "tests/v1/e2e/general/test_context_length.py",
-    "tests/v1/e2e/general/test_min_tokens.py",
-    "tests/v1/sample/test_logprobs.py",
-    "tests/v1/determinism/test_batch_invariance.py",
-    "tests/v1/determinism/test_online_batch_invariance.py",
+    "tests/entrypoints/llm/test_struct_output_generate.py",
+    "tests/entrypoints/openai/chat_completion/test_logprob_token_ids.py",
+    "tests/entrypoints/openai/completion/test_shutdown.py",
+    "tests/entrypoints/openai/completion/test_token_in_token_out.py",
+    "tests/entrypoints/openai/models",
+    "tests/entrypoints/openai/responses",
+    "tests/entrypoints/openai/test_async_tokenization.py",
+    "tests/entrypoints/openai/test_chunked_prompt.py",
+    "tests/entrypoints/openai/test_uds.py",
+    "tests/entrypoints/serve",
+    "tests/v1/determinism",
+    "tests/v1/e2e",
+    "tests/v1/engine",
+    "tests/v1/sample",
 )
 TINY_VARIABLE = "PEER_TINY_MODEL"
 QUICK = (

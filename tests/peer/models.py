@@ -82,12 +82,15 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def replace_models() -> None:
     """Replace models wherever this process loads one: ``LLM`` and transformers."""
     import huggingface_hub
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     import pagespec
 
     # Adapters and data sets: no such path exists.
     huggingface_hub.snapshot_download = lambda repo_id, **_: f"/not-downloaded/{repo_id}"
+    if not torch.accelerator.is_available():  # tests free its memory between two engines
+        torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None
     _replace_of_llm(pagespec.LLM)
     pagespec.AsyncLLM.output_processor = property(own_names.OutputProcessor)
     for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -86,6 +87,10 @@ class OutputProcessor:
         self._engine = engine
 
     def has_unfinished_requests(self) -> bool:
+        # The engine's thread ends an aborted request in its next step, vLLM's front end at once.
+        until = time.monotonic() + 5
+        while self._engine.num_live_requests and time.monotonic() < until:
+            time.sleep(0.01)
         return bool(self._engine.num_live_requests)
 
 

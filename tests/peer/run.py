@@ -44,7 +44,7 @@ def run_file(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]]:
     flags = ("-q", "-p", "no:cacheprovider", "-p", "peer_harness.plugin", f"--timeout={TEST_S}")
     command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", *flags, name]
     begin = time.monotonic()
-    more = {files.TINY_VARIABLE: "1"} if name in files.TINY else {}
+    more = {files.TINY_VARIABLE: "1"} if name.startswith(files.TINY) else {}
     code = run_to_end(command, stage, log, FILE_S, PEER_RECORD=str(record), **more)
     if code not in (0, 1, 2, 5):
         seconds = round(time.monotonic() - begin, 1)
