@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .runners import HfRunner, VllmRunner
-from .stand_in import Missing, not_applicable
+from .stand_in import CONFIG, KERNELS, Missing, not_applicable
 
 __all__ = [
     "HfRunner",
@@ -18,14 +18,21 @@ __all__ = [
     "caplog_vllm",
     "cli_config_file",
     "cli_config_file_with_model",
+    "default_vllm_config",
+    "dist_init",
     "example_long_prompts",
     "example_prompts",
+    "example_system_message",
     "hf_runner",
     "image_assets",
+    "image_url",
     "image_urls",
     "local_asset_server",
     "num_gpus_available",
+    "sample_json_schema",
+    "video_assets",
     "vllm_runner",
+    "workspace_init",
 ]
 
 LocalAssetServer = Missing("vllm.assets.LocalAssetServer")
@@ -56,6 +63,18 @@ def example_long_prompts() -> list[str]:
 
 
 @pytest.fixture
+def example_system_message() -> str:
+    return Path("tests/system_messages/sonnet3.5_nov2024.txt").read_text()
+
+
+@pytest.fixture
+def sample_json_schema() -> dict[str, Any]:
+    name = {"type": "string", "maxLength": 8}
+    properties = {"name": name, "age": {"type": "integer", "maximum": 120}}
+    return {"type": "object", "properties": properties, "required": ["name", "age"]}
+
+
+@pytest.fixture
 def caplog_vllm(caplog: Any) -> Any:
     return caplog
 
@@ -75,21 +94,23 @@ def cli_config_file_with_model() -> Path:
     return Path("tests/config/test_config_with_model.yaml")
 
 
-@pytest.fixture
-def image_assets() -> None:
-    not_applicable("images and audio", "image_assets")
+def _unapplied(name: str, feature: str) -> Any:
+    """A fixture that ends its tests as not applicable."""
+
+    @pytest.fixture(scope="session", name=name)
+    def fixture() -> None:
+        not_applicable(feature, name)
+
+    return fixture
 
 
-@pytest.fixture
-def audio_assets() -> None:
-    not_applicable("images and audio", "audio_assets")
-
-
-@pytest.fixture(scope="session")
-def local_asset_server() -> None:
-    not_applicable("images and audio", "local_asset_server")
-
-
-@pytest.fixture
-def image_urls() -> None:
-    not_applicable("images and audio", "image_urls")
+_MEDIA = "images and audio"
+image_assets = _unapplied("image_assets", _MEDIA)
+video_assets = _unapplied("video_assets", _MEDIA)
+audio_assets = _unapplied("audio_assets", _MEDIA)
+image_url = _unapplied("image_url", _MEDIA)
+image_urls = _unapplied("image_urls", _MEDIA)
+local_asset_server = _unapplied("local_asset_server", _MEDIA)
+default_vllm_config = _unapplied("default_vllm_config", CONFIG)
+dist_init = _unapplied("dist_init", KERNELS)
+workspace_init = _unapplied("workspace_init", KERNELS)

@@ -54,7 +54,11 @@ def model_of(name: str) -> str:
 
 def kind_of(name: str) -> str:
     """Which model stands for a text-generation model: a key of ``_KINDS``."""
-    return "tiny" if re.search(_BASE, name) or os.environ.get(files.TINY_VARIABLE) else "instruct"
+    test = stand_in.current_test
+    is_tiny = test.startswith(files.TINY) or re.search(_BASE, name)
+    if test.startswith(files.READ):
+        is_tiny = False
+    return "tiny" if is_tiny else "instruct"
 
 
 def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

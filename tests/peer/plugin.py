@@ -34,7 +34,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        stand_in.is_running_test = True
+        stand_in.is_running_test, stand_in.current_test = True, item.nodeid
         self._current = {"id": item.nodeid, "outcome": "passed", "reason": "", "seconds": 0.0}
         try:
             return (yield)
@@ -92,6 +92,8 @@ def _replaced(name: str, value: object) -> str:
     """What stands for the value of a parameter; "=" and its text if it is not replaced."""
     if name == "dtype":
         return "float32"
+    if isinstance(value, str) and re.fullmatch("(FLASH|FLASHINFER|FLEX|TRITON)(_[A-Z]+)*", value):
+        return "kernels"  # see models._OF_ITS_KERNELS
     if isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value):
         return models.feature_of(value) or models.kind_of(value)
     return f"={value!r}"

@@ -12,11 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import files
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE_S = 1800
 TEST_S = 480
+
+# The sizes of its tests of batch invariance, which read them from the environment.
+_SIZES = {
+    "VLLM_NEEDLE_TRIALS": "3",
+    "VLLM_NEEDLE_BATCH_SIZE": "16",
+    "VLLM_MIN_PROMPT": "64",
+    "VLLM_MAX_PROMPT": "256",
+}
 
 _running: set[subprocess.Popen[bytes]] = set()
 
@@ -27,7 +33,7 @@ def environment(stage: Path, **more: str) -> dict[str, str]:
     paths = [str(stage), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     absolute = [str((REPOSITORY / path).resolve()) for path in paths if path]
     own = {"PYTHONPATH": os.pathsep.join(absolute), "HF_HUB_OFFLINE": "1"}
-    return dict(os.environ) | own | more
+    return dict(os.environ) | _SIZES | own | more
 
 
 def run_file(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]]:
@@ -44,8 +50,7 @@ def run_file(stage: Path, name: str, records: Path) -> list[Mapping[str, Any]]:
     flags = ("-q", "-p", "no:cacheprovider", "-p", "peer_harness.plugin", f"--timeout={TEST_S}")
     command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", *flags, name]
     begin = time.monotonic()
-    more = {files.TINY_VARIABLE: "1"} if name.startswith(files.TINY) else {}
-    code = run_to_end(command, stage, log, FILE_S, PEER_RECORD=str(record), **more)
+    code = run_to_end(command, stage, log, FILE_S, PEER_RECORD=str(record))
     if code not in (0, 1, 2, 5):
         seconds = round(time.monotonic() - begin, 1)
         how = "did not end" if code is None else f"ended with {code}"

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import models, run, stand_in
+from . import models, run, sources, stand_in
 from .own_names import open_port
 
 _START_S = 120.0
+_RANDOM_MODEL_LEN = 1536
 # With one of these flags every test of the file is for a feature that pagespec refuses.
 _OF_FEATURES = {
     "--enable-prompt-embeds": "prompt embeddings",
@@ -83,6 +84,8 @@ class RemoteOpenAIServer:
             flags += ["--port", str(self.port)]
         if seed is not None and "--seed" not in given:
             flags += ["--seed", str(seed)]
+        if self.model == str(sources.tiny_folder(sources.cache_folder())):
+            flags = _limited(flags)
         if override_hf_configs:
             flags += ["--hf-overrides", json.dumps(override_hf_configs)]
         self.log = Path(tempfile.mkstemp(prefix="peer-", suffix=".log")[1])
@@ -169,6 +172,17 @@ class RemoteOpenAIServer:
         import openai
 
         return openai.AsyncOpenAI(**self._settings(settings))
+
+
+def _limited(flags: list[str]) -> list[str]:
+    """The random model ends no answer, so each request without ``max_tokens`` fills its context."""
+    length = ["--max-model-len", str(_RANDOM_MODEL_LEN)]
+    if "--max-model-len" not in flags:
+        return [*flags, *length]
+    at = flags.index("--max-model-len")
+    if int(flags[at + 1]) <= _RANDOM_MODEL_LEN:
+        return flags
+    return [*flags[:at], *length, *flags[at + 2 :]]
 
 
 def _replaced(flags: list[str]) -> list[str]:

@@ -23,10 +23,10 @@ from . import own_names
 PEER = "vllm"
 OURS = "pagespec.compat.vllm"
 
-_SERVER = "internal: classes of the server"
-_ENGINE = "internal: classes of the engine"
-_CONFIG = "internal: classes of the configuration"
-_KERNELS = "internal: layers and kernels"
+SERVER = "internal: classes of the server"
+ENGINE = "internal: classes of the engine"
+CONFIG = "internal: classes of the configuration"
+KERNELS = "internal: layers and kernels"
 
 # The longest prefix counts. "" is a public name: pagespec has to have it.
 FEATURES: dict[str, str] = {
@@ -46,13 +46,13 @@ FEATURES: dict[str, str] = {
     "vllm.PoolingParams": "embeddings",
     "vllm.assets": "images and audio",
     "vllm.distributed.cleanup_dist_env_and_memory": "",
-    "vllm._custom_ops": _KERNELS,
+    "vllm._custom_ops": KERNELS,
     "vllm.benchmarks": "internal: benchmarks",
-    "vllm.config": _CONFIG,
+    "vllm.config": CONFIG,
     "vllm.engine": "",
-    "vllm.engine.protocol": _ENGINE,
+    "vllm.engine.protocol": ENGINE,
     "vllm.engine.protocol.StreamingInput": "streaming input",
-    "vllm.entrypoints": _SERVER,
+    "vllm.entrypoints": SERVER,
     "vllm.entrypoints.llm": "",
     "vllm.entrypoints.mcp": "tool server (MCP)",
     "vllm.entrypoints.openai.parser.harmony_utils": "Harmony (gpt-oss)",
@@ -64,37 +64,39 @@ FEATURES: dict[str, str] = {
     "vllm.entrypoints.serve.sagemaker": "SageMaker",
     "vllm.exceptions": "",
     "vllm.inputs": "",
-    "vllm.inputs.preprocess": _ENGINE,
-    "vllm.inputs.tokens_input": _ENGINE,
+    "vllm.inputs.preprocess": ENGINE,
+    "vllm.inputs.tokens_input": ENGINE,
     "vllm.logprobs": "",
     "vllm.lora": "LoRA",
     "vllm.multimodal": "images and audio",
     "vllm.config.multimodal": "images and audio",
-    "vllm.model_executor": _KERNELS,
+    "vllm.model_executor": KERNELS,
     "vllm.outputs": "",
-    "vllm.parser": _SERVER,
-    "vllm.reasoning": _SERVER,
-    "vllm.renderers": _SERVER,
+    "vllm.parser": SERVER,
+    "vllm.reasoning": SERVER,
+    "vllm.renderers": SERVER,
     "vllm.renderers.embed_utils": "prompt embeddings",
     "vllm.sampling_params": "",
     "vllm.sampling_params.BeamSearchParams": "beam search",
-    "vllm.tokenizers": _SERVER,
+    "vllm.tokenizers": SERVER,
     "vllm.tokenizers.get_tokenizer": "",
-    "vllm.tool_parsers": _SERVER,
+    "vllm.tool_parsers": SERVER,
     "vllm.utils": "internal: utility functions",
-    "vllm.v1": _ENGINE,
-    "vllm.v1.attention": _KERNELS,
+    "vllm.v1": ENGINE,
+    "vllm.v1.attention": KERNELS,
     "vllm.v1.engine.async_llm": "",
     "vllm.v1.engine.exceptions": "",
     "vllm.v1.engine.llm_engine": "",
     "vllm.v1.metrics.loggers": "stat loggers as classes",
     "vllm.v1.metrics.reader": "",
-    "vllm.v1.sample": _KERNELS,
-    "vllm.v1.worker": _KERNELS,
+    "vllm.v1.sample": KERNELS,
+    "vllm.v1.worker": KERNELS,
 }
 
 is_running_test = False
 """Whether a test or a fixture runs; while files are collected, a ``Missing`` may be used."""
+current_test = ""
+"""pytest's id of the test that runs."""
 
 
 def feature_of(name: str) -> str:

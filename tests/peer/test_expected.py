@@ -130,3 +130,20 @@ def test_only_a_file_that_reaches_no_name_of_ours_is_not_started(
     found = static.unapplied(tmp_path, "test_x.py")
     assert (found.reason if found else "") == reason
     assert found is None or found.num_tests == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "is_started"),
+    [
+        ("await client.responses.create()", False),
+        ("await client.responses.create(); await client.chat.completions.create()", True),
+        ("await client.completions.create()", True),
+    ],
+)
+def test_a_file_of_only_the_responses_api_is_not_started(
+    tmp_path: Path, body: str, is_started: bool
+) -> None:
+    (tmp_path / "test_x.py").write_text(f"async def test_a(client): {body}\n")
+    found = static.unapplied(tmp_path, "test_x.py")
+    assert (found is None) == is_started
+    assert found is None or found.reason == "Responses API"
