@@ -113,13 +113,16 @@ def _count(group: Iterable[Result]) -> Counter[str]:
 
 def _summary(results: Sequence[Result]) -> list[str]:
     """Totals per outcome, and per outcome its reasons."""
-    total = _count(results)
-    files = {result.file for result in results}
-    lines = [_row("Outcome", "Tests", "Files"), "|---|---:|---:|"]
+    examples = [result for result in results if result.file.startswith("examples/")]
+    tests = [result for result in results if result not in examples]
+    total, of_examples = _count(tests), _count(examples)
+    lines = [_row("Outcome", "Tests", "Files", "Examples"), "|---|---:|---:|---:|"]
     for outcome in OUTCOMES:
-        some = {result.file for result in results if result.outcome == outcome}
-        lines.append(_row(outcome.capitalize(), total[outcome], len(some)))
-    lines.append(_row("All", sum(total.values()), len(files)))
+        files = {result.file for result in tests if result.outcome == outcome}
+        name = outcome.capitalize()
+        lines.append(_row(name, total[outcome], len(files), of_examples[outcome]))
+    all_files = len({result.file for result in tests})
+    lines.append(_row("All", sum(total.values()), all_files, len(examples)))
     applicable = total[PASSED] + total[DIFFERS] + total[FAILS]
     if applicable:
         share = 100 * total[PASSED] / applicable
@@ -131,16 +134,16 @@ def _summary(results: Sequence[Result]) -> list[str]:
         NOT_APPLICABLE: "Not applicable, by missing feature",
     }
     for outcome, head in heads.items():
-        tests: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
         places: dict[str, set[str]] = defaultdict(set)
         for result in results:
             if result.outcome == outcome:
                 reason = _text(result.reason)
-                tests[reason] += result.num_tests
+                numbers[reason] += result.num_tests
                 places[reason].add(result.file)
-        if tests:
+        if numbers:
             lines += ["", f"## {head}", "", _row("Reason", "Tests", "Files"), "|---|---:|---:|"]
-            for reason, number in sorted(tests.items(), key=lambda one: (-one[1], one[0])):
+            for reason, number in sorted(numbers.items(), key=lambda one: (-one[1], one[0])):
                 lines.append(_row(reason, number, len(places[reason])))
     return lines
 

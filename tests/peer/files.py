@@ -38,6 +38,8 @@ TINY = (
     "tests/v1/engine",
     "tests/v1/sample",
 )
+# These take the smallest model of any kind, and use nothing of its kind.
+ANY_MODEL = ("tests/entrypoints/serve/instrumentator/test_optional_middleware.py",)
 # These read the answers of a base model, so it is SmolLM2, too.
 READ = (
     "tests/detokenizer/test_stop_reason.py",

@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pagespec
@@ -94,6 +95,13 @@ class OutputProcessor:
         return bool(self._engine.num_live_requests)
 
 
+def downloaded(name: str, *_: object, **__: object) -> str:
+    """The folder of the model that stands for another."""
+    from . import models
+
+    return models.model_of(name)
+
+
 def open_port() -> int:
     """A free TCP port of this machine."""
     with socket.socket() as one:
@@ -112,8 +120,9 @@ NAMES: dict[str, Any] = {
     "vllm.config.model.LogprobsMode": Literal[
         "raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"
     ],
+    "vllm.model_executor.model_loader.weight_utils.download_weights_from_hf": downloaded,
+    "vllm.version": SimpleNamespace(_prev_minor_version=lambda: pagespec.__version__),
     "vllm.version.__version__": pagespec.__version__,
-    "vllm.version._prev_minor_version": lambda: pagespec.__version__,
     "vllm.platforms.current_platform": platform,
     "vllm.envs": Environment(),
     "vllm.envs.disable_envs_cache": lambda: None,

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import models, run, sources, stand_in
+from . import models, run, stand_in
 from .own_names import open_port
 
 _START_S = 120.0
-_RANDOM_MODEL_LEN = 1536
+# Unless a test gives another: an answer without ``max_tokens`` may fill the context.
+_MAX_MODEL_LEN = 1536
 # With one of these flags every test of the file is for a feature that pagespec refuses.
 _OF_FEATURES = {
     "--enable-prompt-embeds": "prompt embeddings",
@@ -24,9 +25,13 @@ _OF_FEATURES = {
     "--tool-server": "tool server (MCP)",
     "--enable-sleep-mode": "sleep mode",
     "--enable-return-routed-experts": "routed experts",
-    "--worker-extension-cls": "internal",
+    "--worker-extension-cls": "extensions of workers",
 }
-_FLAGS = {"reasoning_format": "--reasoning-parser", "tool_call_format": "--tool-call-parser"}
+_FLAGS = {
+    "attention": "--attention-backend",
+    "reasoning_format": "--reasoning-parser",
+    "tool_call_format": "--tool-call-parser",
+}
 _REFUSED = (
     r"error: ([a-z_]+) = ",
     r"No such option: (--[a-z-]+)",
@@ -74,6 +79,7 @@ class RemoteOpenAIServer:
             if flag in given:
                 stand_in.not_applicable(feature, flag)
         self.model = models.model_of(model)
+        self.show_hidden_metrics = any("show-hidden-metrics" in flag for flag in given)
         self.uds = given[given.index("--uds") + 1] if "--uds" in given else None
         self.host = given[given.index("--host") + 1] if "--host" in given else "127.0.0.1"
         self.port = int(given[given.index("--port") + 1]) if "--port" in given else open_port()
@@ -84,8 +90,8 @@ class RemoteOpenAIServer:
             flags += ["--port", str(self.port)]
         if seed is not None and "--seed" not in given:
             flags += ["--seed", str(seed)]
-        if self.model == str(sources.tiny_folder(sources.cache_folder())):
-            flags = _limited(flags)
+        if "--max-model-len" not in flags:
+            flags += ["--max-model-len", str(_MAX_MODEL_LEN)]
         if override_hf_configs:
             flags += ["--hf-overrides", json.dumps(override_hf_configs)]
         self.log = Path(tempfile.mkstemp(prefix="peer-", suffix=".log")[1])
@@ -172,17 +178,6 @@ class RemoteOpenAIServer:
         import openai
 
         return openai.AsyncOpenAI(**self._settings(settings))
-
-
-def _limited(flags: list[str]) -> list[str]:
-    """The random model ends no answer, so each request without ``max_tokens`` fills its context."""
-    length = ["--max-model-len", str(_RANDOM_MODEL_LEN)]
-    if "--max-model-len" not in flags:
-        return [*flags, *length]
-    at = flags.index("--max-model-len")
-    if int(flags[at + 1]) <= _RANDOM_MODEL_LEN:
-        return flags
-    return [*flags[:at], *length, *flags[at + 2 :]]
 
 
 def _replaced(flags: list[str]) -> list[str]:

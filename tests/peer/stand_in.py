@@ -49,6 +49,7 @@ FEATURES: dict[str, str] = {
     "vllm._custom_ops": KERNELS,
     "vllm.benchmarks": "internal: benchmarks",
     "vllm.config": CONFIG,
+    "vllm.config.CompilationMode": "modes of torch.compile",
     "vllm.engine": "",
     "vllm.engine.protocol": ENGINE,
     "vllm.engine.protocol.StreamingInput": "streaming input",

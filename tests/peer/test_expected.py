@@ -32,6 +32,7 @@ RESULTS = [
     Result("tests/test_c.py", "test_four", DIFFERS, "the words of the error"),
     Result("tests/test_c.py", "test_five", NOT_RUN, "several GPUs"),
     Result("tests/test_d.py", WHOLE_FILE, NOT_APPLICABLE, SERVER, 0.0, "entrypoints.A", 7),
+    Result("examples/f.py", WHOLE_FILE, PASSED),
     Result("tests/test_e.py", "test_six[1]", NOT_APPLICABLE, "LoRA"),
     Result("tests/test_e.py", "test_six[2]", NOT_APPLICABLE, SERVER, 0.0, "entrypoints.B"),
 ]
@@ -40,9 +41,9 @@ RESULTS = [
 def test_a_run_equals_the_table_that_it_wrote() -> None:
     text = render(RESULTS, "Title")
     for row in (
-        "| Passed | 2 | 1 |",
-        "| Not applicable | 11 | 3 |",
-        "| All | 16 | 4 |",
+        "| Passed | 2 | 1 | 1 |",
+        "| Not applicable | 11 | 3 | 0 |",
+        "| All | 16 | 4 | 1 |",
         f"| {SERVER} | 8 | 2 |",
         "| `tests/a/test_b.py` | 2 | 0 | 1 | 0 | 2 | 2 |",
         f"| `tests/test_d.py` | 7 | {SERVER}: `entrypoints.A` |",
