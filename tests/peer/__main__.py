@@ -17,13 +17,16 @@ from . import examples, expected, files, reasons, run, sources, static
 
 TABLE = Path(__file__).with_name("expected.md")
 _TITLE = f"vLLM {sources.VERSION}'s tests and examples against pagespec"
-_MORE = """Written by `python -m tests.peer --write`, compared by `nox -s peer_tests`. Every name
-of a text-generation model stands for SmolLM2-135M-Instruct in float32 on a CPU, so texts and token
-ids of other models differ. Its chat template also shows tools. Tests are counted by pytest's ids,
-parameters included; a test whose parameters differ only in the replaced model counts once. Files
-that import only names that pagespec does not have, and start no server, are not started: their
-tests are counted by functions. Tests of other things run without these arguments, which pagespec
-refuses or which choose kernels of vLLM: {left_out}."""
+_MORE = """Written by `python -m tests.peer --write`, compared by `nox -s peer_tests`. Each
+text-generation model stands for SmolLM2-135M-Instruct in float32 on a CPU, whose template here
+also shows tools. Base models, and all models of tests that read no answer (`TINY` in `files.py`),
+stand for a random Llama of two layers.
+
+Tests are counted by pytest's ids, parameters included; a test whose parameters differ only in the
+replaced model counts once. A file that imports only names that pagespec does not have, and starts
+no server, is not started, and its tests are counted by functions. Not run here: the test skips
+itself, or this machine lacks what it needs. Arguments that were left out, because pagespec refuses
+them or because they choose kernels and steps of vLLM: {left_out}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

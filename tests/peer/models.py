@@ -32,9 +32,10 @@ _KINDS = {
     "tiny": sources.tiny_folder,
     "instruct": sources.model_folder,
 }
-# What a test gives because of its own model, or to choose kernels that pagespec does not have.
+# What a test gives because of its own model, and what chooses kernels and steps of vLLM: no answer
+# of pagespec depends on these.
 _OF_ITS_MODEL = ("revision", "tokenizer_revision", "trust_remote_code")
-_OF_ITS_KERNELS = ("attention_backend", "attention_config")
+_OF_ITS_STEPS = ("attention_backend", "attention_config", "enable_chunked_prefill")
 
 
 def feature_of(name: str) -> str:
@@ -75,8 +76,8 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         replaced["max_model_len"] = min(replaced["max_model_len"], MAX_MODEL_LEN)
     for name in _OF_ITS_MODEL:
         replaced.pop(name, None)
-    for name in _OF_ITS_KERNELS:
-        if replaced.pop(name, None) is not None:
+    for name in _OF_ITS_STEPS:
+        if replaced.pop(name, None) not in (None, True):
             run.note_left_out(name)
     draft = replaced.get("speculative_config")
     # "ngram" and "[ngram]" are no models.

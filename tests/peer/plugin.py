@@ -93,7 +93,7 @@ def _replaced(name: str, value: object) -> str:
     if name == "dtype":
         return "float32"
     if isinstance(value, str) and re.fullmatch("(FLASH|FLASHINFER|FLEX|TRITON)(_[A-Z]+)*", value):
-        return "kernels"  # see models._OF_ITS_KERNELS
+        return "kernels"  # see models._OF_ITS_STEPS
     if isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value):
         return models.feature_of(value) or models.kind_of(value)
     return f"={value!r}"

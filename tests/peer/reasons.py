@@ -126,6 +126,11 @@ RULES: tuple[Rule, ...] = (
         r"test_chat\.py::test_chat_streaming",
     ),
     _differs("OpenAI: a role that it does not have is refused", r"test_chat\.py::test_custom_role"),
+    _differs(
+        "bits do not depend on the batch, with and without VLLM_BATCH_INVARIANT",
+        "::test_logprobs_without_batch_invariance_should_fail",
+        "prompts matched between BS=1 and BS=N",
+    ),
     _differs("the words of the error", r"test_chat\.py::test_long_seed", "seed = .* must be"),
     _differs(
         "OpenAI: logprobs is a boolean, top_logprobs is 0 to 20",
