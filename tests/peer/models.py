@@ -35,7 +35,12 @@ _KINDS = {
 # What a test gives because of its own model, and what chooses kernels and steps of vLLM: no answer
 # of pagespec depends on these.
 _OF_ITS_MODEL = ("revision", "tokenizer_revision", "trust_remote_code")
-_OF_ITS_STEPS = ("attention_backend", "attention_config", "enable_chunked_prefill")
+_OF_ITS_STEPS = (
+    "attention_backend",
+    "attention_config",
+    "disable_hybrid_kv_cache_manager",
+    "enable_chunked_prefill",
+)
 
 
 def feature_of(name: str) -> str:
@@ -77,7 +82,7 @@ def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in _OF_ITS_MODEL:
         replaced.pop(name, None)
     for name in _OF_ITS_STEPS:
-        if replaced.pop(name, None) not in (None, True):
+        if replaced.pop(name, None) is not None:
             run.note_left_out(name)
     draft = replaced.get("speculative_config")
     # "ngram" and "[ngram]" are no models.
