@@ -138,7 +138,7 @@ def _summary(results: Sequence[Result]) -> list[str]:
         places: dict[str, set[str]] = defaultdict(set)
         for result in results:
             if result.outcome == outcome:
-                reason = _text(result.reason)
+                reason = _head(result.reason)
                 numbers[reason] += result.num_tests
                 places[reason].add(result.file)
         if numbers:
@@ -146,6 +146,12 @@ def _summary(results: Sequence[Result]) -> list[str]:
             for reason, number in sorted(numbers.items(), key=lambda one: (-one[1], one[0])):
                 lines.append(_row(reason, number, len(places[reason])))
     return lines
+
+
+def _head(reason: str) -> str:
+    """A reason without what differs from test to test."""
+    head = reason.partition(":")[0]
+    return head if head in ("another model", "skipped by the test") else _text(reason)
 
 
 def _missing(group: Sequence[Result]) -> list[str]:

@@ -93,6 +93,7 @@ RULES: tuple[Rule, ...] = (
     _no("Responses API", "404", test="openai/responses/"),
     _no("draft heads (EAGLE, Medusa, DFlash)", r"speculative_config\.method = '(eagle|medusa|df)"),
     _no("draft heads (EAGLE, Medusa, DFlash)", r"(eagle|medusa)3? is not supported"),
+    _no("ngram drafts computed on a GPU", r"speculative_config\.method = 'ngram_gpu'"),
     _no("tokenizers of mistral_common", "tokenizer_mode = 'mistral'"),
     _no("diffusion models", "no attribute 'verify'", test=r"::test_diffusion_"),
     _no(stand_in.ENGINE, "'SamplingParams' object has no attribute 'verify'"),

@@ -111,8 +111,23 @@ class VllmRunner:
         )
         return self.generate_w_logprobs(prompts, greedy, **rest)
 
-    def generate_beam_search(self, *_: Any, **__: Any) -> Any:
-        stand_in.not_applicable("beam search", "VllmRunner.generate_beam_search")
+    def generate_beam_search(
+        self,
+        prompts: list[Any],
+        beam_width: int,
+        max_tokens: int,
+        concurrency_limit: int | None = None,
+        **media: Any,
+    ) -> list[tuple[list[list[int]], list[str]]]:
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens)
+        inputs = _prompts(prompts, **media)
+        answers = self.llm.beam_search(inputs, params, concurrency_limit=concurrency_limit)
+        return [
+            ([list(each.tokens) for each in answer.sequences], [e.text for e in answer.sequences])
+            for answer in answers
+        ]
 
     def apply_model(self, function: Any) -> Any:
         return self.llm.apply_model(function)
@@ -185,5 +200,17 @@ class HfRunner:
         stand_in.not_applicable("prompt embeddings", "HfRunner.get_prompt_embeddings")
         return []
 
-    def generate_beam_search(self, *_: Any, **__: Any) -> Any:
-        stand_in.not_applicable("beam search", "HfRunner.generate_beam_search")
+    def generate_beam_search(
+        self, prompts: list[str], beam_width: int, max_tokens: int, **_: Any
+    ) -> list[tuple[list[list[int]], list[str]]]:
+        found = []
+        for prompt in prompts:
+            beams = {"num_beams": beam_width, "num_return_sequences": beam_width}
+            answer, _num = self._generate(prompt, max_tokens, **beams)
+            padding = self.model.generation_config.pad_token_id
+            ids = [
+                [token for token in row if token != padding] for row in answer.sequences.tolist()
+            ]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            found.append((ids, texts))
+        return found
