@@ -104,6 +104,11 @@ RULES: tuple[Rule, ...] = (
     # These list adapters, after a check of `root`, the path of the replaced model.
     _no("LoRA", "'SmolLM2-135M-Instruct' == ", test="::test_check_models|lora_lineage"),
     _no("beam search", "(use_)?beam_search: is not supported|beam search is not supported"),
+    _no(
+        "beam search beside structured outputs",
+        "structured_outputs = ",
+        test="::test_beam_search_structured_output",
+    ),
     _no("embeddings", "embeddings are not supported"),
     _no("embeddings", "404", test="::test_v2_endpoint_"),
     _no("logprobs_mode = raw_logits, processed_logits", "logprobs_mode = '(raw|processed)_logits'"),
