@@ -26,7 +26,8 @@ Tests are counted by pytest's ids, parameters included; a test whose parameters 
 replaced model counts once. A file that imports only names that pagespec does not have, and starts
 no server, is not started, and its tests are counted by functions. Not run here: the test skips
 itself, or this machine lacks what it needs. Arguments that were left out, because pagespec refuses
-them or because they choose kernels and steps of vLLM: {left_out}."""
+them or because they choose kernels and steps of vLLM: {left_out}. Files that did not run when this
+table was written: {absent}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,9 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write:
         if chosen != all_paths:
             parser.error("--write needs a run of all files: give no paths and no --quick")
-        TABLE.write_text(
-            expected.render(results, _TITLE, _MORE.format(left_out=left_out)), encoding="utf-8"
-        )
+        files_run = {one.file for one in results}
+        absent = ", ".join(f"`{name}`" for name in names if name not in files_run)
+        more = _MORE.format(left_out=left_out or "none", absent=absent or "none")
+        TABLE.write_text(expected.render(results, _TITLE, more), encoding="utf-8")
         return 0
     text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
     differences = expected.compare(results, expected.parse(text))

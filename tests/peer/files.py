@@ -16,7 +16,6 @@ OFFLINE = (
     "tests/v1/e2e",
     "tests/v1/engine/test_async_llm.py",
     "tests/v1/engine/test_llm_engine.py",
-    "tests/samplers/test_beam_search.py::test_beam_search_with_concurrency_limit",
     "tests/v1/determinism",
 )
 HTTP = ("tests/entrypoints/openai", "tests/entrypoints/serve")
