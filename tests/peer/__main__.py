@@ -9,7 +9,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,9 +25,20 @@ stand for a random Llama of two layers.
 Tests are counted by pytest's ids, parameters included; a test whose parameters differ only in the
 replaced model counts once. A file that imports only names that pagespec does not have, and starts
 no server, is not started, and its tests are counted by functions. Not run here: the test skips
-itself, or this machine lacks what it needs. Arguments that were left out, because pagespec refuses
-them or because they choose kernels and steps of vLLM: {left_out}. Files that did not run when this
-table was written: {absent}."""
+itself, or this machine lacks what it needs.
+
+Some arguments were left out. pagespec refuses them, or they choose kernels and steps of vLLM:
+
+{left_out}
+
+Files that did not run when this table was written:
+
+{absent}"""
+
+
+def listed(names: Iterable[str]) -> str:
+    """A list in Markdown; "- none" if there are no names."""
+    return "\n".join(f"- `{name}`" for name in names) or "- none"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,15 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with ThreadPoolExecutor(given.jobs) as pool:
         results = [one for found in pool.map(results_of, names) for one in found]
-    left_out = ", ".join(f"`{each}`" for each in run.left_out(records, names))
+    left_out = run.left_out(records, names)
     if left_out:
-        print("arguments that were refused, and left out:", left_out)
+        print("arguments that were refused, and left out:", ", ".join(left_out))
     if given.write:
         if chosen != all_paths:
             parser.error("--write needs a run of all files: give no paths and no --quick")
         files_run = {one.file for one in results}
-        absent = ", ".join(f"`{name}`" for name in names if name not in files_run)
-        more = _MORE.format(left_out=left_out or "none", absent=absent or "none")
+        absent = [name for name in names if name not in files_run]
+        more = _MORE.format(left_out=listed(left_out), absent=listed(absent))
         TABLE.write_text(expected.render(results, _TITLE, more), encoding="utf-8")
         return 0
     text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""

@@ -16,7 +16,8 @@ OUTCOMES = (PASSED, DIFFERS, FAILS, NOT_RUN, NOT_APPLICABLE)
 WHOLE_FILE = "(the file)"
 
 _MAX_REASON = 140
-_MAX_NAMES = 3
+_MAX_NAMES = 2
+_MAX_FEATURES = 4
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _missing(group: Sequence[Result]) -> list[str]:
         most += ["..."] if len(names[reason]) > _MAX_NAMES else []
         count = f" ({number})" if len(tests) > 1 else ""
         found.append(_text(reason) + count + (": " + ", ".join(most) if most else ""))
-    return found
+    return found[:_MAX_FEATURES] + ["..."] * (len(found) > _MAX_FEATURES)
 
 
 def _heads() -> list[str]:

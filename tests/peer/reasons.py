@@ -80,6 +80,7 @@ _OF_ANOTHER_MODEL = {
     r"test_async_scheduling\.py::test_with(out|_eagle3)_spec": "it says 'the'",
     r"openai/completion/test_completion\.py::test_parallel_no_streaming": "it stops early",
     r"openai/test_return_token_ids\.py::test_chat_completion_with_tool_use": "it calls the tool",
+    r"::test_structured_output_with_structural_tag": "it writes the trigger of a tag",
     r"detokenizer/test_disable_detokenization\.py::test_computed_prefix_blocks": (
         "it does not stop at once"
     ),
@@ -88,6 +89,7 @@ _OF_ANOTHER_MODEL = {
 RULES: tuple[Rule, ...] = (
     *(_no(feature, words, name) for name, (feature, words) in examples.REFUSED.items()),
     *(_not_run(what, f"No module named '{name}") for name, what in _PACKAGES.items()),
+    _not_run("it starts `python -m vllm`, which is not replaced", "No module named 'vllm'"),
     _not_run("a GPU", "Torch not compiled with CUDA|ATen_cuda|Cannot access accelerator"),
     _no("Harmony (gpt-oss)", "No module named 'openai_harmony|Harmony tests require gpt_oss"),
     _no("SageMaker", "/invocations|model-hosting-container-standards"),
@@ -113,6 +115,7 @@ RULES: tuple[Rule, ...] = (
         "structured_outputs = ",
         test="::test_beam_search_structured_output",
     ),
+    _no("thinking_token_budget", "thinking_token_budget: is not supported"),
     _no("embeddings", "embeddings are not supported"),
     _no("embeddings", "404", test="::test_v2_endpoint_"),
     _no("logprobs_mode = raw_logits, processed_logits", "logprobs_mode = '(raw|processed)_logits'"),
@@ -121,7 +124,7 @@ RULES: tuple[Rule, ...] = (
     _no(
         "another model: its JSON ends within the context",
         "Invalid JSON from backend|JSONDecodeError",
-        test=r"::test_structured_output(_auto_mode)?\[",
+        test=r"::test_structured_output(_auto_mode|_batched_with_\w+)?\[",
     ),
     _no(
         "backends outlines, lm-format-enforcer",

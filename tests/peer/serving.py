@@ -20,7 +20,9 @@ _START_S = 120.0
 _MAX_MODEL_LEN = 1536
 # With one of these flags every test of the file is for a feature that pagespec refuses.
 _OF_FEATURES = {
+    "--api-server-count": "several API servers (--api-server-count)",
     "--enable-prompt-embeds": "prompt embeddings",
+    "--shutdown-timeout": "a time to finish requests at SIGTERM (--shutdown-timeout)",
     "--limit-mm-per-prompt": "images and audio",
     "--tool-server": "tool server (MCP)",
     "--enable-sleep-mode": "sleep mode",
