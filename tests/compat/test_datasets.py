@@ -91,7 +91,7 @@ def test_short_and_long_conversations_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("custom", "{", "^dataset_path = .*file.json.* is not JSON"),
+        ("custom", "{", "^dataset_path = .*: has text that is not JSON"),
         ("custom", '{"text": "a"}', '^dataset_path = .*must have "prompt"'),
         ("custom", '{"prompt": "a"}', "^dataset_path = .*output_tokens"),
         ("custom", "", "^dataset_path = .*no usable prompt"),
