@@ -129,6 +129,7 @@ NUM_BY_DAY = {
     "compile/model/test_indexers.py": {
         "test_another_computation_is_refused": 3,
         "test_calls_know_what_is_chosen_for_them": 1,
+        "test_index_keys_are_stored_in_the_blocks": 0,
     },
     "compile/passes/test_cache_latents.py": {
         "test_a_graph_that_differs_stays_as_it_is": 5,
@@ -138,7 +139,7 @@ NUM_BY_DAY = {
         "test_no_matmul_is_left_to_the_library": 1,
     },
     "compile/passes/test_index_gpu_passes.py": {
-        "test_tokens_are_those_of_hugging_face": 1,
+        "test_tokens_are_those_of_hugging_face": 0,
     },
     "compile/passes/test_merge_linear.py": {
         "test_merges_and_changes_nothing": 2,
@@ -201,11 +202,17 @@ NUM_BY_DAY = {
     },
     "golden/test_sparse.py": {
         "test_answers_do_not_depend_on_the_schedule": 0,
+        "test_equal_scores_are_told_apart_as_transformers_decodes": 0,
+        "test_other_ways_to_compute_equal_generate": 0,
         "test_sparse_models_equal_generate": 1,
+        "test_sparse_models_equal_generate_beyond_every_threshold": 0,
     },
     "kernels/attention/test_decode.py": {
         "test_matches_float64": 10,
         "test_whoever_arrives_last_merges_and_leaves_the_counters_zero": 4,
+    },
+    "kernels/attention/test_decode_forms.py": {
+        "test_no_batch_has_a_form_of_its_own": 0,
     },
     "kernels/attention/test_decode_prologue.py": {
         "test_decode": 6,
@@ -220,6 +227,9 @@ NUM_BY_DAY = {
     },
     "kernels/attention/test_quantized_results.py": {
         "test_are_those_of_stored_outputs": 4,
+    },
+    "kernels/jit/test_parallel_build.py": {
+        "test_kernels_are_built_together": 0,
     },
     "kernels/matmul/cpu/test_invariant.py": {
         "test_a_row_has_the_same_bits_among_any_others": 6,
@@ -238,6 +248,9 @@ NUM_BY_DAY = {
     },
     "kernels/mla/test_kernels.py": {
         "test_matches_float64": 5,
+    },
+    "kernels/mla/test_prefill_sm90.py": {
+        "test_it_compiles_for_hopper_and_leaves_what_it_does_not_know": 0,
     },
     "kernels/moe/test_combine_norm.py": {
         "test_a_shared_expert_is_added_as_by_operations_in_turn": 8,
