@@ -133,14 +133,7 @@ class StructuredOutputs:
         make = getattr(schema, "model_json_schema", None)
         if isinstance(schema, type) and make is not None:
             schema = make()
-        try:
-            if isinstance(schema, str):
-                _require_short("json", schema)
-                schema = json.loads(schema)
-            _require_few("json", schema)
-            text = json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            _refuse("json", self.json, f"must be a JSON schema: {error}")
+        schema, text = _parsed("json", schema, self.json, "a JSON schema")
         if not isinstance(schema, (dict, bool)) and not isinstance(schema, Mapping):
             _refuse("json", self.json, "a JSON schema is an object")
         _require_short("json", text)  # before walking all of it
@@ -154,15 +147,8 @@ class StructuredOutputs:
 
     def _tag_text(self) -> str:
         """The tag as JSON, checked."""
-        tag: Any = self.structural_tag
-        try:
-            if isinstance(tag, str):
-                _require_short("structural_tag", tag)
-                tag = json.loads(tag)
-            _require_few("structural_tag", tag)
-            text = json.dumps(tag, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            _refuse("structural_tag", self.structural_tag, f"must be JSON: {error}")
+        tag = self.structural_tag
+        _, text = _parsed("structural_tag", tag, tag, "JSON")
         _require_short("structural_tag", text)
         structural_grammar(json.loads(text), closes_objects=self._closes_objects)
         return text
@@ -183,6 +169,18 @@ def _require_text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         _refuse(name, value, f"is not Unicode text ({error.reason})")
     return value
+
+
+def _parsed(name: str, value: Any, given: Any, kind: str) -> tuple[Any, str]:
+    """A value, read if it is JSON text, and as JSON text; ``given`` and ``kind`` are for errors."""
+    try:
+        if isinstance(value, str):
+            _require_short(name, value)
+            value = json.loads(value)
+        _require_few(name, value)
+        return value, json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        _refuse(name, given, f"must be {kind}: {error}")
 
 
 def _require_short(name: str, text: str) -> None:
